@@ -1,0 +1,64 @@
+"""flashtile: exact attention, tile by tile.
+
+The names below are loaded at first use, so that `import flashtile` costs nothing and needs neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashtile.errors import InvalidProblem, NotSupported
+    from flashtile.explain import explain
+    from flashtile.score.alibi import Alibi
+    from flashtile.score.softcap import Softcap
+    from flashtile.spec.attention import AttentionProblem
+    from flashtile.spec.mask import Band
+    from flashtile.spec.options import Options
+    from flashtile.spec.score import Captured, Position, Score
+    from flashtile.torch.attention import attention
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Alibi": "flashtile.score.alibi",
+    "AttentionProblem": "flashtile.spec.attention",
+    "Band": "flashtile.spec.mask",
+    "Captured": "flashtile.spec.score",
+    "InvalidProblem": "flashtile.errors",
+    "NotSupported": "flashtile.errors",
+    "Options": "flashtile.spec.options",
+    "Position": "flashtile.spec.score",
+    "Score": "flashtile.spec.score",
+    "Softcap": "flashtile.score.softcap",
+    "attention": "flashtile.torch.attention",
+    "explain": "flashtile.explain",
+}
+
+__all__ = [
+    "Alibi",
+    "AttentionProblem",
+    "Band",
+    "Captured",
+    "InvalidProblem",
+    "NotSupported",
+    "Options",
+    "Position",
+    "Score",
+    "Softcap",
+    "attention",
+    "explain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,48 @@
+"""The only conditional import of Triton. Without it the CPU backend works and the others refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+
+    VERSION: str | None = triton.__version__
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:
+    VERSION, INTERPRETED = None, False
+
+    def constexpr(value: Any) -> Any:
+        return value
+
+    def jit(function: Any) -> Any:
+        """Leave the function as it is: nothing will launch it."""
+        return function
+
+    class _Missing:
+        constexpr = object
+
+    tl: Any = _Missing()
+
+
+def shared(function: Any) -> Any:
+    """A plain host function, callable from kernels too (the interpreter runs it as it is)."""
+    return function if INTERPRETED else jit(function)
+
+
+class JitTuple(tuple):
+    """A constexpr tuple of `@jit` functions, possibly nested.
+
+    Triton keys its disk cache by the *names* of functions inside a tuple; `cache_key` covers their sources, so that an
+    edited modifier never meets a stale kernel.
+    """
+
+    @property
+    def cache_key(self) -> str:
+        return "(" + "+".join(getattr(f, "cache_key", str(f)) for f in self) + ")"
+
+
+__all__ = ["INTERPRETED", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tl"]

@@ -1,0 +1,51 @@
+"""Which backend runs a problem, and why the others do not."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.kernels.cpu.backend import BACKEND as CPU
+from flashtile.kernels.triton.backend import BACKEND as TRITON
+from flashtile.plan.backend import Backend, Gradients
+from flashtile.plan.call import Plan
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+
+BACKENDS: tuple[Backend, ...] = (TRITON, CPU)
+
+
+def backend_named(name: str) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(b.name for b in BACKENDS)}.")
+
+
+@lru_cache(maxsize=4096)
+def select(problem: AttentionProblem, device: Device, backend: str | None = None, variant: Variant = "auto") -> Backend:
+    """The first backend that runs the problem, or the named one. Raises NotSupported with everybody's reasons."""
+    candidates = BACKENDS if backend is None else (backend_named(backend),)
+    reasons: dict[str, list[str]] = {}
+    for candidate in candidates:
+        reasons[candidate.name] = candidate.unsupported(problem, device, variant)
+        if not reasons[candidate.name]:
+            return candidate
+    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
+
+
+@lru_cache(maxsize=4096)
+def plan_forward(problem: AttentionProblem, device: Device, backend: str | None = None) -> Plan:
+    return select(problem, device, backend).forward(problem, device)
+
+
+@lru_cache(maxsize=4096)
+def plan_backward(
+    problem: AttentionProblem,
+    device: Device,
+    gradients: Gradients = Gradients(),
+    backend: str | None = None,
+    variant: Variant = "auto",
+) -> Plan:
+    return select(problem, device, backend, variant).backward(problem, device, gradients, variant)

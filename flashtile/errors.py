@@ -1,0 +1,19 @@
+"""The two errors that flashtile raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class InvalidProblem(ValueError):
+    """The request has no meaning: the message names the thing, its value, and what it must be."""
+
+
+class NotSupported(NotImplementedError):
+    """The request has a meaning, but no backend can run it; `reasons` says why, backend by backend."""
+
+    def __init__(self, request: str, reasons: Mapping[str, Sequence[str]]):
+        self.request = request
+        self.reasons = {name: tuple(lines) for name, lines in reasons.items()}
+        rows = [f"  {name}: {line}" for name, lines in self.reasons.items() for line in lines]
+        super().__init__("\n".join([f"no backend can run {request}:", *rows]))

@@ -1,0 +1,1 @@
+"""Kernels, one folder per architecture; backends never import each other."""

@@ -1,0 +1,1 @@
+"""Device helpers usable from Triton and Gluon kernels."""

@@ -1,0 +1,216 @@
+"""The portable backend: plans made of Triton kernels."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from flashtile import _triton
+from flashtile.kernels.lib.score import chain
+from flashtile.kernels.triton import backward as bwd
+from flashtile.kernels.triton.choose import DELTA_ROWS, choose
+from flashtile.kernels.triton.forward import attention_forward
+from flashtile.kernels.triton.tile import Launch, Pass, make_tile
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.options import Variant
+
+
+class TritonBackend:
+    """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
+
+    name = "triton"
+
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant = "auto") -> list[str]:
+        reasons: list[str] = []
+        if _triton.VERSION is None:
+            reasons.append("Triton is not installed")
+        if device.kind == "cpu" and not _triton.INTERPRETED:
+            reasons.append("tensors are on the CPU; these kernels need a GPU (or TRITON_INTERPRET=1)")
+        if device.kind == "cuda" and device.arch < 80:
+            reasons.append(f"{device.target} has no bf16 matrix units; supported from sm80")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(problem, name) > MAX_HEAD_DIM:
+                reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
+        if variant == "fused" and problem.deterministic:
+            reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
+        for spec in problem.score:
+            for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+                if problem.deterministic and tensor.grad and captured.index is not None:
+                    reasons.append(f"the gradient of {spec.kind.name}'s tensor is added atomically, not deterministically")
+        return reasons
+
+    def forward(self, problem: AttentionProblem, device: Device) -> Plan:
+        p = problem
+        launch = choose(p, device, "forward")
+        call = _call(
+            attention_forward, p, launch, "forward",
+            ("q", "k", "v", "out", "lse"), ("q", "k", "v", "out"),
+            tail=(p.scale_value, _band(p), _score_args(p)),
+        )  # fmt: skip
+        return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+
+    def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
+        variant = _variant(problem, device, gradients) if variant == "auto" else variant
+        p, fused = problem, variant == "fused"
+        buffers, notes = _backward_buffers(p, gradients), [f"backward {variant}"]
+        captures = any(spec.wants_grad for spec in p.score)
+        delta_launch = Launch(DELTA_ROWS, DELTA_ROWS, 4, 1)
+        delta = _call(
+            bwd.attention_delta, p, delta_launch, "queries", ("out", "dout", "dlse" if gradients.dlse else None, "delta"),
+            ("out", "dout", "dlse" if gradients.dlse else "lse"), score=False,
+        )  # fmt: skip
+        calls, inputs = [delta], ("q", "k", "v", "dout", "lse", "delta")
+        wants_keys = fused or bool(gradients.wanted & {"k", "v"})
+        sums: list[Buffer] = []
+        if wants_keys:
+            launch = choose(p, device, "fused" if fused else "keys")
+            capture = _capture(p, ceil(p.seqlen_k / launch.block_k)) if fused else _NO_CAPTURE
+            sums += capture.buffers
+            outputs = ("dq_sum" if fused and "q" in gradients.wanted else None,
+                       *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
+            strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
+            calls.append(_call(
+                bwd.attention_backward_keys, p, launch, "fused" if fused else "keys", (*inputs, outputs), strides,
+                tail=(p.scale_value, _band(p), _score_args(p), capture.args), slots=capture.slots,
+            ))  # fmt: skip
+            notes.append(f"keys pass tile {launch.spell()}")
+        if fused and "q" in gradients.wanted:
+            buffers += (Buffer("dq_sum", _shapes(p)["q"], "fp32", "scratch", zeroed=True),)
+            calls.append(_call(
+                bwd.attention_convert, p, delta_launch, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                tail=(p.scale_value,), score=False,
+            ))  # fmt: skip
+        if not fused and ("q" in gradients.wanted or captures):
+            launch = choose(p, device, "queries")
+            capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
+            sums += capture.buffers
+            dq = "dq" if "q" in gradients.wanted else None
+            calls.append(_call(
+                bwd.attention_backward_queries, p, launch, "queries", (*inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                tail=(p.scale_value, _band(p), _score_args(p), capture.args), slots=capture.slots,
+            ))  # fmt: skip
+            notes.append(f"queries pass tile {launch.spell()}")
+        for partial in sums:
+            rows, tiles = partial.shape
+            args = (Pointer(partial.name), Pointer(partial.name.replace("partial", "dscore")), tiles)
+            calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
+
+
+BACKEND = TritonBackend()
+
+
+def _variant(p: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
+    if p.deterministic or "q" not in gradients.wanted:
+        return "split"
+    return "split"
+
+
+def _call(
+    kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
+    *, tail: tuple[Any, ...] = (), slots: int = 0, score: bool = True,
+) -> KernelCall:  # fmt: skip
+    """A call in the kernels' common order: pointers, strides, sizes, the rest; one program per tile and head."""
+    over_keys = which in ("keys", "fused")
+    tiles = ceil(p.seqlen_k / launch.block_k) if over_keys else ceil(p.seqlen_q / launch.block_q)
+    heads = p.heads_kv if over_keys else p.heads_q
+    sizes = (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
+    constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots)),)
+    if score:
+        constants += (("SCORE", chain(p.score)),)
+    args = (*(_pointer(n) for n in pointers), tuple(Strides(n) for n in strides), sizes, *tail)
+    return KernelCall(kernel, (tiles * p.batch * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
+
+
+def _pointer(name: Any) -> Any:
+    if isinstance(name, tuple):
+        return tuple(_pointer(n) for n in name)
+    return None if name is None else Pointer(name)
+
+
+def _band(p: AttentionProblem) -> tuple[int, int]:
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    return (band.left or 0, band.right or 0)
+
+
+def _score_args(p: AttentionProblem) -> tuple[Any, ...]:
+    """Per modifier its scalars, then pointer and strides of each captured tensor."""
+    chained: list[tuple[Any, ...]] = []
+    for i, spec in enumerate(p.score):
+        tensors: list[Any] = []
+        for j in range(len(spec.tensors)):
+            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}")]
+        chained.append((*spec.scalars, *tensors))
+    return tuple(chained)
+
+
+class _Capture:
+    """Arguments and buffers of captured gradients in the one pass that forms them."""
+
+    def __init__(self, args: tuple[Any, ...] = (), buffers: tuple[Buffer, ...] = (), slots: int = 0):
+        self.args, self.buffers, self.slots = args, buffers, slots
+
+
+_NO_CAPTURE = _Capture()
+
+
+def _capture(p: AttentionProblem, tiles: int) -> _Capture:
+    args: list[tuple[Any, ...]] = []
+    buffers: list[Buffer] = []
+    slots = 0
+    for i, spec in enumerate(p.score):
+        entries: list[tuple[Any, ...]] = []
+        for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
+            if not tensor.grad:
+                entries.append((0, None))
+                continue
+            if captured.index is None:
+                buffers.append(Buffer(f"partial.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
+                entries.append((slots, Pointer(f"partial.{i}.{j}")))
+            else:
+                entries.append((0, Pointer(f"dscore.{i}.{j}")))
+            slots += 1
+        args.append(tuple(entries))
+    return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+
+
+def _shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    return {
+        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
+        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
+        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
+        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
+        "lse": (p.batch, p.heads_q, p.seqlen_q),
+    }
+
+
+def _inputs(p: AttentionProblem) -> tuple[Buffer, ...]:
+    captured = [
+        Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
+        for i, spec in enumerate(p.score)
+        for j, tensor in enumerate(spec.tensors)
+    ]
+    return (*(Buffer(n, _shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
+
+
+def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
+    shapes = _shapes(p)
+    out = Buffer("out", shapes["out"], p.dtype.value, "output", like="q")
+    return (*_inputs(p), out, Buffer("lse", shapes["lse"], "fp32", "output"))
+
+
+def _backward_buffers(p: AttentionProblem, gradients: Gradients) -> tuple[Buffer, ...]:
+    shapes = _shapes(p)
+    given = [Buffer(n, shapes["out"], p.dtype.value, "input") for n in ("out", "dout")]
+    rows = [Buffer("lse", shapes["lse"], "fp32", "input"), Buffer("delta", shapes["lse"], "fp32", "scratch")]
+    if gradients.dlse:
+        rows.append(Buffer("dlse", shapes["lse"], "fp32", "input"))
+    made = [Buffer(f"d{n}", shapes[n], p.dtype.value, "output", like=n) for n in "qkv" if n in gradients.wanted]
+    for i, spec in enumerate(p.score):
+        for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
+            if tensor.grad:
+                made.append(Buffer(f"dscore.{i}.{j}", tensor.shape, "fp32", "output", zeroed=captured.index is not None))
+    return (*_inputs(p), *given, *rows, *made)

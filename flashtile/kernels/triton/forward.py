@@ -1,0 +1,70 @@
+"""Forward kernel: one program computes one query tile of one head (FlashAttention-2, arXiv 2307.08691, algorithm 1)."""
+
+from __future__ import annotations
+
+from flashtile._triton import jit, tl
+from flashtile.kernels.lib.grid import assign
+from flashtile.kernels.lib.mask import key_range, visible
+from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
+from flashtile.kernels.lib.score import locate, logits, to_log2
+from flashtile.kernels.lib.softmax import empty_rows, finish, fold
+
+
+@jit
+def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band, score_args,
+                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+    """Fold the key tile at `start` into the rows.
+
+    seen = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column).
+    """
+    BLOCK_K: tl.constexpr = T.block_k
+    first, end = seen[0] - start, seen[1] - start
+    k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    key = start + tl.arange(0, BLOCK_K)[None, :]
+    at = locate(place[0], place[1], place[2], key, sizes)
+    score = logits(tl.dot(q, tl.trans(k), input_precision=T.precision), at, scale, score_args, T, SCORE)
+    if MASKED:
+        score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
+    return fold(rows, score, v, to_log2(scale, T), MASKED or T.prescale, T.precision)
+
+
+@jit
+def attention_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, strides, sizes, scale, band, score_args,
+                      T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+    """strides of q, k, v, out; sizes = (batch, seqlen_q, seqlen_k, heads_q); lse is (batch, heads_q, seqlen_q)."""
+    BLOCK_Q: tl.constexpr = T.block_q
+    BLOCK_K: tl.constexpr = T.block_k
+    len_q, len_k, heads = sizes[1], sizes[2], sizes[3]
+    tile, batch_head = assign(tl.cdiv(len_q, BLOCK_Q), sizes[0] * heads, T.swizzle, T.last_first)
+    batch, head = batch_head // heads, batch_head % heads
+    row, shift = tile * BLOCK_Q, len_k - len_q
+    first, last = row + shift, tl.minimum(row + BLOCK_Q, len_q) - 1 + shift
+    lo, full_lo, full_hi, hi = key_range(first, last, len_k, band[0], band[1], T.left, T.right, BLOCK_K)
+    seen_from = 0
+    if T.left:
+        seen_from = tl.maximum(first - band[0], 0)
+    seen = (seen_from, hi)
+
+    q_head = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
+    k_head = k_ptr + head_offset(batch, head // T.group, strides[1])
+    v_head = v_ptr + head_offset(batch, head // T.group, strides[2])
+    q = load_tile(q_head, strides[0], 0, len_q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    index = row + tl.arange(0, BLOCK_Q)
+    place = (batch, head, index[:, None])
+    rows = empty_rows(BLOCK_Q, T.columns_v)
+    if T.left:
+        for start in tl.range(lo, full_lo, BLOCK_K):
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
+                                True, T, SCORE)  # fmt: skip
+    for start in tl.range(full_lo, full_hi, BLOCK_K):
+        rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
+                            False, T, SCORE)  # fmt: skip
+    for start in tl.range(full_hi, hi, BLOCK_K):
+        rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
+                            True, T, SCORE)  # fmt: skip
+
+    out, lse = finish(rows, to_log2(scale, T))
+    out_head = out_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
+    store_tile(out_head, strides[3], out, len_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * len_q + index, lse, mask=index < len_q)

@@ -1,0 +1,1 @@
+"""The vocabulary of how: devices, buffers, kernel calls, plans. Standard library only."""

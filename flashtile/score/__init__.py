@@ -1,0 +1,1 @@
+"""Score modifiers: one file per feature."""

@@ -1,0 +1,60 @@
+"""ALiBi: attention with linear biases (arXiv 2108.12409), with the gradient of its slopes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.spec.score import Captured, Position, Score
+
+
+@jit
+def alibi_distance(at):
+    return tl.abs(at.q - at.k).to(tl.float32)
+
+
+@jit
+def alibi_forward(score, at, args):
+    strides = args[1]
+    slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(tl.float32)
+    return score - slope * alibi_distance(at)
+
+
+@jit
+def alibi_backward(grad, score, out, at, args):
+    return grad
+
+
+@jit
+def alibi_slope_contribution(grad, score, at, args):
+    return -grad * alibi_distance(at)
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(Score):
+    """Score modifier -slope * |i + seqlen_k - seqlen_q - j|; `slopes` is a (heads_q,) or (batch, heads_q) tensor."""
+
+    slopes: Any
+
+    name = "alibi"
+    forward = alibi_forward
+    backward = alibi_backward
+    captured = (Captured(alibi_slope_contribution),)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.slopes, "shape") or not hasattr(self.slopes, "stride"):
+            raise InvalidProblem(f"alibi slopes are a {type(self.slopes).__name__}; they must be a tensor.")
+        if len(self.slopes.shape) not in (1, 2):
+            raise InvalidProblem(f"alibi slopes have shape {tuple(self.slopes.shape)}; it must be (heads_q,) or (batch, heads_q).")
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        shape = tuple(self.slopes.shape)
+        if shape not in ((heads_q,), (batch, heads_q)):
+            raise InvalidProblem(f"alibi slopes have shape {shape}; it must be ({heads_q},) or ({batch}, {heads_q}).")
+        return (self.slopes.expand(batch, heads_q),)
+
+    def apply(self, score: Any, at: Position, tensors: tuple[Any, ...]) -> Any:
+        slopes = tensors[0].to(score.dtype)[:, :, None, None]
+        return score - slopes * (at.q - at.k).abs()

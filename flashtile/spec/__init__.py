@@ -1,0 +1,1 @@
+"""What is computed: problems, masks, score modifiers. Standard library only."""

@@ -1,0 +1,176 @@
+"""AttentionProblem: the one value that travels below the public functions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.dtype import DType
+from flashtile.spec.mask import FULL, Band
+from flashtile.spec.score import ScoreSpec
+
+Precision = Literal["tf32x3", "ieee", "tf32"]
+PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is to be computed; holds no tensor, is hashable, and is the key of every cache.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
+    v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
+    `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: DType
+    mask: Band = FULL
+    score: tuple[ScoreSpec, ...] = ()
+    scale: float | None = None  # None becomes 1 / sqrt(head_dim)
+    precision: Precision = "tf32x3"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seqlen_q", "seqlen_k"):
+            _check_int(name, getattr(self, name), 0)
+        for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v"):
+            _check_int(name, getattr(self, name), 1)
+        if self.heads_q % self.heads_kv:
+            raise InvalidProblem(
+                f"heads_q is {self.heads_q} and heads_kv is {self.heads_kv}; heads_q must be a multiple of heads_kv."
+            )
+        if not isinstance(self.dtype, DType):
+            raise InvalidProblem(f"dtype is {self.dtype!r}; it must be one of {', '.join(d.value for d in DType)}.")
+        if self.precision not in PRECISIONS:
+            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.dtype is not DType.FP32:
+            object.__setattr__(self, "precision", "tf32x3")
+        scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise InvalidProblem(f"scale is {scale!r}; it must be a number.")
+        if not math.isfinite(scale):
+            raise InvalidProblem(f"scale is {scale}; it must be finite.")
+        object.__setattr__(self, "scale", float(scale))
+
+    # -- derived ------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def shift(self) -> int:
+        """Aligned position of query 0."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def scale_value(self) -> float:
+        assert self.scale is not None
+        return self.scale
+
+    @property
+    def empty(self) -> bool:
+        """No visible score at all because a dimension is zero."""
+        return self.batch == 0 or self.seqlen_q == 0 or self.seqlen_k == 0
+
+    @cached_property
+    def visible_pairs(self) -> int:
+        return self.mask.count_visible(self.seqlen_q, self.seqlen_k) * self.batch * self.heads_q
+
+    def flops(self, direction: Literal["forward", "backward"] = "forward") -> int:
+        """Matrix FLOPs on visible scores: 2 products forward, 5 backward (scores are recomputed once)."""
+        d, dv = self.head_dim, self.head_dim_v
+        return 2 * self.visible_pairs * (d + dv if direction == "forward" else 3 * d + 2 * dv)
+
+    def bytes(self, direction: Literal["forward", "backward"] = "forward") -> int:
+        """Fewest bytes through device memory: every input read once, every output written once."""
+        q = self.batch * self.seqlen_q * self.heads_q
+        kv = self.batch * self.seqlen_k * self.heads_kv
+        tensors = q * (self.head_dim + self.head_dim_v) + kv * (self.head_dim + self.head_dim_v)
+        if direction == "backward":  # reads q k v out dout lse, writes dq dk dv
+            tensors = 2 * tensors + q * self.head_dim_v
+        return tensors * self.dtype.size_bytes + 4 * q
+
+    # -- the canonical spelling ---------------------------------------------------------------------------------
+
+    def spell(self) -> str:
+        """One canonical string; `parse` is its inverse. Test id, tuning key, benchmark row, log line."""
+        parts = [
+            f"q={self.batch}x{self.seqlen_q}x{self.heads_q}x{self.head_dim}",
+            f"kv={self.seqlen_k}x{self.heads_kv}x{self.head_dim_v}",
+            self.dtype.value,
+        ]
+        if not self.mask.unbounded:
+            left, right = ("" if b is None else str(b) for b in (self.mask.left, self.mask.right))
+            parts.append(f"band={left}:{right}")
+        if self.score:
+            parts.append("score=" + "+".join(s.spell() for s in self.score))
+        if self.scale != 1.0 / math.sqrt(self.head_dim):
+            parts.append(f"scale={self.scale!r}")
+        if self.dtype is DType.FP32:
+            parts.append(self.precision)
+        if self.deterministic:
+            parts.append("deterministic")
+        return f"attention({','.join(parts)})"
+
+    @staticmethod
+    def parse(text: str) -> AttentionProblem:
+        """The problem that `spell` wrote. Raises InvalidProblem on anything else."""
+        body = text.strip()
+        if not (body.startswith("attention(") and body.endswith(")")):
+            raise InvalidProblem(f"spelling is {text!r}; it must be 'attention(q=...,kv=...,dtype,...)'.")
+        fields: dict[str, object] = {}
+        try:
+            for part in body[len("attention(") : -1].split(","):
+                name, _, value = part.partition("=")
+                fields.update(_parse_part(name, value))
+            return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
+        except (TypeError, KeyError, IndexError) as error:
+            raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
+        except InvalidProblem:
+            raise
+        except ValueError as error:
+            raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
+
+
+def _parse_part(name: str, value: str) -> dict[str, object]:
+    if name == "q":
+        batch, seqlen_q, heads_q, head_dim = (int(n) for n in value.split("x"))
+        return dict(batch=batch, seqlen_q=seqlen_q, heads_q=heads_q, head_dim=head_dim)
+    if name == "kv":
+        seqlen_k, heads_kv, head_dim_v = (int(n) for n in value.split("x"))
+        return dict(seqlen_k=seqlen_k, heads_kv=heads_kv, head_dim_v=head_dim_v)
+    if name == "band":
+        left, right = (int(n) if n else None for n in value.split(":"))
+        return dict(mask=Band(left, right))
+    if name == "score":
+        return dict(score=tuple(ScoreSpec.parse(s) for s in value.split("+")))
+    if name == "scale":
+        return dict(scale=float(value))
+    if name == "deterministic" and not value:
+        return dict(deterministic=True)
+    if name in PRECISIONS and not value:
+        return dict(precision=name)
+    if not value:
+        return dict(dtype=DType(name))
+    raise KeyError(f"unknown part {name}={value}")
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidProblem(f"{name} is {value!r}; it must be an int.")
+    if value < least:
+        raise InvalidProblem(f"{name} is {value}; it must be at least {least}.")
+    if value >= 2**31:
+        raise InvalidProblem(f"{name} is {value}; it must be below 2**31.")

@@ -1,0 +1,48 @@
+"""Options: how a problem is to be run, as far as the caller cares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.attention import PRECISIONS, Precision
+
+Variant = Literal["auto", "split", "fused"]
+VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a call.
+
+    backend: name of the backend ("triton", "cpu"), or None for the first one that can.
+    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass, dq added atomically),
+        or "auto" (whichever was measured to be faster, see `flashtile.explain`).
+    deterministic: True asks for a bitwise repeatable backward; None follows
+        `torch.are_deterministic_algorithms_enabled()`.
+    precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
+        "ieee" (no tensor cores), "tf32" (one product, about 1e-3). Ignored for fp16 and bf16.
+    """
+
+    backend: str | None = None
+    backward: Variant = "auto"
+    deterministic: bool | None = None
+    precision: Precision = "tf32x3"
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise InvalidProblem(f"backend is {self.backend!r}; it must be a backend's name or None.")
+        if self.backward not in VARIANTS:
+            raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(VARIANTS)}.")
+        if self.deterministic not in (None, True, False):
+            raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
+        if self.precision not in PRECISIONS:
+            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.backward == "fused" and self.deterministic:
+            raise InvalidProblem(
+                "backward is 'fused' and deterministic is True; the fused backward adds dq atomically, use 'split'."
+            )
+
+
+DEFAULT = Options()

@@ -1,0 +1,128 @@
+"""The protocol of score modifiers: one object per feature, forward and backward together.
+
+A modifier changes the scaled score s[i, j] before the mask and the softmax. It is a class with
+
+* `forward(score, at, args)`: a `@jit` function that returns the modified tile;
+* `backward(grad, score, out, at, args)`: a `@jit` function that returns the gradient with respect to `score`,
+  given the gradient with respect to `out = forward(score)`;
+* `apply(score, at, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference);
+* `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
+
+`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from flashtile.errors import InvalidProblem
+
+
+class Position(NamedTuple):
+    """Where a tile of scores lies. `row`, `q`, `k` broadcast against the tile, in either orientation."""
+
+    batch: Any
+    head: Any
+    row: Any  # index of the query, 0 .. seqlen_q - 1
+    q: Any  # its aligned position: row + seqlen_k - seqlen_q
+    k: Any  # index of the key
+
+
+@dataclass(frozen=True)
+class Captured:
+    """How the gradient of one captured tensor is formed.
+
+    `contribution(grad, score, at, args)`: `@jit` function, the gradient that each score sends to the tensor.
+    `index(at, args)`: `@jit` function, the flat element (of the contiguous tensor) that receives it, added atomically.
+    Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order.
+    """
+
+    contribution: Callable[..., Any]
+    index: Callable[..., Any] | None = None
+
+
+class Score:
+    """Base of all score modifiers; a subclass with a `name` registers itself for `parse`."""
+
+    name: ClassVar[str] = ""
+    captured: ClassVar[tuple[Captured, ...]] = ()
+    forward: ClassVar[Callable[..., Any]]
+    backward: ClassVar[Callable[..., Any]]
+    kinds: ClassVar[dict[str, type[Score]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.name.isidentifier():
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}; a score modifier's name must be an identifier.")
+        known = Score.kinds.get(cls.name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
+        Score.kinds[cls.name] = cls
+
+    def scalars(self) -> tuple[float, ...]:
+        """Runtime scalars; changing one never recompiles."""
+        return ()
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        """Captured tensors as the kernel indexes them (expanded views are fine, autograd reduces them)."""
+        return ()
+
+    def apply(self, score: Any, at: Position, tensors: tuple[Any, ...]) -> Any:
+        """The formula in differentiable PyTorch; `score` is (batch, heads_q, queries, keys)."""
+        raise NotImplementedError(f"{type(self).__name__}.apply is missing.")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A captured tensor, as data."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    grad: bool = False
+
+    def spell(self) -> str:
+        return "x".join(map(str, self.shape)) + ":" + self.dtype + (":grad" if self.grad else "")
+
+    @staticmethod
+    def parse(text: str) -> TensorSpec:
+        shape, dtype, *grad = text.split(":")
+        return TensorSpec(tuple(int(n) for n in shape.split("x")) if shape else (), dtype, grad == ["grad"])
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """A modifier without its tensors: what a problem and a plan hold."""
+
+    kind: type[Score]
+    scalars: tuple[float, ...] = ()
+    tensors: tuple[TensorSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        for number in self.scalars:
+            if not math.isfinite(number):
+                raise InvalidProblem(f"{self.kind.__name__} has the parameter {number}; it must be finite.")
+        if len(self.tensors) != len(self.kind.captured):
+            raise InvalidProblem(
+                f"{self.kind.__name__} captures {len(self.tensors)} tensors; its class declares {len(self.kind.captured)}."
+            )
+
+    @property
+    def wants_grad(self) -> bool:
+        return any(t.grad for t in self.tensors)
+
+    def spell(self) -> str:
+        parts = [repr(float(n)) for n in self.scalars] + [t.spell() for t in self.tensors]
+        return f"{self.kind.name}({';'.join(parts)})"
+
+    @staticmethod
+    def parse(text: str) -> ScoreSpec:
+        name, _, rest = text.partition("(")
+        kind = Score.kinds.get(name)
+        if kind is None:
+            raise InvalidProblem(f"score modifier is {name!r}; known are {sorted(Score.kinds)}.")
+        parts = [p for p in rest.removesuffix(")").split(";") if p]
+        scalars = tuple(float(p) for p in parts if ":" not in p)
+        return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))

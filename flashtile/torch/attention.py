@@ -1,0 +1,248 @@
+"""attention: the public PyTorch function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flashtile import dispatch
+from flashtile.errors import InvalidProblem
+from flashtile.plan.backend import Gradients
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.options import DEFAULT, Options
+from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.run import DTYPES, Bound, device_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Band | None = None,
+    score: Sequence[Score] = (),
+    scale: float | None = None,
+    return_lse: bool = False,
+    options: Options | None = None,
+) -> Any:
+    """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
+
+    q: (batch, seqlen_q, heads_q, head_dim); k: (batch, seqlen_k, heads_kv, head_dim);
+    v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16 or fp32, any strides; heads_q a multiple of heads_kv.
+    causal, window = (left, right), mask: which keys a query sees, together by `&`. Positions are aligned bottom-right:
+        query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded.
+    score: modifiers such as `Softcap(30.0)` or `Alibi(slopes)`, applied to the scaled scores in the order given.
+    scale: factor of q k^T, 1 / sqrt(head_dim) by default.
+    return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
+    options: backend, backward variant, determinism, fp32 precision (`Options`).
+
+    Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
+    no key gives out 0 and lse -inf. Raises InvalidProblem for a request without meaning, NotSupported (with every
+    backend's reason) for one that nothing here can run; both before any launch.
+
+    FlashAttention (arXiv 2205.14135, 2307.08691).
+    """
+    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
+    ):
+        out, lse = _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        out, lse = call.forward(q, k, v, captured)
+    return (out, lse) if return_lse else out
+
+
+class PreparedCall:
+    """A validated problem, bound to one layout of q, k, v, with the backwards met so far."""
+
+    def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
+        self.problem, self.options, self.device = problem, options, device
+        self.names = tuple(f"score.{i}.{j}" for i, s in enumerate(problem.score) for j in range(len(s.tensors)))
+        self.place = device_of(device)
+        self.plan = dispatch.plan_forward(problem, self.place, options.backend)
+        dispatch.select(problem, self.place, options.backend, options.backward)  # refuse now, not in the backward
+        self.bound_forward: Bound | None = None
+        self.bound_backward: dict[Any, Bound] = {}
+
+    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Tensors:
+        tensors = {"q": q, "k": k, "v": v}
+        if captured:
+            tensors.update(zip(self.names, captured, strict=True))
+        return tensors
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Any:
+        tensors = self.tensors(q, k, v, captured)
+        if self.bound_forward is None:
+            self.bound_forward = Bound(self.plan, tensors, self.device)
+        self.bound_forward.run(tensors)
+        return tensors["out"], tensors["lse"]
+
+    def backward(self, tensors: Tensors, wanted: frozenset[str], deterministic: bool) -> Tensors:
+        dout, dlse = tensors["dout"], tensors.get("dlse")
+        key = (wanted, deterministic, _layout(dout), None if dlse is None else _layout(dlse))
+        bound = self.bound_backward.get(key)
+        if bound is None:
+            problem = self.problem
+            if deterministic and not problem.deterministic:
+                problem = replace(problem, deterministic=True)
+            gradients = Gradients(wanted, dlse is not None)
+            plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
+            bound = self.bound_backward[key] = Bound(plan, tensors, self.device)
+        return bound.run(tensors)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: PreparedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor) -> Any:
+        out, lse = call.forward(q, k, v, captured)
+        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, k, v, out, lse, *captured = ctx.saved_tensors
+        call: PreparedCall = ctx.call
+        if dout is None:
+            if dlse is None:
+                return (None,) * (4 + len(captured))
+            dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        tensors = call.tensors(q, k, v, captured)
+        tensors.update(out=out, lse=lse, dout=dout)
+        if dlse is not None:
+            tensors["dlse"] = dlse
+        wanted = frozenset(name for name, need in zip("qkv", ctx.needs_input_grad[1:4], strict=True) if need)
+        deterministic = call.options.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        call.backward(tensors, wanted, deterministic)
+        given = [tensors[f"d{name}"] if name in wanted else None for name in "qkv"]
+        for name, tensor, need in zip(call.names, captured, ctx.needs_input_grad[4:], strict=True):
+            given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
+        return (None, *given)
+
+
+_CALLS: dict[Any, PreparedCall] = {}
+_MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any
+) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
+    """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
+    try:
+        key: Any = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            _alignment(q, k, v), causal, window, mask, scale, options,
+        )  # fmt: skip
+        captured: tuple[torch.Tensor, ...] = ()
+        if score:
+            captured, score_key = _capture(score, q.shape)
+            key += (score_key,)
+        call = _CALLS.get(key)
+    except (AttributeError, TypeError):  # not tensors, or not hashable: let validation say what is wrong
+        key, call, captured = None, None, ()
+    if call is None:
+        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options)
+        call = PreparedCall(problem, options, q.device)
+        if key is not None:
+            if len(_CALLS) >= _MOST_CALLS:
+                _CALLS.clear()
+            _CALLS[key] = call
+    return call, captured
+
+
+def make_problem(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any
+) -> tuple[AttentionProblem, Options]:
+    """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
+    options = DEFAULT if options is None else options
+    if not isinstance(options, Options):
+        raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+        if tensor.layout is not torch.strided:
+            raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
+        if tensor.dim() != 4:
+            raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (batch, seqlen, heads, head_dim).")
+        if tensor.dtype not in DTYPES:
+            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.dtype != q.dtype:
+            raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
+        if tensor.device != q.device:
+            raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; q, k and v must be on one device.")
+        if tensor.shape[0] != q.shape[0]:
+            raise InvalidProblem(f"{name} has batch {tensor.shape[0]} and q has {q.shape[0]}; they must be equal.")
+    if k.shape[3] != q.shape[3]:
+        raise InvalidProblem(f"k has head_dim {k.shape[3]} and q has {q.shape[3]}; they must be equal.")
+    for axis, name in ((1, "seqlen"), (2, "heads")):
+        if v.shape[axis] != k.shape[axis]:
+            raise InvalidProblem(f"v has {name} {v.shape[axis]} and k has {k.shape[axis]}; they must be equal.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
+    problem = AttentionProblem(
+        batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
+        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
+        score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
+    )  # fmt: skip
+    return problem, options
+
+
+def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
+    if isinstance(score, Score) or not isinstance(score, (tuple, list)):
+        raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+    specs: list[ScoreSpec] = []
+    for modifier in score:
+        if not isinstance(modifier, Score):
+            raise InvalidProblem(f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0).")
+        tensors = modifier.tensors(q.shape[0], q.shape[2])
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
+            if tensor.dtype not in DTYPES:
+                raise InvalidProblem(f"{modifier.name}'s tensor is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+            if tensor.device != q.device:
+                raise InvalidProblem(f"{modifier.name}'s tensor is on {tensor.device} and q is on {q.device}; they must be on one device.")
+        described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
+        specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
+    return tuple(specs)
+
+
+def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Captured tensors of all modifiers, and what of them and of the scalars a prepared call depends on."""
+    captured: list[torch.Tensor] = []
+    key: list[Any] = []
+    for modifier in score:
+        tensors = modifier.tensors(shape[0], shape[2])
+        captured += tensors
+        key.append((type(modifier), modifier.scalars(), *((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t)) for t in tensors)))
+    return tuple(captured), tuple(key)
+
+
+def _wants_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tensor.stride(), tensor.data_ptr() & 15
+
+
+def _alignment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """0 when all are 16-byte aligned, which Triton specialises on."""
+    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    return 0 if not (addresses[0] | addresses[1] | addresses[2]) & 15 else tuple(a & 15 for a in addresses)
+

@@ -1,0 +1,150 @@
+"""Executes plans on PyTorch tensors.
+
+`Bound` is a plan tied to the strides, alignment and device of its inputs. Its first run goes through Triton's JIT; later
+runs reuse the compiled kernels and prepared argument lists, so that a call costs microseconds of host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flashtile import _triton
+from flashtile.plan.call import Buffer, HostCall, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import NAMED, Device
+from flashtile.spec.dtype import DType
+
+DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+# The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
+DIRECT_LAUNCH = _triton.VERSION is not None and _triton.VERSION.split(".")[:2] == ["3", "6"] and not _triton.INTERPRETED
+
+
+@lru_cache(maxsize=None)
+def device_of(device: torch.device) -> Device:
+    """What backends may know of a torch device."""
+    if device.type == "cpu":
+        return NAMED["cpu"]
+    properties = torch.cuda.get_device_properties(device)
+    smem = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    if torch.version.hip:
+        arch = int("".join(c for c in properties.gcnArchName.split(":")[0].removeprefix("gfx") if c.isdigit()))
+        return Device("hip", properties.name, arch, properties.multi_processor_count, smem or 64 * 1024)
+    arch = properties.major * 10 + properties.minor
+    known = NAMED.get(f"sm{arch}")
+    return Device(
+        "cuda", properties.name, arch, properties.multi_processor_count, smem or (known.smem_bytes if known else 99 * 1024),
+        known.peak_tflops if known else None, known.peak_gbps if known else None,
+    )  # fmt: skip
+
+
+def output_strides(buffer: Buffer, like: torch.Tensor | None) -> tuple[int, ...]:
+    """Dense strides that keep the memory order of `like`, so that (b, h, s, d) callers get (b, h, s, d) back."""
+    order = list(range(len(buffer.shape)))
+    if like is not None and like.dim() == len(order) and 0 not in like.stride():
+        order.sort(key=lambda axis: (-like.stride(axis), axis))
+    strides, step = [0] * len(order), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(buffer.shape[axis], 1)
+    return tuple(strides)
+
+
+class Bound:
+    """A plan bound to one layout of inputs. `run` takes input tensors by name and returns outputs by name."""
+
+    def __init__(self, plan: Plan, inputs: dict[str, torch.Tensor], device: torch.device):
+        self.plan, self.device = plan, device
+        self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
+        self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
+        for buffer in plan.buffers:
+            if buffer.role == "input":
+                continue
+            strides = output_strides(buffer, inputs.get(buffer.like) if buffer.like else None)
+            self.strides[buffer.name] = strides
+            self.allocations.append((buffer.name, buffer.shape, strides, TORCH_DTYPES[buffer.dtype], buffer.zeroed))
+        self.outputs = tuple(b.name for b in plan.named("output"))
+        self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
+
+    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, shape, strides, dtype, zeroed in self.allocations:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            tensors[name] = tensor.zero_() if zeroed else tensor
+        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.launch(tensors)
+        return self.launch(tensors)
+
+    def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for launch in self.launches:
+            launch(tensors)
+        return tensors
+
+
+def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
+    if isinstance(call, HostCall):
+        function, problem = call.function, plan.problem
+        return lambda tensors: tensors.update(function(problem, tensors))
+    return KernelLaunch(call, strides, device)
+
+
+class KernelLaunch:
+    """One kernel call with everything resolved but the addresses."""
+
+    def __init__(self, call: KernelCall, strides: dict[str, Any], device: torch.device):
+        self.call, self.device = call, device
+        self.args = [_resolve_strides(a, strides) for a in call.args]
+        self.pointers = [(i, a.name) for i, a in enumerate(self.args) if isinstance(a, Pointer)]
+        self.nested = [(i, a) for i, a in enumerate(self.args) if isinstance(a, tuple) and _has_pointer(a)]
+        self.empty = 0 in call.grid
+        self.compiled: Any = None
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self.empty:
+            return
+        if self.compiled is None:
+            self.launch_first(tensors)
+            return
+        args = self.args.copy()
+        for i, name in self.pointers:
+            args[i] = tensors[name].data_ptr()
+        for i, template in self.nested:
+            args[i] = _fill(template, tensors, True)
+        x, y, z = self.call.grid
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *args)
+
+    def launch_first(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Launch through the JIT, which specialises on the values, and keep what it compiled."""
+        call = self.call
+        args = [_fill(a, tensors, False) for a in self.args]
+        options = {} if _triton.INTERPRETED else dict(num_warps=call.num_warps, num_stages=call.num_stages)
+        compiled = call.kernel[call.grid](*args, **dict(call.constants), **options)
+        if DIRECT_LAUNCH and compiled is not None:
+            self.compiled = compiled
+            self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+            self.args += [value for _, value in call.constants]
+
+
+def _resolve_strides(arg: Any, strides: dict[str, Any]) -> Any:
+    if isinstance(arg, Strides):
+        return tuple(strides[arg.name])
+    if isinstance(arg, tuple):
+        return tuple(_resolve_strides(a, strides) for a in arg)
+    return arg
+
+
+def _has_pointer(arg: Any) -> bool:
+    return isinstance(arg, Pointer) or (isinstance(arg, tuple) and any(_has_pointer(a) for a in arg))
+
+
+def _fill(arg: Any, tensors: dict[str, torch.Tensor], address: bool) -> Any:
+    if isinstance(arg, Pointer):
+        return tensors[arg.name].data_ptr() if address else tensors[arg.name]
+    if isinstance(arg, tuple):
+        return tuple(_fill(a, tensors, address) for a in arg)
+    return arg
