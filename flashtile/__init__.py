@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashtile.errors import InvalidProblem, NotSupported
-    from flashtile.explain import explain
+    from flashtile.explanation import explain
+    from flashtile.kernels.triton.choose import use_tuning
     from flashtile.score.alibi import Alibi
     from flashtile.score.softcap import Softcap
     from flashtile.spec.attention import AttentionProblem
@@ -33,7 +34,8 @@ _HOMES = {
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
-    "explain": "flashtile.explain",
+    "explain": "flashtile.explanation",
+    "use_tuning": "flashtile.kernels.triton.choose",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "Softcap",
     "attention",
     "explain",
+    "use_tuning",
 ]
 
 

@@ -7,20 +7,20 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
-    from triton import jit
+    from triton import jit, knobs  # pyright: ignore[reportAssignmentType] (the stand-in below has a plainer type)
     from triton.language import constexpr
 
     VERSION: str | None = triton.__version__
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
+    INTERPRETED = bool(knobs.runtime.interpret)
 except ImportError:
     VERSION, INTERPRETED = None, False
 
     def constexpr(value: Any) -> Any:
         return value
 
-    def jit(function: Any) -> Any:
+    def jit(function: Any = None, **options: Any) -> Any:
         """Leave the function as it is: nothing will launch it."""
-        return function
+        return function if function is not None else jit
 
     class _Missing:
         constexpr = object
@@ -31,6 +31,11 @@ except ImportError:
 def shared(function: Any) -> Any:
     """A plain host function, callable from kernels too (the interpreter runs it as it is)."""
     return function if INTERPRETED else jit(function)
+
+
+# Runtime integers of every attention kernel. Left out of Triton's specialisation (on 1 and on multiples of 16), so that
+# new lengths, head counts and window sizes meet compiled kernels.
+PLAIN_INTEGERS = ["seqlen_q", "seqlen_k", "heads", "group", "left", "right"]
 
 
 class JitTuple(tuple):
@@ -45,4 +50,4 @@ class JitTuple(tuple):
         return "(" + "+".join(getattr(f, "cache_key", str(f)) for f in self) + ")"
 
 
-__all__ = ["INTERPRETED", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tl"]
+__all__ = ["INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tl"]

@@ -13,6 +13,7 @@ from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
+ALL = Gradients()
 BACKENDS: tuple[Backend, ...] = (TRITON, CPU)
 
 
@@ -44,7 +45,7 @@ def plan_forward(problem: AttentionProblem, device: Device, backend: str | None 
 def plan_backward(
     problem: AttentionProblem,
     device: Device,
-    gradients: Gradients = Gradients(),
+    gradients: Gradients = ALL,
     backend: str | None = None,
     variant: Variant = "auto",
 ) -> Plan:

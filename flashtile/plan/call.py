@@ -51,9 +51,13 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class HostCall:
-    """One step that PyTorch itself computes: `function(problem, tensors)` fills the plan's outputs by name."""
+    """One step that PyTorch itself computes: `function(problem, tensors, outputs)` returns the buffers named in `outputs`.
 
-    function: Callable[[AttentionProblem, dict[str, Any]], dict[str, Any]]
+    It allocates them, in any dtype and memory order; the executor converts what is not as its buffer describes.
+    """
+
+    function: Callable[[AttentionProblem, dict[str, Any], tuple[str, ...]], dict[str, Any]]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def alibi_distance(at):
 def alibi_forward(score, at, args):
     strides = args[1]
     slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(tl.float32)
-    return score - slope * alibi_distance(at)
+    return tl.fma(tl.broadcast_to(-slope, score.shape), tl.broadcast_to(alibi_distance(at), score.shape), score)
 
 
 @jit
@@ -47,7 +47,9 @@ class Alibi(Score):
         if not hasattr(self.slopes, "shape") or not hasattr(self.slopes, "stride"):
             raise InvalidProblem(f"alibi slopes are a {type(self.slopes).__name__}; they must be a tensor.")
         if len(self.slopes.shape) not in (1, 2):
-            raise InvalidProblem(f"alibi slopes have shape {tuple(self.slopes.shape)}; it must be (heads_q,) or (batch, heads_q).")
+            raise InvalidProblem(
+                f"alibi slopes have shape {tuple(self.slopes.shape)}; it must be (heads_q,) or (batch, heads_q)."
+            )
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         shape = tuple(self.slopes.shape)
@@ -55,6 +57,8 @@ class Alibi(Score):
             raise InvalidProblem(f"alibi slopes have shape {shape}; it must be ({heads_q},) or ({batch}, {heads_q}).")
         return (self.slopes.expand(batch, heads_q),)
 
-    def apply(self, score: Any, at: Position, tensors: tuple[Any, ...]) -> Any:
-        slopes = tensors[0].to(score.dtype)[:, :, None, None]
-        return score - slopes * (at.q - at.k).abs()
+    @staticmethod
+    def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The formula in PyTorch."""
+        slopes = tensors[0].to(score.dtype)[at.batch, at.head]
+        return score - slopes * (at.q - at.k).to(score.dtype).abs()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -51,6 +53,12 @@ class AttentionProblem:
             )
         if not isinstance(self.dtype, DType):
             raise InvalidProblem(f"dtype is {self.dtype!r}; it must be one of {', '.join(d.value for d in DType)}.")
+        if not isinstance(self.mask, Band):
+            raise InvalidProblem(f"mask is a {type(self.mask).__name__}; it must be a flashtile mask such as Band.")
+        if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
+            raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
+        if not isinstance(self.deterministic, bool):
+            raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
         if self.dtype is not DType.FP32:
@@ -58,9 +66,9 @@ class AttentionProblem:
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise InvalidProblem(f"scale is {scale!r}; it must be a number.")
-        if not math.isfinite(scale):
+        if not abs(scale) <= sys.float_info.max:  # also of ints, which math.isfinite cannot convert
             raise InvalidProblem(f"scale is {scale}; it must be finite.")
-        object.__setattr__(self, "scale", float(scale))
+        object.__setattr__(self, "scale", float(scale) + 0.0)  # -0.0 becomes 0.0: equal problems have one spelling
 
     # -- derived ------------------------------------------------------------------------------------------------
 
@@ -127,6 +135,8 @@ class AttentionProblem:
     @staticmethod
     def parse(text: str) -> AttentionProblem:
         """The problem that `spell` wrote. Raises InvalidProblem on anything else."""
+        if not isinstance(text, str):
+            raise InvalidProblem(f"spelling is {text!r}; it must be a str.")
         body = text.strip()
         if not (body.startswith("attention(") and body.endswith(")")):
             raise InvalidProblem(f"spelling is {text!r}; it must be 'attention(q=...,kv=...,dtype,...)'.")
@@ -134,7 +144,10 @@ class AttentionProblem:
         try:
             for part in body[len("attention(") : -1].split(","):
                 name, _, value = part.partition("=")
-                fields.update(_parse_part(name, value))
+                parsed = _parse_part(name, value)
+                if not fields.keys().isdisjoint(parsed):
+                    raise InvalidProblem(f"spelling is {text!r}; {name} appears twice.")
+                fields.update(parsed)
             return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
         except (TypeError, KeyError, IndexError) as error:
             raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
@@ -155,7 +168,7 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         left, right = (int(n) if n else None for n in value.split(":"))
         return dict(mask=Band(left, right))
     if name == "score":
-        return dict(score=tuple(ScoreSpec.parse(s) for s in value.split("+")))
+        return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
     if name == "scale":
         return dict(scale=float(value))
     if name == "deterministic" and not value:

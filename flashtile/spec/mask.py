@@ -59,6 +59,8 @@ class Band:
     def clipped(self, seqlen_q: int, seqlen_k: int) -> Band:
         """The same mask for these lengths, with every bound that hides nothing replaced by `None`.
 
+        What is left lies within the lengths, so that kernels may add it to positions without overflow.
+
         >>> Band(left=4096, right=0).clipped(1, 128)
         Band(left=None, right=None)
         """
@@ -69,7 +71,10 @@ class Band:
             left = None
         if right is not None and right >= seqlen_q - 1:
             right = None
-        return Band(left, right)
+        return Band(
+            None if left is None else max(left, -seqlen_q),
+            None if right is None else max(right, -seqlen_k),
+        )
 
 
 FULL = Band()
@@ -105,7 +110,8 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
     return band
 
 
-def key_range(first, last, length, left, right, LEFT, RIGHT, BLOCK):
+# No annotations: Triton reads them. pyright: ignore below, for that reason alone.
+def key_range(first, last, length, left, right, LEFT, RIGHT, BLOCK):  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
     """The tiles that a run of aligned positions first..last has to visit, as (lo, full_lo, full_hi, hi).
 
     Tiles starting in [lo, full_lo) and [full_hi, hi) need the mask, those in [full_lo, full_hi) are visible whole.

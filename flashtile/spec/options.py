@@ -35,7 +35,7 @@ class Options:
             raise InvalidProblem(f"backend is {self.backend!r}; it must be a backend's name or None.")
         if self.backward not in VARIANTS:
             raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(VARIANTS)}.")
-        if self.deterministic not in (None, True, False):
+        if self.deterministic is not None and not isinstance(self.deterministic, bool):
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")

@@ -5,7 +5,7 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `forward(score, at, args)`: a `@jit` function that returns the modified tile;
 * `backward(grad, score, out, at, args)`: a `@jit` function that returns the gradient with respect to `score`,
   given the gradient with respect to `out = forward(score)`;
-* `apply(score, at, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference);
+* `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
 `at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`.
@@ -70,9 +70,14 @@ class Score:
         """Captured tensors as the kernel indexes them (expanded views are fine, autograd reduces them)."""
         return ()
 
-    def apply(self, score: Any, at: Position, tensors: tuple[Any, ...]) -> Any:
-        """The formula in differentiable PyTorch; `score` is (batch, heads_q, queries, keys)."""
-        raise NotImplementedError(f"{type(self).__name__}.apply is missing.")
+    @staticmethod
+    def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The modified scores, in the shape of `score`, by differentiable PyTorch; out of place.
+
+        `score` is a tile: some batch entries, query heads, queries and keys. `at` holds their indices as tensors that
+        broadcast against it; whole captured tensors arrive and are indexed by `at`, as in `tensors[0][at.batch, at.head]`.
+        """
+        raise NotImplementedError("a score modifier must define `apply` to run on the CPU or in the reference.")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.plan.backend import Gradients
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.mask import Band, make_mask
@@ -57,7 +56,7 @@ def attention(
     ):
         out, lse = _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        out, lse = call.forward(q, k, v, captured)
+        out, lse, *_ = call.forward(q, k, v, captured)
     return (out, lse) if return_lse else out
 
 
@@ -70,6 +69,7 @@ class PreparedCall:
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         dispatch.select(problem, self.place, options.backend, options.backward)  # refuse now, not in the backward
+        self.kept = tuple(b.name for b in self.plan.named("output"))  # out, lse, and what else the backward wants
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
 
@@ -79,12 +79,15 @@ class PreparedCall:
             tensors.update(zip(self.names, captured, strict=True))
         return tensors
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Any:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The plan's outputs, `kept` in order: out and lse first."""
         tensors = self.tensors(q, k, v, captured)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
         self.bound_forward.run(tensors)
-        return tensors["out"], tensors["lse"]
+        return [tensors[name] for name in self.kept]
 
     def backward(self, tensors: Tensors, wanted: frozenset[str], deterministic: bool) -> Tensors:
         dout, dlse = tensors["dout"], tensors.get("dlse")
@@ -102,24 +105,37 @@ class PreparedCall:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: PreparedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor) -> Any:
-        out, lse = call.forward(q, k, v, captured)
-        ctx.save_for_backward(q, k, v, out, lse, *captured)
+    def forward(
+        ctx: Any, call: PreparedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor
+    ) -> Any:
+        kept = call.forward(q, k, v, captured)
+        ctx.save_for_backward(q, k, v, *captured, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        return kept[0], kept[1]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, out, lse, *captured = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            given = _Attention.gradients(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return given
+        # create_graph: whoever differentiates these again must hear that it is not possible, not get a zero
+        made = [g for g in given if g is not None]
+        refusing = iter(_FirstDerivative.apply(ctx.call, *(g.requires_grad_() for g in made)) if made else ())
+        return tuple(None if g is None else next(refusing) for g in given)
+
+    @staticmethod
+    def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
+        q, k, v, *rest = ctx.saved_tensors
+        captured, kept = rest[: len(call.names)], rest[len(call.names) :]
         if dout is None:
             if dlse is None:
                 return (None,) * (4 + len(captured))
-            dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+            dout = torch.zeros((), dtype=q.dtype, device=q.device).expand(kept[0].shape)
         tensors = call.tensors(q, k, v, captured)
-        tensors.update(out=out, lse=lse, dout=dout)
+        tensors.update(zip(call.kept, kept, strict=True), dout=dout)
         if dlse is not None:
             tensors["dlse"] = dlse
         wanted = frozenset(name for name, need in zip("qkv", ctx.needs_input_grad[1:4], strict=True) if need)
@@ -133,6 +149,21 @@ class _Attention(torch.autograd.Function):
         return (None, *given)
 
 
+class _FirstDerivative(torch.autograd.Function):
+    """The identity, with a refusal for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PreparedCall, *grads: torch.Tensor) -> Any:
+        ctx.call = call
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: PreparedCall = ctx.call
+        reason = "gradients of gradients are not implemented"
+        raise NotSupported(f"the second derivative of {call.problem.spell()}", {call.plan.backend: [reason]})
+
+
 _CALLS: dict[Any, PreparedCall] = {}
 _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 
@@ -141,20 +172,21 @@ def prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
     """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
+    captured: tuple[torch.Tensor, ...] = ()
     try:
         key: Any = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            _alignment(q, k, v), causal, window, mask, scale, options,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), window, mask, scale, type(scale), options,
         )  # fmt: skip
-        captured: tuple[torch.Tensor, ...] = ()
-        if score:
+        if not isinstance(score, (tuple, list)) or score:
             captured, score_key = _capture(score, q.shape)
             key += (score_key,)
         call = _CALLS.get(key)
-    except (AttributeError, TypeError):  # not tensors, or not hashable: let validation say what is wrong
-        key, call, captured = None, None, ()
+    except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
+        key, call = None, None
     if call is None:
         problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options)
+        captured, _ = _capture(score, q.shape)
         call = PreparedCall(problem, options, q.device)
         if key is not None:
             if len(_CALLS) >= _MOST_CALLS:
@@ -208,7 +240,9 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
     specs: list[ScoreSpec] = []
     for modifier in score:
         if not isinstance(modifier, Score):
-            raise InvalidProblem(f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0).")
+            raise InvalidProblem(
+                f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
+            )
         tensors = modifier.tensors(q.shape[0], q.shape[2])
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
@@ -216,9 +250,21 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
             if tensor.dtype not in DTYPES:
                 raise InvalidProblem(f"{modifier.name}'s tensor is {tensor.dtype}; it must be float16, bfloat16 or float32.")
             if tensor.device != q.device:
-                raise InvalidProblem(f"{modifier.name}'s tensor is on {tensor.device} and q is on {q.device}; they must be on one device.")
+                raise InvalidProblem(
+                    f"{modifier.name}'s tensor is on {tensor.device} and q is on {q.device}; they must be on one device."
+                )
+        for number in modifier.scalars():
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
         described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
-        specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
+        spec = ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described)
+        for captured, tensor in zip(modifier.captured, described, strict=True):
+            if captured.index is None and tensor.shape != (q.shape[0], q.shape[2]):
+                raise InvalidProblem(
+                    f"{modifier.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
+                    f"(batch, heads_q) = ({q.shape[0]}, {q.shape[2]})."
+                )
+        specs.append(spec)
     return tuple(specs)
 
 
@@ -229,7 +275,9 @@ def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Ten
     for modifier in score:
         tensors = modifier.tensors(shape[0], shape[2])
         captured += tensors
-        key.append((type(modifier), modifier.scalars(), *((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t)) for t in tensors)))
+        key.append(
+            (type(modifier), modifier.scalars(), *((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t)) for t in tensors))
+        )
     return tuple(captured), tuple(key)
 
 
@@ -245,4 +293,3 @@ def _alignment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     """0 when all are 16-byte aligned, which Triton specialises on."""
     addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
     return 0 if not (addresses[0] | addresses[1] | addresses[2]) & 15 else tuple(a & 15 for a in addresses)
-

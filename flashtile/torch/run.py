@@ -7,7 +7,7 @@ runs reuse the compiled kernels and prepared argument lists, so that a call cost
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.flo
 DIRECT_LAUNCH = _triton.VERSION is not None and _triton.VERSION.split(".")[:2] == ["3", "6"] and not _triton.INTERPRETED
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_of(device: torch.device) -> Device:
     """What backends may know of a torch device."""
     if device.type == "cpu":
@@ -61,11 +61,14 @@ class Bound:
         self.plan, self.device = plan, device
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
+        returned = {name for call in plan.calls if isinstance(call, HostCall) for name in call.outputs}
         for buffer in plan.buffers:
             if buffer.role == "input":
                 continue
             strides = output_strides(buffer, inputs.get(buffer.like) if buffer.like else None)
             self.strides[buffer.name] = strides
+            if buffer.name in returned:
+                continue
             self.allocations.append((buffer.name, buffer.shape, strides, TORCH_DTYPES[buffer.dtype], buffer.zeroed))
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
@@ -86,10 +89,25 @@ class Bound:
 
 
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
-    if isinstance(call, HostCall):
-        function, problem = call.function, plan.problem
-        return lambda tensors: tensors.update(function(problem, tensors))
-    return KernelLaunch(call, strides, device)
+    return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, strides, device)
+
+
+class HostStep:
+    """One host call; what it returns in another dtype or memory order than the buffer's is copied into that."""
+
+    def __init__(self, call: HostCall, plan: Plan, strides: dict[str, Any], device: torch.device):
+        self.call, self.problem, self.device = call, plan.problem, device
+        self.layouts = {b.name: (strides[b.name], TORCH_DTYPES[b.dtype]) for b in plan.buffers if b.name in call.outputs}
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        if torch.is_autocast_enabled(self.device.type):  # a plan computes the same under a caller's autocast
+            with torch.autocast(self.device.type, enabled=False):
+                return self(tensors)
+        for name, tensor in self.call.function(self.problem, tensors, self.call.outputs).items():
+            strides, dtype = self.layouts[name]
+            if tensor.stride() != strides or tensor.dtype != dtype:
+                tensor = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
+            tensors[name] = tensor
 
 
 class KernelLaunch:
@@ -118,12 +136,20 @@ class KernelLaunch:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *args)
 
+    def warm(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Compile without launching."""
+        if not self.empty and self.compiled is None:
+            args = [_fill(a, tensors, False) for a in self.args]
+            self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
+
+    def options(self) -> dict[str, int]:
+        return {} if _triton.INTERPRETED else dict(num_warps=self.call.num_warps, num_stages=self.call.num_stages)
+
     def launch_first(self, tensors: dict[str, torch.Tensor]) -> None:
         """Launch through the JIT, which specialises on the values, and keep what it compiled."""
         call = self.call
         args = [_fill(a, tensors, False) for a in self.args]
-        options = {} if _triton.INTERPRETED else dict(num_warps=call.num_warps, num_stages=call.num_stages)
-        compiled = call.kernel[call.grid](*args, **dict(call.constants), **options)
+        compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
         if DIRECT_LAUNCH and compiled is not None:
             self.compiled = compiled
             self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata

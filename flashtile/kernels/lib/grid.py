@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flashtile._triton import jit, tl
 
 
+class Sizes(NamedTuple):
+    """Lengths and head counts of a problem."""
+
+    q: tl.tensor  # seqlen_q
+    k: tl.tensor  # seqlen_k
+    heads: tl.tensor  # heads_q
+    group: tl.tensor  # query heads per key/value head
+
+
 @jit
-def assign(tiles, heads, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(tile, head) of this program, out of `tiles` per head and `heads` = batch * heads of a one-dimensional grid.
+def assign(tiles, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, head) of this program in a one-dimensional grid of `tiles` per head; head counts over batch and heads.
 
     SWIZZLE heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all
     of them start before the short ones. LAST_FIRST begins with the last tile, the longest one under a causal mask.
     """
     program = tl.program_id(0)
+    heads = tl.num_programs(0) // tiles
     span = tiles * SWIZZLE
     first = program // span * SWIZZLE
     heads_here = tl.minimum(heads - first, SWIZZLE)

@@ -10,9 +10,9 @@ key_range = shared(mask.key_range)
 
 @jit
 def visible(row, key, sizes, band, T: tl.constexpr):
-    """Which scores exist: inside both lengths and inside the band. sizes = (batch, seqlen_q, seqlen_k, ...)."""
-    keep = (key < sizes[2]) & (row < sizes[1])
-    position = row + (sizes[2] - sizes[1])
+    """Which scores exist: inside both lengths and inside band = (left, right)."""
+    keep = (key < sizes.k) & (row < sizes.q)
+    position = row + (sizes.k - sizes.q)
     if T.left:
         keep = keep & (key >= position - band[0])
     if T.right:

@@ -29,17 +29,15 @@ def inside(first, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.cons
     """Which elements of a tile exist: rows first <= r < end (if MASKED), columns below WIDTH."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
+    keep = column < WIDTH
     if MASKED:
-        if WIDTH == COLUMNS:
-            return (row >= first) & (row < end)
-        return (row >= first) & (row < end) & (column < WIDTH)
-    return column < WIDTH
+        rows = (row >= first) & (row < end)
+        keep = rows if WIDTH == COLUMNS else rows & keep
+    return keep
 
 
 @jit
-def load_tile(
-    ptr, strides, first, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
-):
+def load_tile(ptr, strides, first, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
     """The tile at `ptr`, zero outside rows first <= r < end (if MASKED) and beyond WIDTH columns."""
     at = ptr + tile_offsets(strides, ROWS, COLUMNS)
     if MASKED or WIDTH != COLUMNS:

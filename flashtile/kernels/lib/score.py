@@ -1,113 +1,134 @@
 """Applying a chain of score modifiers, forward and in reverse.
 
-`SCORE` is a constexpr JitTuple with one (forward, backward, captured) per modifier; captured has one entry per
-captured tensor: (contribution, index) where its gradient is wanted, None where not.
+Kernels get the functions as flat constexpr tuples (Triton 3.6 cannot index a tuple inside a tuple):
+`SCORE` = (forward 0, backward 0, forward 1, backward 1, ...), and `CAPTURED` = a pair (contribution, index) for each
+captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
 """
 
 from __future__ import annotations
 
-from flashtile._triton import JitTuple, constexpr, jit, tl
+from flashtile._triton import JitTuple, jit, tl
+from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.spec.score import Position, ScoreSpec
-
-LOG2E = constexpr(1.4426950408889634)
 
 
 def chain(score: tuple[ScoreSpec, ...]) -> JitTuple:
-    """The constexpr of a problem's modifiers."""
-    return JitTuple(
-        JitTuple(
-            (
-                spec.kind.forward,
-                spec.kind.backward,
-                JitTuple(
-                    JitTuple((c.contribution, c.index)) if t.grad else None
-                    for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
-                ),
-            )
-        )
-        for spec in score
-    )
+    """SCORE of a problem's modifiers."""
+    return JitTuple(function for spec in score for function in (spec.kind.forward, spec.kind.backward))
+
+
+def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
+    """CAPTURED of a problem's modifiers; empty when no captured tensor wants a gradient."""
+    if not any(spec.wants_grad for spec in score):
+        return JitTuple()
+    most = max(len(spec.tensors) for spec in score)
+    flat = []
+    for spec in score:
+        pairs = [
+            (c.contribution, c.index) if t.grad else (None, None) for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
+        ]
+        flat += [function for pair in pairs + [(None, None)] * (most - len(pairs)) for function in pair]
+    return JitTuple(flat)
 
 
 @jit
 def locate(batch, head, row, key, sizes):
     """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them."""
-    row = tl.minimum(row, sizes[1] - 1)
-    return Position(batch, head, row, row + sizes[2] - sizes[1], tl.minimum(key, sizes[2] - 1))
-
-
-@jit
-def to_log2(scale, T: tl.constexpr):
-    """The factor from `logits` to base-2 logits. A plain problem's scale becomes part of the exponent's multiply-add."""
-    if T.prescale:
-        return LOG2E
-    return scale * LOG2E
+    row = tl.minimum(row, sizes.q - 1)
+    return Position(batch, head, row, row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1))
 
 
 @jit
 def logits(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
-    """The product q k^T turned into modified scores (left unscaled where `to_log2` scales)."""
+    """The product q k^T turned into modified scores; unscaled unless T.prescale."""
     if T.prescale:
         score = raw * scale
-        for i in tl.static_range(len(SCORE)):
-            score = SCORE[i][0](score, at, score_args[i])
+        for i in tl.static_range(len(SCORE) // 2):
+            score = SCORE[2 * i](score, at, score_args[i])
         return score
     return raw
 
 
 @jit
-def probabilities(raw, dp, lse_log2, delta, at, keep, scale, score_args, grad_args, totals,
-                  MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """(p, ds, totals) of a tile: probabilities, gradient of the scaled product, sums for captured tensors.
-
-    dp is the gradient of p; lse_log2 and delta broadcast along the keys; keep says which scores exist.
-    """
-    if T.prescale:
-        scores = (raw * scale,)
-        for i in tl.static_range(len(SCORE)):
-            scores = scores + (SCORE[i][0](scores[i], at, score_args[i]),)
-        p = tl.exp2(scores[len(SCORE)] * LOG2E - lse_log2)
-    else:
-        p = tl.exp2(raw * (scale * LOG2E) - lse_log2)
-    if MASKED:
-        p = tl.where(keep, p, 0.0)
-    ds = p * (dp - delta)
-    for r in tl.static_range(len(SCORE)):
-        score = scores[len(SCORE) - 1 - r]
-        if T.slots > 0:
-            totals = capture(
-                totals, ds, score, at, keep, score_args[len(SCORE) - 1 - r], grad_args[len(SCORE) - 1 - r],
-                SCORE[len(SCORE) - 1 - r][2], T,
-            )  # fmt: skip
-        ds = SCORE[len(SCORE) - 1 - r][1](ds, score, scores[len(SCORE) - r], at, score_args[len(SCORE) - 1 - r])
-        if MASKED:
-            ds = tl.where(keep, ds, 0.0)
-    return p, ds, totals
+def stages(raw, at, scale, score_args, SCORE: tl.constexpr):
+    """The scaled score and what each modifier made of it, as a tuple."""
+    scores = (raw * scale,)
+    for i in tl.static_range(len(SCORE) // 2):
+        scores = scores + (SCORE[2 * i](scores[i], at, score_args[i]),)  # noqa: RUF005 (Triton knows no unpacking)
+    return scores
 
 
 @jit
-def capture(totals, grad, score, at, keep, score_args, grad_args, CAPTURED: tl.constexpr, T: tl.constexpr):
-    """Add what a tile sends to one modifier's captured tensors: per-head sums to `totals`, the rest to memory.
+def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
+    """(p, ds) of a tile: probabilities, and the gradient of the scaled product.
 
-    An entry of grad_args is (slot, pointer): the place in `totals`, and where sums or elements are to be stored.
+    dp is the gradient of p; row = (level, delta, norm) broadcasts along the keys, p = norm * exp(score - level); keep
+    says which scores exist.
     """
-    for j in tl.static_range(len(CAPTURED)):
-        if CAPTURED[j] is not None:
-            share = tl.where(keep, CAPTURED[j][0](grad, score, at, score_args), 0.0)
-            if CAPTURED[j][1] is None:
-                totals += tl.where(tl.arange(0, T.slots) == grad_args[j][0], tl.sum(share), 0.0)
-            else:
-                element = tl.broadcast_to(CAPTURED[j][1](at, score_args), share.shape)
-                tl.atomic_add(grad_args[j][1] + element, share, mask=keep, sem="relaxed")
+    if T.prescale:
+        scores = stages(raw, at, scale, score_args, SCORE)
+        p = exp(scores[len(SCORE) // 2] - row[0], T)
+        if T.exact:
+            p = p * row[2]
+    else:
+        p = tl.exp2(raw * (scale * LOG2E) - row[0] * LOG2E)
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
+    ds = p * (dp - row[1])
+    for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
+        ds = SCORE[len(SCORE) - 2 * r + 1](
+            ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
+        )
+    if MASKED:  # dp, or a modifier's derivative, may be NaN where nothing is to be seen
+        ds = tl.where(keep, ds, 0.0)
+    return p, ds
+
+
+@jit
+def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
+            T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+    """Add what a tile sends to captured tensors: per-head sums to `totals`, indexed elements to memory.
+
+    grad_args[i][j] = (slot, pointer): the place in `totals`, and where sums or elements are stored.
+    """
+    scores = stages(raw, at, scale, score_args, SCORE)
+    p = tl.where(keep, row[2] * exp(scores[len(SCORE) // 2] - row[0], T), 0.0)
+    ds = p * (dp - row[1])
+    for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
+        score = scores[len(SCORE) // 2 - r]
+        for j in tl.static_range(len(CAPTURED) // len(SCORE)):
+            if CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j] is not None:
+                totals = capture_one(
+                    totals, ds, score, at, keep, score_args[len(SCORE) // 2 - r], grad_args[len(SCORE) // 2 - r][j],
+                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j],
+                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1], T,
+                )  # fmt: skip
+        ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r])
+        ds = tl.where(keep, ds, 0.0)
     return totals
 
 
 @jit
-def store_totals(totals, at, grad_args, T: tl.constexpr, SCORE: tl.constexpr):
+def capture_one(totals, grad, score, at, keep, score_args, target,
+                CONTRIBUTION: tl.constexpr, INDEX: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The totals after one captured tensor; without INDEX its contributions are summed, with it they go to memory."""
+    SLOTS: tl.constexpr = T.slots
+    share = tl.where(keep, CONTRIBUTION(grad, score, at, score_args), 0.0)
+    if INDEX is None:
+        totals += tl.where(tl.arange(0, SLOTS) == target[0], tl.sum(share), 0.0)
+    else:
+        element = tl.broadcast_to(INDEX(at, score_args), share.shape)
+        tl.atomic_add(target[1] + element, share, mask=keep, sem="relaxed")
+    return totals
+
+
+@jit
+def store_totals(totals, at, grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):
     """Write the per-head sums of this program to element `at` of their buffers."""
-    for i in tl.static_range(len(SCORE)):
-        for j in tl.static_range(len(SCORE[i][2])):
-            if SCORE[i][2][j] is not None:
-                if SCORE[i][2][j][1] is None:
-                    total = tl.sum(tl.where(tl.arange(0, T.slots) == grad_args[i][j][0], totals, 0.0))
+    SLOTS: tl.constexpr = T.slots
+    for i in tl.static_range(len(SCORE) // 2):
+        for j in tl.static_range(len(CAPTURED) // len(SCORE)):
+            if CAPTURED[i * (2 * len(CAPTURED) // len(SCORE)) + 2 * j] is not None:  # noqa: SIM102 (constexpr ifs nest)
+                if CAPTURED[i * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1] is None:
+                    total = tl.sum(tl.where(tl.arange(0, SLOTS) == grad_args[i][j][0], totals, 0.0))
                     tl.store(grad_args[i][j][1] + at, total)

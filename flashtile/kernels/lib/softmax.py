@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._triton import jit, tl
-from flashtile.kernels.lib.score import LOG2E
+from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
 
 
 class Rows(NamedTuple):
@@ -26,24 +26,33 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def fold(rows, score, v, factor, GUARD: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after a tile of scores; `factor` turns scores into base-2 logits and must be positive.
+def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
+    """The state after a tile of scores.
 
+    A plain 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where
+    T.prescale is set the difference to the maximum is formed first, which costs an instruction and rounds nothing.
     GUARD keeps a row without any visible score finite; plain unmasked tiles need none.
     """
     top = tl.maximum(rows.top, tl.max(score, 1))
-    pivot = top * factor
+    pivot = top
     if GUARD:
-        pivot = tl.where(top == float("-inf"), 0.0, pivot)
-    decay = tl.exp2(rows.top * factor - pivot)
-    p = tl.exp2(score * factor - pivot[:, None])
+        pivot = tl.where(top == float("-inf"), 0.0, top)
+    if T.prescale:
+        decay = exp(rows.top - pivot, T)
+        p = exp(score - pivot[:, None], T)
+    else:
+        factor = scale * LOG2E
+        pivot = pivot * factor
+        decay = tl.exp2(rows.top * factor - pivot)
+        p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, rows.acc * decay[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, rows.acc * decay[:, None], input_precision=T.precision)
     return Rows(acc, top, total)
 
 
 @jit
-def finish(rows, factor):
+def finish(rows, scale, T: tl.constexpr):
     """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
-    return rows.acc / total[:, None], (rows.top * factor + tl.log2(total)) / LOG2E
+    top = rows.top if T.prescale else rows.top * scale
+    return rows.acc / total[:, None], top + tl.log2(total) * LN2

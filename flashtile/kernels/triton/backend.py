@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
 from flashtile import _triton
-from flashtile.kernels.lib.score import chain
+from flashtile.kernels.lib.score import captures, chain
 from flashtile.kernels.triton import backward as bwd
-from flashtile.kernels.triton.choose import DELTA_ROWS, choose
+from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
+
+Launches = Mapping[Pass, Launch]
+NO_LAUNCHES: Launches = {}
 
 
 class TritonBackend:
@@ -37,60 +42,72 @@ class TritonBackend:
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         for spec in problem.score:
+            if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
+                reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
             for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
                 if problem.deterministic and tensor.grad and captured.index is not None:
                     reasons.append(f"the gradient of {spec.kind.name}'s tensor is added atomically, not deterministically")
         return reasons
 
-    def forward(self, problem: AttentionProblem, device: Device) -> Plan:
+    def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
+        """The plan; `launches` overrides the tile of a pass."""
         p = problem
-        launch = choose(p, device, "forward")
+        launch = launches.get("forward") or choose(p, device, "forward")
         call = _call(
             attention_forward, p, launch, "forward",
-            ("q", "k", "v", "out", "lse"), ("q", "k", "v", "out"),
-            tail=(p.scale_value, _band(p), _score_args(p)),
+            (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
+            tail=(p.scale_value, _score_args(p)),
         )  # fmt: skip
         return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
 
-    def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
-        variant = _variant(problem, device, gradients) if variant == "auto" else variant
-        p, fused = problem, variant == "fused"
-        buffers, notes = _backward_buffers(p, gradients), [f"backward {variant}"]
-        captures = any(spec.wants_grad for spec in p.score)
-        delta_launch = Launch(DELTA_ROWS, DELTA_ROWS, 4, 1)
+    def backward(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        gradients: Gradients,
+        variant: Variant,
+        launches: Launches = NO_LAUNCHES,
+    ) -> Plan:
+        """The plan; `launches` overrides the tile of a pass."""
+        p = problem
+        variant = choose_variant(p, device, gradients) if variant == "auto" else variant
+        fused = variant == "fused"
+        adds_dq = fused and "q" in gradients.wanted
+        key_pass: Pass = "fused" if adds_dq else "keys"
+        buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
+        captured = any(spec.wants_grad for spec in p.score)
+        dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         delta = _call(
-            bwd.attention_delta, p, delta_launch, "queries", ("out", "dout", "dlse" if gradients.dlse else None, "delta"),
-            ("out", "dout", "dlse" if gradients.dlse else "lse"), score=False,
+            bwd.attention_delta, p, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
+            ("out", "dout", dlse or "lse"), score=False,
         )  # fmt: skip
-        calls, inputs = [delta], ("q", "k", "v", "dout", "lse", "delta")
+        calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         sums: list[Buffer] = []
         if wants_keys:
-            launch = choose(p, device, "fused" if fused else "keys")
-            capture = _capture(p, ceil(p.seqlen_k / launch.block_k)) if fused else _NO_CAPTURE
-            sums += capture.buffers
-            outputs = ("dq_sum" if fused and "q" in gradients.wanted else None,
+            launch = launches.get(key_pass) or choose(p, device, key_pass)
+            outputs = (("dq" if _exact(p) else "dq_sum") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, launch, "fused" if fused else "keys", (*inputs, outputs), strides,
-                tail=(p.scale_value, _band(p), _score_args(p), capture.args), slots=capture.slots,
+                bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
+                tail=(p.scale_value, _score_args(p)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
-        if fused and "q" in gradients.wanted:
+        if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", _shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, delta_launch, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        if not fused and ("q" in gradients.wanted or captures):
-            launch = choose(p, device, "queries")
+        if captured or (not fused and "q" in gradients.wanted):
+            launch = launches.get("queries") or choose(p, device, "queries")
             capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
             sums += capture.buffers
-            dq = "dq" if "q" in gradients.wanted else None
+            dq = "dq" if "q" in gradients.wanted and not fused else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (*inputs, dq), ("q", "k", "v", "dout", dq or "q"),
-                tail=(p.scale_value, _band(p), _score_args(p), capture.args), slots=capture.slots,
+                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                tail=(p.scale_value, _score_args(p), capture.args), slots=capture.slots,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
         for partial in sums:
@@ -103,37 +120,42 @@ class TritonBackend:
 BACKEND = TritonBackend()
 
 
-def _variant(p: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
-    if p.deterministic or "q" not in gradients.wanted:
-        return "split"
-    return "split"
-
-
 def _call(
     kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
     *, tail: tuple[Any, ...] = (), slots: int = 0, score: bool = True,
 ) -> KernelCall:  # fmt: skip
-    """A call in the kernels' common order: pointers, strides, sizes, the rest; one program per tile and head."""
+    """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     over_keys = which in ("keys", "fused")
     tiles = ceil(p.seqlen_k / launch.block_k) if over_keys else ceil(p.seqlen_q / launch.block_q)
     heads = p.heads_kv if over_keys else p.heads_q
-    sizes = (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    integers = {
+        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "heads": p.heads_q, "group": p.group,
+        "left": band.left or 0, "right": band.right or 0,
+    }  # fmt: skip
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots)),)
     if score:
         constants += (("SCORE", chain(p.score)),)
-    args = (*(_pointer(n) for n in pointers), tuple(Strides(n) for n in strides), sizes, *tail)
+    if "CAPTURED" in kernel.arg_names:
+        constants += (("CAPTURED", captures(p.score)),)
+    args = (
+        *(_pointer(n) for n in pointers),
+        tuple(Strides(n) for n in strides),
+        *(integers[n] for n in _integers(kernel)),
+        *tail,
+    )
     return KernelCall(kernel, (tiles * p.batch * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
+
+
+def _integers(kernel: Any) -> tuple[str, ...]:
+    """The plain integers that a kernel takes, in its order."""
+    return tuple(n for n in kernel.arg_names if n in _triton.PLAIN_INTEGERS)
 
 
 def _pointer(name: Any) -> Any:
     if isinstance(name, tuple):
         return tuple(_pointer(n) for n in name)
     return None if name is None else Pointer(name)
-
-
-def _band(p: AttentionProblem) -> tuple[int, int]:
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    return (band.left or 0, band.right or 0)
 
 
 def _score_args(p: AttentionProblem) -> tuple[Any, ...]:
@@ -152,9 +174,6 @@ class _Capture:
 
     def __init__(self, args: tuple[Any, ...] = (), buffers: tuple[Buffer, ...] = (), slots: int = 0):
         self.args, self.buffers, self.slots = args, buffers, slots
-
-
-_NO_CAPTURE = _Capture()
 
 
 def _capture(p: AttentionProblem, tiles: int) -> _Capture:
@@ -187,6 +206,15 @@ def _shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _exact(p: AttentionProblem) -> bool:
+    """Whether the forward leaves each row's maximum and sum for the backward (see `attention_forward`)."""
+    return p.dtype is DType.FP32
+
+
+def _stats_shape(p: AttentionProblem) -> tuple[int, ...]:
+    return (p.batch, p.heads_q, 2, p.seqlen_q)
+
+
 def _inputs(p: AttentionProblem) -> tuple[Buffer, ...]:
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
@@ -199,16 +227,27 @@ def _inputs(p: AttentionProblem) -> tuple[Buffer, ...]:
 def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     shapes = _shapes(p)
     out = Buffer("out", shapes["out"], p.dtype.value, "output", like="q")
-    return (*_inputs(p), out, Buffer("lse", shapes["lse"], "fp32", "output"))
+    stats = (Buffer("stats", _stats_shape(p), "fp32", "output"),) if _exact(p) else ()
+    return (*_inputs(p), out, Buffer("lse", shapes["lse"], "fp32", "output"), *stats)
 
 
-def _backward_buffers(p: AttentionProblem, gradients: Gradients) -> tuple[Buffer, ...]:
+def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: bool) -> tuple[Buffer, ...]:
     shapes = _shapes(p)
     given = [Buffer(n, shapes["out"], p.dtype.value, "input") for n in ("out", "dout")]
-    rows = [Buffer("lse", shapes["lse"], "fp32", "input"), Buffer("delta", shapes["lse"], "fp32", "scratch")]
+    padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
+    rows = [
+        Buffer("lse", shapes["lse"], "fp32", "input"),
+        Buffer("rows", (p.batch, p.heads_q, 3, padded), "fp32", "scratch"),
+    ]
+    if _exact(p):
+        rows.append(Buffer("stats", _stats_shape(p), "fp32", "input"))
     if gradients.dlse:
         rows.append(Buffer("dlse", shapes["lse"], "fp32", "input"))
-    made = [Buffer(f"d{n}", shapes[n], p.dtype.value, "output", like=n) for n in "qkv" if n in gradients.wanted]
+    made = [
+        Buffer(f"d{n}", shapes[n], p.dtype.value, "output", like=n, zeroed=adds_into_dq and n == "q")
+        for n in "qkv"
+        if n in gradients.wanted
+    ]
     for i, spec in enumerate(p.score):
         for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
             if tensor.grad:

@@ -2,130 +2,170 @@
 
 split:  delta, then a pass over keys (dk, dv) and a pass over queries (dq); no atomics, bitwise repeatable.
 fused:  delta, then the pass over keys alone, which adds its share of dq atomically in float32; then a conversion.
+Captured tensors' gradients are formed in the pass over queries, in both variants.
 """
 
 from __future__ import annotations
 
-from flashtile._triton import jit, tl
-from flashtile.kernels.lib.grid import assign
+from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
+from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, inside, load_tile, row_offset, store_tile, tile_offsets
-from flashtile.kernels.lib.score import LOG2E, locate, probabilities, store_totals
+from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
+
+ROWS = constexpr(128)  # `rows` is padded to this many queries: a multiple of every block_q
 
 
-@jit
-def attention_delta(out_ptr, dout_ptr, dlse_ptr, delta_ptr, strides, sizes, T: tl.constexpr):
-    """delta = sum(out * dout, head_dim_v) - dlse, per row. strides of out, dout, dlse (batch, heads_q, seqlen_q)."""
-    BLOCK_Q: tl.constexpr = T.block_q
-    len_q, heads = sizes[1], sizes[3]
-    tile, batch_head = assign(tl.cdiv(len_q, BLOCK_Q), sizes[0] * heads, 1, False)
-    batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
-    out_head = out_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    dout_head = dout_ptr + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    out = load_tile(out_head, strides[0], 0, len_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    dout = load_tile(dout_head, strides[1], 0, len_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    index = row + tl.arange(0, BLOCK_Q)
-    if dlse_ptr is not None:
-        dlse_head = dlse_ptr + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        delta -= tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=index < len_q, other=0.0)
-    tl.store(delta_ptr + batch_head.to(tl.int64) * len_q + index, delta, mask=index < len_q)
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr):
+    """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum).
 
-
-@jit
-def load_row_state(lse_ptr, delta_ptr, index, len_q):
-    """(lse in base 2, delta) of some rows. Rows that do not exist or saw nothing get lse = +inf, hence p = 0."""
-    lse = tl.load(lse_ptr + index, mask=index < len_q, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return lse, tl.load(delta_ptr + index, mask=index < len_q, other=0.0)
-
-
-@jit
-def key_step(dk, dv, totals, k, v, ptrs, strides, sizes, seen, place, start, scale, band, score_args, grad_args,
-             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """Add the query tile at `start` to dk and dv of a key tile (scores transposed: keys x queries).
-
-    ptrs = (q, dout, lse, delta, dq or None) of the head; seen = (first, end) queries that see this key tile;
-    place = (batch, head, key indices as a column).
+    delta = sum(out * dout, head_dim_v) - dlse. rows is float32 (batch, heads_q, 3, padded), padded to whole tiles, so
+    that the passes load it unmasked and aligned; queries that do not exist or saw nothing get +inf first, hence p = 0.
+    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
     """
     BLOCK_Q: tl.constexpr = T.block_q
+    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), 1, False)
+    batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
+    out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
+    dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
+    out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    index = row + tl.arange(0, BLOCK_Q)
+    here = index < seqlen_q
+    if in_ptrs[3] is not None:
+        dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
+        delta -= tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    rows = rows_ptr + rows_offset(batch_head, seqlen_q) + index
+    if T.exact:
+        stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
+        level = tl.load(stats, mask=here, other=float("-inf"))
+        total = tl.load(stats + seqlen_q, mask=here, other=0.0)
+        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
+    else:
+        level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
+    tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
+    tl.store(rows + padded_rows(seqlen_q), delta)
+
+
+@jit
+def padded_rows(seqlen_q):
+    return tl.cdiv(seqlen_q, ROWS) * ROWS
+
+
+@jit
+def rows_offset(batch_head, seqlen_q):
+    """Elements from the start of `rows` to those of a head."""
+    return batch_head.to(tl.int64) * (3 * padded_rows(seqlen_q))
+
+
+@jit
+def load_rows(rows_ptr, batch_head, index, seqlen_q, T: tl.constexpr):
+    """(lse or maximum, delta, 1 / sum or 1) of the queries `index`."""
+    rows = rows_ptr + rows_offset(batch_head, seqlen_q) + index
+    level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
+    if T.exact:
+        return level, delta, tl.load(rows + 2 * padded_rows(seqlen_q))
+    else:
+        return level, delta, tl.full(level.shape, 1.0, tl.float32)
+
+
+@jit
+def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, start, scale, band, score_args,
+             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+    """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
+
+    walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
+    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column).
+    """
+    BLOCK_Q: tl.constexpr = T.block_q
+    batch, head = place[0], place[1]
+    start = tl.multiple_of(start, BLOCK_Q)
+    if T.grouped:
+        member = (start - walk[0]) // walk[1]
+        start = tl.multiple_of(start - member * walk[1], BLOCK_Q)
+        head = place[1] * sizes.group + member
+    q_ptr = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(start, strides[0])
+    dout_ptr = in_ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(start, strides[3])
     first, end = seen[0] - start, seen[1] - start
-    q = load_tile(ptrs[0] + row_offset(start, strides[0]), strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
-    dout = load_tile(ptrs[1] + row_offset(start, strides[3]), strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
+    q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
+    dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    lse, delta = load_row_state(ptrs[2], ptrs[3], index, sizes[1])
-    at = locate(place[0], place[1], index[None, :], place[2], sizes)
+    level, delta, norm = load_rows(in_ptrs[4], batch * sizes.heads + head, index, sizes.q, T)
+    at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     raw = tl.dot(k, tl.trans(q), input_precision=T.precision)
     dp = tl.dot(v, tl.trans(dout), input_precision=T.precision)
-    p, ds, totals = probabilities(raw, dp, lse[None, :], delta[None, :], at, keep, scale, score_args, grad_args, totals,
-                                  MASKED or T.slots > 0, T, SCORE)  # fmt: skip
+    row = (level[None, :], delta[None, :], norm[None, :])
+    p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=T.precision)
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=T.precision)
-    if ptrs[4] is not None:
+    if T.adds_dq:
         share = tl.dot(tl.trans(ds), k, input_precision=T.precision)
-        target = ptrs[4] + row_offset(start, strides[4]) + tile_offsets(strides[4], BLOCK_Q, T.columns)
+        target = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(start, strides[4])
+        target += tile_offsets(strides[4], BLOCK_Q, T.columns)
+        if T.exact:  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
+            share = share * scale
         tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, True), sem="relaxed")
-    return dk, dv, totals
+    return dk, dv
 
 
-@jit
-def attention_backward_keys(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, grad_ptrs, strides, sizes, scale, band,
-                            score_args, grad_args, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                            T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
     """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
-    grad_ptrs = (dq float32 zeroed or None, dk, dv); strides of q, k, v, dout, dq, dk, dv;
-    sizes = (batch, seqlen_q, seqlen_k, heads_q).
+    in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, float32 zeroed, or None; dk; dv);
+    strides of q, k, v, dout, dq, dk, dv.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    len_q, len_k, heads = sizes[1], sizes[2], sizes[3]
-    heads_kv = heads // T.group
-    tiles = tl.cdiv(len_k, BLOCK_K)
-    tile, batch_head = assign(tiles, sizes[0] * heads_kv, T.swizzle, T.last_first)
+    COLUMNS: tl.constexpr = T.columns
+    COLUMNS_V: tl.constexpr = T.columns_v
+    sizes, band, heads_kv = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), heads // group
+    tile, batch_head = assign(tl.cdiv(seqlen_k, BLOCK_K), T.swizzle, T.last_first)
     batch, head_kv, column = batch_head // heads_kv, batch_head % heads_kv, tile * BLOCK_K
-    shift = len_k - len_q
-    first, last = column - shift, tl.minimum(column + BLOCK_K, len_k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, len_q, band[1], band[0], T.right, T.left, BLOCK_Q)
-    if column + BLOCK_K > len_k:  # keys beyond the end: no tile of queries is free of masking
+    shift = seqlen_k - seqlen_q
+    first, last = column - shift, tl.minimum(column + BLOCK_K, seqlen_k) - 1 - shift
+    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
+    if column + BLOCK_K > seqlen_k:  # keys beyond the end: no tile of queries is free of masking
         full_lo = hi
         full_hi = hi
     seen_from = 0
     if T.right:
-        seen_from = tl.maximum(first - band[1], 0)
+        seen_from = tl.maximum(first - right, 0)
     seen = (seen_from, hi)
 
-    keys_here = len_k - column
-    k_tile = k_ptr + head_offset(batch, head_kv, strides[1]) + row_offset(column, strides[1])
-    v_tile = v_ptr + head_offset(batch, head_kv, strides[2]) + row_offset(column, strides[2])
-    k = load_tile(k_tile, strides[1], 0, keys_here, T.head_dim, BLOCK_K, T.columns, True)
-    v = load_tile(v_tile, strides[2], 0, keys_here, T.head_dim_v, BLOCK_K, T.columns_v, True)
-    dk = tl.zeros([BLOCK_K, T.columns], tl.float32)
-    dv = tl.zeros([BLOCK_K, T.columns_v], tl.float32)
-    key = column + tl.arange(0, BLOCK_K)[:, None]
-    for member in tl.range(0, T.group):
-        head = head_kv * T.group + member
-        row_state = (batch * heads + head).to(tl.int64) * len_q
-        dq_head = None
-        if grad_ptrs[0] is not None:
-            dq_head = grad_ptrs[0] + head_offset(batch, head, strides[4])
-        ptrs = (q_ptr + head_offset(batch, head, strides[0]), dout_ptr + head_offset(batch, head, strides[3]),
-                lse_ptr + row_state, delta_ptr + row_state, dq_head)  # fmt: skip
-        place = (batch, head, key)
-        totals = tl.zeros([T.width], tl.float32)
-        if T.right or T.pads_keys:
-            for start in tl.range(lo, full_lo, BLOCK_Q):
-                dk, dv, totals = key_step(dk, dv, totals, k, v, ptrs, strides, sizes, seen, place, start, scale, band,
-                                          score_args, grad_args, True, T, SCORE)  # fmt: skip
-        for start in tl.range(full_lo, full_hi, BLOCK_Q):
-            dk, dv, totals = key_step(dk, dv, totals, k, v, ptrs, strides, sizes, seen, place, start, scale, band,
-                                      score_args, grad_args, False, T, SCORE)  # fmt: skip
-        for start in tl.range(full_hi, hi, BLOCK_Q):
-            dk, dv, totals = key_step(dk, dv, totals, k, v, ptrs, strides, sizes, seen, place, start, scale, band,
-                                      score_args, grad_args, True, T, SCORE)  # fmt: skip
-        if T.slots > 0:
-            store_totals(totals, (batch * heads + head) * tiles + tile, grad_args, T, SCORE)
+    keys_here = seqlen_k - column
+    k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column, strides[1])
+    v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column, strides[2])
+    key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
+    if T.left:
+        key_first = tl.maximum(shift - left - column, 0)
+    if T.right:
+        key_end = tl.minimum(keys_here, keys_here + right)
+    k = load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True)
+    v = load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True)
+    dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
+    dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
+    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
+    dq_ptr = grad_ptrs[0]
+    members = group if T.grouped else 1
+    if T.right or T.pads_keys:
+        before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
+        for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
+            dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, before, start, scale, band,
+                              score_args, True, T, SCORE)  # fmt: skip
+    inner = (full_lo, full_hi - full_lo)
+    for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
+        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, inner, start, scale, band,
+                          score_args, False, T, SCORE)  # fmt: skip
+    after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
+    for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
+        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, after, start, scale, band,
+                          score_args, True, T, SCORE)  # fmt: skip
 
     if grad_ptrs[1] is not None:
         dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[5]) + row_offset(column, strides[5])
@@ -136,9 +176,10 @@ def attention_backward_keys(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, g
 
 
 @jit
-def query_step(dq, totals, q, dout, lse, delta, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
-               score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to dq of a query tile; seen and place as in the forward step."""
+def query_step(dq, totals, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
+               score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+               CAPTURED: tl.constexpr):  # fmt: skip
+    """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm) as columns."""
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
@@ -148,70 +189,73 @@ def query_step(dq, totals, q, dout, lse, delta, k_ptr, v_ptr, strides, sizes, se
     keep = visible(place[2], key, sizes, band, T)
     raw = tl.dot(q, tl.trans(k), input_precision=T.precision)
     dp = tl.dot(dout, tl.trans(v), input_precision=T.precision)
-    p, ds, totals = probabilities(raw, dp, lse[:, None], delta[:, None], at, keep, scale, score_args, grad_args, totals,
-                                  MASKED or T.slots > 0, T, SCORE)  # fmt: skip
+    if T.slots > 0:
+        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, T, SCORE, CAPTURED)
+    _, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=T.precision), totals
 
 
-@jit
-def attention_backward_queries(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, strides, sizes, scale, band,
-                               score_args, grad_args, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. strides of q, k, v, dout, dq; sizes as in the forward."""
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                               grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq."""
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    len_q, len_k, heads = sizes[1], sizes[2], sizes[3]
-    tiles = tl.cdiv(len_q, BLOCK_Q)
-    tile, batch_head = assign(tiles, sizes[0] * heads, T.swizzle, T.last_first)
+    COLUMNS: tl.constexpr = T.columns
+    WIDTH: tl.constexpr = T.width
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr = in_ptrs
+    sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
+    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+    tile, batch_head = assign(tiles, T.swizzle, T.last_first)
     batch, head = batch_head // heads, batch_head % heads
-    row, shift = tile * BLOCK_Q, len_k - len_q
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, len_q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, len_k, band[0], band[1], T.left, T.right, BLOCK_K)
+    row, shift = tile * BLOCK_Q, seqlen_k - seqlen_q
+    first, last = row + shift, tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
+    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
     seen_from = 0
     if T.left:
-        seen_from = tl.maximum(first - band[0], 0)
+        seen_from = tl.maximum(first - left, 0)
     seen = (seen_from, hi)
 
-    rows_here = len_q - row
+    rows_here = seqlen_q - row
     q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
-    k_head = k_ptr + head_offset(batch, head // T.group, strides[1])
-    v_head = v_ptr + head_offset(batch, head // T.group, strides[2])
+    k_head = k_ptr + head_offset(batch, head // group, strides[1])
+    v_head = v_ptr + head_offset(batch, head // group, strides[2])
     q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
     dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     index = row + tl.arange(0, BLOCK_Q)
-    row_state = batch_head.to(tl.int64) * len_q
-    lse, delta = load_row_state(lse_ptr + row_state, delta_ptr + row_state, index, len_q)
+    level, delta, norm = load_rows(rows_ptr, batch_head, index, seqlen_q, T)
+    row_state = (level[:, None], delta[:, None], norm[:, None])
     place = (batch, head, index[:, None])
-    dq = tl.zeros([BLOCK_Q, T.columns], tl.float32)
-    totals = tl.zeros([T.width], tl.float32)
+    dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    totals = tl.zeros([WIDTH], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
-            dq, totals = query_step(dq, totals, q, dout, lse, delta, k_head, v_head, strides, sizes, seen, place, start,
-                                    scale, band, score_args, grad_args, True, T, SCORE)  # fmt: skip
+            dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
+                                    scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
     for start in tl.range(full_lo, full_hi, BLOCK_K):
-        dq, totals = query_step(dq, totals, q, dout, lse, delta, k_head, v_head, strides, sizes, seen, place, start,
-                                scale, band, score_args, grad_args, False, T, SCORE)  # fmt: skip
+        dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
+                                scale, band, score_args, grad_args, False, T, SCORE, CAPTURED)  # fmt: skip
     for start in tl.range(full_hi, hi, BLOCK_K):
-        dq, totals = query_step(dq, totals, q, dout, lse, delta, k_head, v_head, strides, sizes, seen, place, start,
-                                scale, band, score_args, grad_args, True, T, SCORE)  # fmt: skip
+        dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
+                                scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
     if T.slots > 0:
-        store_totals(totals, batch_head * tiles + tile, grad_args, T, SCORE)
+        store_totals(totals, batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
         dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row, strides[4])
         store_tile(dq_tile, strides[4], dq * scale, rows_here, T.head_dim, BLOCK_Q, T.columns)
 
 
-@jit
-def attention_convert(source_ptr, target_ptr, strides, sizes, scale, T: tl.constexpr):
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_convert(source_ptr, target_ptr, strides, seqlen_q, heads, scale, T: tl.constexpr):
     """target = source * scale in the target's type, tile by tile. strides of source, target, as for q."""
     BLOCK_Q: tl.constexpr = T.block_q
-    len_q, heads = sizes[1], sizes[3]
-    tile, batch_head = assign(tl.cdiv(len_q, BLOCK_Q), sizes[0] * heads, 1, False)
+    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), 1, False)
     batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
     source = source_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     target = target_ptr + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    value = load_tile(source, strides[0], 0, len_q - row, T.head_dim, BLOCK_Q, T.columns, True)
-    store_tile(target, strides[1], value * scale, len_q - row, T.head_dim, BLOCK_Q, T.columns)
+    value = load_tile(source, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    store_tile(target, strides[1], value * scale, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns)
 
 
 @jit

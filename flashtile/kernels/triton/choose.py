@@ -1,21 +1,144 @@
-"""Which tile a pass gets: a tuned one where this device was measured, otherwise a rule by shared memory."""
+"""Which tile a pass gets: the measured one where this architecture was tuned, otherwise the first rule that fits."""
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from flashtile import _triton
+from flashtile.errors import InvalidProblem
+from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.tile import Launch, Pass, padded
+from flashtile.plan.backend import Gradients
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.options import Variant
 
-DELTA_ROWS = 64
+DELTA = Launch(128, 128, 8, 1)  # the memory-bound passes: delta (whole padded rows), conversion of dq
+INTERPRETED = {"forward": Launch(16, 32), "keys": Launch(16, 32), "queries": Launch(32, 16), "fused": Launch(16, 32)}
+
+# Tiles in order of preference, by pass and by the wider head dim of the tile. The first whose shared memory fits is
+# taken. The leading entries won on an H100 (docs/tuning.md); the later ones are for devices with 99 KiB and 64 KiB.
+SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
+    "forward": {
+        64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
+        128: (Launch(128, 128, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
+        256: (Launch(128, 64, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8)),
+    },
+    "keys": {
+        64: (Launch(32, 128, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
+        128: (Launch(32, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8), Launch(16, 64, 4, 1, 8)),
+        256: (Launch(64, 32, 4, 2, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
+    },
+    "queries": {
+        64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
+        128: (Launch(128, 64, 8, 3, 1), Launch(64, 32, 4, 2, 8), Launch(64, 16, 4, 1, 8)),
+        256: (Launch(128, 32, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(32, 16, 4, 1, 8)),
+    },
+    "fused": {
+        64: (Launch(64, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
+        128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 4, 1, 8), Launch(16, 64, 4, 1, 8)),
+        256: (Launch(32, 64, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
+    },
+}
+FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
+    "forward": {
+        64: (Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(128, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8)),
+        256: (Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+    },
+    "keys": {
+        64: (Launch(32, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(16, 16, 4, 1, 8),),
+    },
+    "queries": {
+        64: (Launch(64, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(16, 16, 4, 1, 8),),
+    },
+    "fused": {
+        64: (Launch(32, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(16, 16, 4, 1, 8),),
+    },
+}
+# Without tensor cores ("ieee") every product is unrolled into scalar multiply-adds: only small tiles compile in time.
+IEEE: dict[int, tuple[Launch, ...]] = {
+    64: (Launch(32, 32, 4, 1, 8),),
+    128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    256: (Launch(16, 16, 8, 1, 8),),
+}
+
+
+def family(problem: AttentionProblem, which: Pass) -> str:
+    """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes."""
+    band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
+    mask = {(False, False): "full", (False, True): "causal", (True, False): "left", (True, True): "window"}[
+        (band.left is not None, band.right is not None)
+    ]
+    kind = problem.precision if problem.dtype is DType.FP32 else "16bit"
+    return f"{which}/{kind}/{padded(problem.head_dim, problem.dtype)}x{padded(problem.head_dim_v, problem.dtype)}/{mask}"
 
 
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
-    columns = max(padded(problem.head_dim), padded(problem.head_dim_v), 32)
-    if problem.dtype is DType.FP32:
-        return Launch(32, 32, 4, 1)
-    if which == "forward":
-        return Launch(128, 64, 8 if columns >= 128 else 4, 3) if columns <= 128 else Launch(64, 64, 8, 2)
-    if which == "queries":
-        return Launch(128, 64, 8, 2) if columns <= 128 else Launch(64, 32, 8, 2)
-    return Launch(64, 128 if columns <= 64 else 64, 8 if columns <= 64 else 4, 2) if columns <= 128 else Launch(32, 64, 8, 2)
+    """The tile of a pass on a device."""
+    if _triton.INTERPRETED:
+        return INTERPRETED[which]  # small, so that short sequences still cross tile borders
+    tuned = tiles_of(device.target).get(family(problem, which))
+    if tuned is not None and not problem.score:
+        return tuned
+    width = max(padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), 64)
+    if problem.dtype is not DType.FP32:
+        rules = SIXTEEN_BIT[which][width]
+    else:
+        rules = IEEE[width] if problem.precision == "ieee" else FP32[which][width]
+    if problem.score and len(rules) > 1:
+        rules = rules[1:]  # modifiers need registers: the widest tiles would spill
+    for launch in rules:
+        if shared_bytes(problem, launch, which) <= device.smem_bytes:
+            return launch
+    return rules[-1]
+
+
+def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
+    """The backward that "auto" means: fused for float32-grade products at head dims up to 64, else split.
+
+    Measured on an H100 (2026-11-21). The fused pass saves two of seven products and pays for it in float32 atomics, of
+    which the L2 cache takes about 1 TB/s whatever the tile. In bf16 that is the bottleneck: 16k tokens, full, 4.2 ms against
+    3.3 for both split passes at head_dim 128, 4.5 against 3.6 at 64, 8.9 against 5.4 at 256. In fp32 the products cost six
+    times as much and the atomics are hidden: 6 x 4096 causal, 12 heads of 64, 7.2 ms against 8.2.
+    """
+    if problem.deterministic or gradients.wanted < {"q", "k", "v"}:
+        return "split"
+    wide = max(problem.head_dim, problem.head_dim_v) > 64
+    return "fused" if problem.dtype is DType.FP32 and problem.precision == "tf32x3" and not wide else "split"
+
+
+@cache
+def tiles_of(target: str) -> dict[str, Launch]:
+    """The measured tiles of an architecture: those shipped, overlaid by `use_tuning`."""
+    shipped = files("flashtile.plan") / "tuned" / f"{target}.json"
+    return _read(json.loads(shipped.read_text())) if shipped.is_file() else {}
+
+
+def use_tuning(path: str | Path) -> None:
+    """Use the tiles of a file that `flashtile tune` wrote. Raises InvalidProblem.
+
+    Problems that were planned before keep their tiles: call it first.
+    """
+    try:
+        table = json.loads(Path(path).read_text())
+        tiles, target = _read(table), str(table["target"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidProblem(f"tuning file {path} cannot be used: {error}.") from error
+    tiles_of(target).update(tiles)
+
+
+def _read(table: dict[str, Any]) -> dict[str, Launch]:
+    names = ("block_q", "block_k", "num_warps", "num_stages", "swizzle")
+    return {key: Launch(**{n: int(entry[n]) for n in names}) for key, entry in table["tiles"].items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flashtile._triton import jit, tl
-from flashtile.kernels.lib.grid import assign
+from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.lib.score import locate, logits, to_log2
+from flashtile.kernels.lib.score import locate, logits
 from flashtile.kernels.lib.softmax import empty_rows, finish, fold
 
 
@@ -26,30 +26,34 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     score = logits(tl.dot(q, tl.trans(k), input_precision=T.precision), at, scale, score_args, T, SCORE)
     if MASKED:
         score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
-    return fold(rows, score, v, to_log2(scale, T), MASKED or T.prescale, T.precision)
+    return fold(rows, score, v, scale, MASKED or T.prescale, T)
 
 
-@jit
-def attention_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, strides, sizes, scale, band, score_args,
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """strides of q, k, v, out; sizes = (batch, seqlen_q, seqlen_k, heads_q); lse is (batch, heads_q, seqlen_q)."""
+    """in_ptrs = (q, k, v); out_ptrs = (out, lse, stats); strides of q, k, v, out.
+
+    lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
+    and sum, from which the backward forms probabilities without the rounding of a logarithm.
+    """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    len_q, len_k, heads = sizes[1], sizes[2], sizes[3]
-    tile, batch_head = assign(tl.cdiv(len_q, BLOCK_Q), sizes[0] * heads, T.swizzle, T.last_first)
+    sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
+    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), T.swizzle, T.last_first)
     batch, head = batch_head // heads, batch_head % heads
-    row, shift = tile * BLOCK_Q, len_k - len_q
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, len_q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, len_k, band[0], band[1], T.left, T.right, BLOCK_K)
+    row, shift = tile * BLOCK_Q, seqlen_k - seqlen_q
+    first, last = row + shift, tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
+    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
     seen_from = 0
     if T.left:
-        seen_from = tl.maximum(first - band[0], 0)
+        seen_from = tl.maximum(first - left, 0)
     seen = (seen_from, hi)
 
-    q_head = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    k_head = k_ptr + head_offset(batch, head // T.group, strides[1])
-    v_head = v_ptr + head_offset(batch, head // T.group, strides[2])
-    q = load_tile(q_head, strides[0], 0, len_q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
+    k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1])
+    v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2])
+    q = load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True)
     index = row + tl.arange(0, BLOCK_Q)
     place = (batch, head, index[:, None])
     rows = empty_rows(BLOCK_Q, T.columns_v)
@@ -64,7 +68,11 @@ def attention_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, strides, sizes, sca
         rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
                             True, T, SCORE)  # fmt: skip
 
-    out, lse = finish(rows, to_log2(scale, T))
-    out_head = out_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
-    store_tile(out_head, strides[3], out, len_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
-    tl.store(lse_ptr + batch_head.to(tl.int64) * len_q + index, lse, mask=index < len_q)
+    out, lse = finish(rows, scale, T)
+    out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
+    store_tile(out_head, strides[3], out, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
+    tl.store(out_ptrs[1] + batch_head.to(tl.int64) * seqlen_q + index, lse, mask=index < seqlen_q)
+    if T.exact:
+        stats = out_ptrs[2] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
+        tl.store(stats, rows.top, mask=index < seqlen_q)
+        tl.store(stats + seqlen_q, rows.total, mask=index < seqlen_q)

@@ -1,0 +1,61 @@
+"""Tiles worth measuring for a pass: priced in shared memory and registers before anything is compiled."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from flashtile.kernels.triton.tile import Launch, Pass, padded
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
+
+# Accumulators and score tiles, in 32-bit registers per thread. Of 255, addresses and softmax state take the rest; tiles
+# above this spilled kilobytes when compiled for sm90 (Triton 3.6.0).
+MOST_REGISTERS = 208
+
+
+def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """Shared memory of a tile: the resident operands once, the streamed ones per stage, and ds where it is shared."""
+    d, dv, size = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), problem.dtype.size_bytes
+    rows, columns = launch.block_q, launch.block_k
+    if which == "forward":
+        return size * (rows * d + launch.num_stages * columns * (d + dv))
+    if which == "queries":
+        return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv))
+    resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
+    return size * (resident + (rows * columns if which == "fused" else 0))
+
+
+def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """32-bit registers per thread for accumulators and score tiles alone."""
+    d, dv = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype)
+    rows, columns = launch.block_q, launch.block_k
+    scores = rows * columns
+    words = {
+        "forward": rows * dv + scores,
+        "queries": rows * d + 2 * scores,
+        "keys": columns * (d + dv) + 2 * scores,
+        "fused": columns * (d + dv) + 2 * scores,
+    }[which]
+    return words // (32 * launch.num_warps)
+
+
+def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[Launch]:
+    """Launches that fit the device, in a fixed order."""
+    wide = problem.dtype is DType.FP32
+    blocks = (16, 32, 64, 128)
+    chosen: list[Launch] = []
+    for block_q, block_k, warps, stages in product(blocks, blocks, (4, 8), (1, 2) if wide else (2, 3)):
+        launch = Launch(block_q, block_k, warps, stages)
+        resident = block_k if which in ("keys", "fused") else block_q
+        streamed = block_q if which in ("keys", "fused") else block_k
+        if resident < (4 if wide else 8) * warps or streamed < (16 if wide else 32):
+            continue
+        if warps == 8 and streamed == 16:  # 64 rows of 16 columns fault on an H100 (Triton 3.6.0, fp32)
+            continue
+        if shared_bytes(problem, launch, which) > device.smem_bytes or registers(problem, launch, which) > MOST_REGISTERS:
+            continue
+        if registers(problem, launch, which) < 40:  # too little work per thread to hide latency
+            continue
+        chosen.append(launch)
+    return chosen
