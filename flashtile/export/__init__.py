@@ -1,0 +1,1 @@
+"""Plans without Python: compiling them ahead for an architecture that need not be present."""

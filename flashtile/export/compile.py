@@ -1,0 +1,121 @@
+"""Compiles the kernels of a plan for any architecture, without a GPU, and reads what they cost."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+
+TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes. `matrix` counts tensor-core instructions; spills are bytes per thread."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    matrix: int
+    stack_bytes: int = 0
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor in its own order."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
+    """The compiled kernel of one call, specialised as a launch on dense, aligned tensors would be."""
+    buffers = {b.name: b for b in plan.buffers}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    divisible: dict[tuple[int, ...], Any] = {}
+
+    def describe(arg: Any, path: tuple[int, ...], specialise: bool = True) -> Any:
+        if isinstance(arg, Strides):
+            arg = contiguous(buffers[arg.name].shape)
+        if isinstance(arg, tuple):
+            return tuple(describe(a, (*path, i)) for i, a in enumerate(arg))
+        if isinstance(arg, Pointer):
+            divisible[path] = [["tt.divisibility", 16]]
+            return "*" + buffers[arg.name].dtype
+        if isinstance(arg, float):
+            return "fp32"
+        if arg is None or (arg == 1 and specialise):
+            constants[path] = arg
+            return "constexpr"
+        if arg % 16 == 0 and specialise:
+            divisible[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= arg < 2**31 else "i64"
+
+    names = call.kernel.arg_names
+    for i, arg in enumerate(call.args):
+        signature[names[i]] = describe(arg, (i,), not call.kernel.params[i].do_not_specialize)
+    for name, value in call.constants:
+        signature[name] = "constexpr"
+        constants[(names.index(name),)] = value
+    source = ASTSource(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
+    options = dict(num_warps=call.num_warps, num_stages=call.num_stages)
+    return triton.compile(source, target=gpu_target(device), options=options)
+
+
+def gpu_target(device: Device) -> GPUTarget:
+    if device.kind == "hip":
+        return GPUTarget("hip", f"gfx{device.arch}", 64)
+    return GPUTarget("cuda", device.arch, 32)
+
+
+def resources(compiled: Any, device: Device) -> Resources:
+    """Registers, spills, shared memory and matrix instructions of a compiled kernel."""
+    shared = int(compiled.metadata.shared)
+    if device.kind == "hip":
+        code = compiled.asm["amdgcn"]
+
+        def count(name: str) -> int:
+            found = re.search(rf"\.{name}:\s+(\d+)", code)
+            return int(found.group(1)) if found else 0
+
+        return Resources(count("vgpr_count"), 4 * count("vgpr_spill_count"), shared, len(re.findall(r"v_mfma", code)))
+    code = compiled.asm["ptx"]
+    arch = f"sm_{device.arch}" + ("a" if device.arch >= 90 else "")
+    matrix = len(re.findall(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma", code))
+    log = assemble(code, arch)
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas gave no report for {arch}:\n{log}")
+    stack, stores, loads = (int(n) for n in spills.groups())
+    return Resources(int(registers.group(1)), max(stores, loads), shared, matrix, stack)
+
+
+def assemble(ptx: str, arch: str) -> str:
+    """ptxas's verbose log for a PTX text, from the older of Triton's assemblers that knows the text's version."""
+    log = ""
+    for tool in ("ptxas", "ptxas-blackwell"):
+        if not (TOOLS / tool).exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(ptx)
+            command = [str(TOOLS / tool), "-v", f"--gpu-name={arch}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        log = done.stdout + done.stderr
+        if done.returncode == 0:
+            break
+    return log

@@ -1,0 +1,190 @@
+"""Compiles every kernel with every shipped tile for every architecture, and holds the result against budgets.
+
+    python -m flashtile.export.matrix [--target sm90 ...] [--sample N] [--jobs N] [--csv FILE]
+
+No GPU is needed. A row fails when it does not compile, needs more shared memory than the device has, spills more than
+its budget, or holds no matrix instructions where it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+
+from flashtile.export.compile import compile_call, resources
+from flashtile.kernels.triton.backend import BACKEND
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import NAMED, named
+from flashtile.score.alibi import Alibi
+from flashtile.score.softcap import Softcap
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
+
+TARGETS = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx942")
+KINDS = (Alibi.name, Softcap.name)  # imported so that the spellings below can name them
+
+# Bytes of spill per thread, by kind: such spills cost less than the smaller tile that would avoid them (measured on an
+# H100 where `flashtile/plan/tuned` has the tile). fp32 holds every operand in three parts, "ieee" unrolls into scalars.
+SPILL_BUDGETS = {"16bit": 512, "modifiers": 1024, "fp32": 2048, "fp32 beyond 128": 4096, "ieee": 4096}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel, compiled."""
+
+    target: str
+    problem: str
+    variant: str
+    kernel: str
+    tile: str
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    matrix: int = 0
+    failure: str = ""
+
+
+def problems() -> Iterator[str]:
+    """Spellings that together reach every kernel, tile rule and compile-time branch that ships."""
+    for head_dim in (16, 32, 64, 128, 256):
+        for dtype in ("bf16", "fp16"):
+            for band in ("", ",band=:0", ",band=1000:", ",band=1000:0"):
+                yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},{dtype}{band})"
+        for precision in ("tf32x3", "tf32", "ieee"):
+            for band in ("", ",band=:0"):
+                yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},fp32{band},{precision})"
+    for dims in ((80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
+        for dtype in ("bf16", "fp32"):
+            tail = ",tf32x3" if dtype == "fp32" else ""
+            yield f"attention(q=2x1000x8x{dims[0]},kv=1300x2x{dims[1]},{dtype},band=:0{tail})"
+    for head_dim in (64, 128, 256):
+        for score in ("softcap(30.0)", "alibi(2x8:fp32:grad)", "softcap(30.0)+alibi(2x8:fp32:grad)"):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
+    yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
+    yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+
+
+def calls_of(spelling: str, target: str) -> list[tuple[str, int]]:
+    """(variant, call index) of every kernel of a problem; "" is the forward."""
+    found = [("", 0)]
+    for variant in ("split", "fused"):
+        plan = BACKEND.backward(AttentionProblem.parse(spelling), named(target), Gradients(dlse=True), variant)
+        found += [(variant, i) for i in range(len(plan.calls))]
+    return found
+
+
+def kind(problem: AttentionProblem) -> str:
+    """The line of SPILL_BUDGETS that a problem falls under."""
+    if problem.dtype is not DType.FP32:
+        return "modifiers" if problem.score else "16bit"
+    if problem.precision == "ieee":
+        return "ieee"
+    return "fp32 beyond 128" if max(problem.head_dim, problem.head_dim_v) > 128 else "fp32"
+
+
+def compile_row(job: tuple[str, str, str, int]) -> Row:
+    """Compile one kernel and hold it against the budgets."""
+    target, spelling, variant, index = job
+    device, problem = named(target), AttentionProblem.parse(spelling)
+    plan = BACKEND.backward(problem, device, Gradients(dlse=True), variant) if variant else BACKEND.forward(problem, device)  # pyright: ignore
+    call = plan.calls[index]
+    assert isinstance(call, KernelCall)
+    constants = dict(call.constants)
+    tile = constants.get("T")
+    name = call.kernel.fn.__name__
+    text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if tile else ""
+    row = Row(target, spelling, variant, name, text)
+    try:
+        used = resources(compile_call(call, plan, device), device)
+    except Exception as error:
+        return Row(**{**asdict(row), "failure": f"{type(error).__name__}: {str(error)[-300:]}"})
+    failures: list[str] = []
+    if used.shared_bytes > device.smem_bytes:
+        failures.append(f"needs {used.shared_bytes} bytes of shared memory, {target} has {device.smem_bytes}")
+    budget = SPILL_BUDGETS[kind(problem)]
+    if used.spill_bytes > budget:
+        failures.append(f"spills {used.spill_bytes} bytes, budget {budget}")
+    multiplies = "SCORE" in constants
+    if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
+        failures.append("has no matrix instructions")
+    return Row(
+        target,
+        spelling,
+        variant,
+        name,
+        text,
+        used.registers,
+        used.spill_bytes,
+        used.shared_bytes,
+        used.matrix,
+        "; ".join(failures),
+    )
+
+
+def jobs(targets: list[str], every: int = 1) -> list[tuple[str, str, str, int]]:
+    """The whole matrix without repetitions, or each `every`-th of it."""
+    seen: dict[object, tuple[str, str, str, int]] = {}
+    for target in targets:
+        for spelling in problems():
+            for variant, index in calls_of(spelling, target):
+                job = (target, spelling, variant, index)
+                seen.setdefault((target, *_identity(job)), job)
+    return list(seen.values())[::every]
+
+
+def _identity(job: tuple[str, str, str, int]) -> tuple[object, ...]:
+    target, spelling, variant, index = job
+    problem = AttentionProblem.parse(spelling)
+    plan = (
+        BACKEND.backward(problem, named(target), Gradients(dlse=True), variant)  # pyright: ignore
+        if variant
+        else BACKEND.forward(problem, named(target))
+    )
+    call = plan.calls[index]
+    assert isinstance(call, KernelCall)
+    return (call.kernel.fn.__name__, call.constants, call.num_warps, call.num_stages, problem.dtype)
+
+
+def run(targets: list[str], every: int, workers: int) -> list[Row]:
+    """All rows, compiled in parallel."""
+    with ProcessPoolExecutor(workers) as pool:
+        return list(pool.map(compile_row, jobs(targets, every), chunksize=4))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", choices=[t for t in NAMED if t != "cpu"])
+    parser.add_argument("--sample", type=int, default=1, help="compile each N-th row only")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--csv", type=Path)
+    chosen = parser.parse_args()
+    rows = run(chosen.target or list(TARGETS), chosen.sample, chosen.jobs)
+    for row in rows:
+        if row.failure:
+            print(f"FAIL {row.target} {row.kernel} {row.variant} {row.tile} {row.problem}: {row.failure}")
+    for target in chosen.target or TARGETS:
+        mine = [r for r in rows if r.target == target]
+        spilling = [r for r in mine if r.spill_bytes]
+        worst = max((r.spill_bytes for r in mine), default=0)
+        failed = sum(bool(r.failure) for r in mine)
+        print(f"{target}: {len(mine)} kernels, {failed} failures, {len(spilling)} spill, worst {worst} bytes")
+    print(f"Triton {triton.__version__}: {len(rows)} kernels compiled, {sum(bool(r.failure) for r in rows)} failures")
+    if chosen.csv:
+        with chosen.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
+            writer.writeheader()
+            writer.writerows(asdict(r) for r in rows)
+    return 1 if any(r.failure for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
