@@ -1,0 +1,43 @@
+"""Commits: the one that is measured, and the one it is compared with."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import flashtile
+from flashtile.errors import InvalidProblem
+
+LIBRARY = Path(flashtile.__file__).resolve().parents[1]
+
+
+def commit(library: Path) -> str:
+    """Short hash of the commit, with "+" when the library's files differ from it; "" outside a git checkout."""
+    found = _git(library, "rev-parse", "--short=10", "HEAD")
+    if found.returncode != 0:
+        return ""
+    changed = _git(library, "status", "--porcelain", "--", "flashtile")
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+@contextmanager
+def checked_out(revision: str) -> Generator[Path, None, None]:
+    """Root of a temporary worktree of that revision. Raises InvalidProblem if git does not know it."""
+    if _git(LIBRARY, "rev-parse", "--verify", "--quiet", revision + "^{commit}").returncode != 0:
+        raise InvalidProblem(f"base is {revision!r}; it must be a revision that git knows in {LIBRARY}.")
+    with tempfile.TemporaryDirectory(prefix="flashtile-base-") as folder:
+        root = Path(folder).resolve() / "tree"
+        added = _git(LIBRARY, "worktree", "add", "--detach", str(root), revision)
+        if added.returncode != 0:
+            raise InvalidProblem(f"base is {revision!r}; git worktree says: {added.stderr.strip()}")
+        try:
+            yield root
+        finally:
+            _git(LIBRARY, "worktree", "remove", "--force", str(root))
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
