@@ -1,0 +1,98 @@
+"""The command line: flashtile demo | bench | explain | tune. Each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+from flashtile import __version__
+from flashtile.errors import InvalidProblem, NotSupported
+
+try:
+    import typer
+    from rich.console import Console
+    from typer.core import TyperGroup
+except ImportError as missing:
+    raise SystemExit(f"flashtile's command line needs {missing.name}: pip install 'flashtile[cli]'") from None
+
+EXTRAS = {"torch": "torch", "triton": "torch", "matplotlib": "cli"}  # package -> the extra that brings it
+
+
+class Commands(TyperGroup):
+    """The command group, with the errors that flashtile raises on purpose turned into a message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """What the command returns."""
+        try:
+            return super().invoke(ctx)
+        except (InvalidProblem, NotSupported) as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2) from None
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            typer.echo(f"This command needs {error.name}: pip install 'flashtile[{EXTRAS[error.name]}]'", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Exact attention, tile by tile.")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flashtile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def flashtile(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact attention, tile by tile."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 250,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and sample.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the plot and the sample.")] = Path("demo-output"),
+) -> None:
+    """Train a small GPT with flashtile and with torch's SDPA; compare losses, step time and memory."""
+    # Read when torch is loaded. The profiler (memory) logs its starts and stops; threads that spin while they wait make a
+    # busy machine several times slower.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    main = import_module("flashtile.demo.main")
+    setup = import_module("flashtile.demo.train").Setup(steps=steps, seed=seed)
+    raise typer.Exit(0 if main.run_demo(setup, output) else 1)
+
+
+@app.command()
+def explain(
+    spelling: Annotated[str, typer.Argument(help="A problem, such as 'attention(q=1x4096x16x128,kv=4096x16x128,bf16)'.")],
+    device: Annotated[str | None, typer.Option(help="sm90, H100, cpu, ...; default: this machine's.")] = None,
+) -> None:
+    """Show which backend, kernels and tiles run a problem, why the others don't, and what it costs at least."""
+    Console().print(import_module("flashtile.explanation").explain(spelling, device=device), soft_wrap=True)
+
+
+@app.command()
+def tune(
+    spellings: Annotated[list[str], typer.Argument(help="Problems to tune for.")],
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("tuned.json"),
+) -> None:
+    """Measure tiles for problems on this machine's GPU and write down the fastest."""
+    import_module("flashtile.tune").tune(spellings, output)
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench(ctx: typer.Context) -> None:
+    """Time a suite of shapes against other attentions; every result is checked before it is timed."""
+    inner = typer.Typer(add_completion=False)
+    inner.command()(import_module("flashtile.bench.main").bench)
+    code = typer.main.get_command(inner)(ctx.args, prog_name="flashtile bench", standalone_mode=False)
+    raise typer.Exit(code if isinstance(code, int) else 0)

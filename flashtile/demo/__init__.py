@@ -1,0 +1,1 @@
+"""The demo: a small GPT trained on real text, once with flashtile and once with PyTorch's own attention."""

@@ -1,0 +1,221 @@
+"""explain: how a problem runs on a device, why not otherwise, and what it costs at least."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
+
+from flashtile import dispatch
+from flashtile import score as score_package
+from flashtile.errors import InvalidProblem
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import HostCall, KernelCall, Plan
+from flashtile.plan.device import NAMED, Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
+from flashtile.spec.options import DEFAULT, Options
+
+AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
+
+# Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
+# three products for one. "ieee" does not use the matrix units, whose peak is the only one known here.
+FP32_RATE = {"tf32": 1 / 2, "tf32x3": 1 / 6}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Explanation:
+    """What `explain` found. Its `str` and `repr` are the text, so that it shows itself at a prompt or in a notebook."""
+
+    problem: AttentionProblem
+    device: Device
+    forward: Plan
+    backward: Plan
+    refusals: dict[str, tuple[str, ...]]  # other backend -> why it does not run this
+    layout: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [self.problem.spell(), f"on {_name(self.device)}"]
+        lines += ["", f"forward: {self.forward.backend}", *_pass_lines(self.forward, self.device, "forward")]
+        ways = (self.backward.backend, self.backward.variant)
+        lines += ["", f"backward: {', '.join(w for w in ways if w)}", *_pass_lines(self.backward, self.device, "backward")]
+        if self.refusals:
+            lines += ["", "other backends", *(f"  {name}: {line}" for name, why in self.refusals.items() for line in why)]
+        if self.layout:
+            lines += ["", "layout", *(f"  {line}" for line in self.layout)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        text = Text(str(self))
+        text.highlight_regex(r"(?m)^\S.*$", "bold")
+        return text
+
+
+def explain(
+    problem: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    device: Device | str | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    score: Any = (),
+    scale: float | None = None,
+    return_lse: bool = False,
+    options: Options | None = None,
+) -> Explanation:
+    """An Explanation: backends, kernels, tiles, FLOPs, bytes and roofline time of a problem; nothing is launched.
+
+    problem: an AttentionProblem, its spelling, or the tensor q, followed by k, v and the arguments of `attention`.
+    device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
+
+    Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only.
+    """
+    options = DEFAULT if options is None else options
+    wanted, layout = frozenset("qkv"), None
+    if isinstance(problem, (str, AttentionProblem)):
+        given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
+        for name, value in given.items():
+            if value is not None and value is not False and value != ():
+                raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
+        described = _parse(problem) if isinstance(problem, str) else problem
+        place = _device(device) or _this_machine()
+    else:
+        from flashtile.torch.attention import make_problem
+        from flashtile.torch.run import device_of
+
+        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options)
+        place = _device(device) or device_of(problem.device)
+        layout = {"q": problem, "k": k, "v": v}
+        wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
+    if options.deterministic and not described.deterministic:
+        described = replace(described, deterministic=True)
+    chosen = dispatch.select(described, place, options.backend, options.backward)
+    backward = dispatch.plan_backward(described, place, Gradients(wanted), options.backend, options.backward)
+    return Explanation(
+        described,
+        place,
+        dispatch.plan_forward(described, place, options.backend),
+        backward,
+        {b.name: _refusal(b, described, place, options, chosen) for b in dispatch.BACKENDS if b is not chosen},
+        _layout_notes(layout, chosen.name) if layout else (),
+    )
+
+
+def _parse(spelling: str) -> AttentionProblem:
+    """The problem; score modifiers register when their modules are loaded."""
+    for module in pkgutil.iter_modules(score_package.__path__):
+        import_module(f"{score_package.__name__}.{module.name}")
+    return AttentionProblem.parse(spelling)
+
+
+def _device(device: Device | str | None) -> Device | None:
+    if device is None or isinstance(device, Device):
+        return device
+    plain = _plain(device)
+    for known in NAMED.values():
+        if plain in (_plain(known.target), _plain(known.name)):
+            return known
+    names = ", ".join(f"{d.target} ({d.name})" if d.kind != "cpu" else d.target for d in NAMED.values())
+    raise InvalidProblem(f"device is {device!r}; it must be one of {names}.")
+
+
+def _name(device: Device) -> str:
+    return "the CPU" if device.kind == "cpu" else f"{device.name} ({device.target})"
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _this_machine() -> Device:
+    """The GPU that PyTorch would use, else the CPU."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return NAMED["cpu"]
+    from flashtile.torch.run import device_of
+
+    return device_of(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def _refusal(backend: Any, problem: AttentionProblem, place: Device, options: Options, chosen: Any) -> tuple[str, ...]:
+    reasons = backend.unsupported(problem, place, options.backward)
+    if reasons:
+        return tuple(reasons)
+    if options.backend is not None:
+        return (f"could run it, but options.backend asks for {chosen.name}",)
+    return (f"could run it, but {chosen.name} comes first",)
+
+
+def _pass_lines(plan: Plan, device: Device, direction: Literal["forward", "backward"]) -> list[str]:
+    lines = [_call_line(call) for call in plan.calls] + list(plan.notes)
+    lines.append(_cost_line(plan.problem, device, direction))
+    if any(isinstance(call, KernelCall) for call in plan.calls):
+        lines.append(f"scratch {_scaled(plan.scratch_bytes, 'B')}")
+    return [f"  {line}" for line in lines]
+
+
+def _call_line(call: KernelCall | HostCall) -> str:
+    if isinstance(call, HostCall):
+        return f"PyTorch: {call.function.__module__.rpartition('.')[2]}.{call.function.__name__}"
+    name = getattr(call.kernel, "fn", call.kernel).__name__
+    return f"{name}: grid {'x'.join(map(str, call.grid))}, warps {call.num_warps}, stages {call.num_stages}"
+
+
+def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> str:
+    flops, size = problem.flops(direction), problem.bytes(direction)
+    line = f"{_scaled(flops, 'FLOP')}, {_scaled(size, 'B')}"
+    if size:
+        line += f", {flops / size:.1f} FLOP/B"
+    peak = _peak_tflops(problem, device)
+    bounds = {
+        "arithmetic": None if peak is None else flops / (peak * 1e9),
+        "memory": None if device.peak_gbps is None else size / (device.peak_gbps * 1e6),
+    }
+    known = {name: ms for name, ms in bounds.items() if ms is not None}
+    if not known:
+        return f"{line}; the peaks of {_name(device)} are not known"
+    name = max(known, key=lambda n: known[n])
+    return f"{line}; roofline {known[name]:.3g} ms, bound by {name}"
+
+
+def _peak_tflops(problem: AttentionProblem, device: Device) -> float | None:
+    if device.peak_tflops is None:
+        return None
+    rate = FP32_RATE.get(problem.precision) if problem.dtype is DType.FP32 else 1.0
+    return None if rate is None else device.peak_tflops * rate
+
+
+def _layout_notes(tensors: dict[str, Any], backend: str) -> tuple[str, ...]:
+    """What the tensors' strides and addresses cost."""
+    notes: list[str] = []
+    for name, tensor in tensors.items():
+        strides, shape = tensor.stride(), tensor.shape
+        if strides[3] != 1 and shape[3] > 1:
+            cost = "it is read through a dense copy" if backend == "cpu" else "loads are not vectorised, no copy is made"
+            notes.append(f"{name}'s last stride is {strides[3]}: {cost}")
+        still = [axis for axis, stride, size in zip(AXES, strides, shape, strict=False) if stride == 0 and size > 1]
+        if still:
+            notes.append(f"{name}'s {' and '.join(still)} stride is 0: the expanded tensor is read as it is")
+        if backend == "cpu":
+            continue
+        odd = [axis for axis, stride, size in zip(AXES, strides, shape, strict=False) if stride % 16 and size > 1]
+        if odd:
+            notes.append(f"{name}'s {' and '.join(odd)} stride is not a multiple of 16 elements: loads are narrower")
+        if tensor.data_ptr() % 16:
+            notes.append(f"{name} starts {tensor.data_ptr() % 16} bytes past a multiple of 16: loads are narrower")
+    return tuple(notes)
+
+
+def _scaled(number: float, unit: str) -> str:
+    power = 0
+    while number >= 1000 and power < 5:
+        number, power = number / 1000, power + 1
+    return f"{number:.4g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
