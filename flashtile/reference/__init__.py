@@ -1,0 +1,1 @@
+"""The yardstick: attention by its definition. For tests and benchmarks only."""

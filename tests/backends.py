@@ -1,0 +1,30 @@
+"""The backends that can run on this machine, and the backwards that each of them has."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile import dispatch
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
+from flashtile.torch.run import device_of
+
+PLAIN = AttentionProblem(1, 16, 16, 1, 1, 16, 16, DType.FP16)
+
+# What a backend that promises everything refuses all the same. Others, for single architectures, refuse as they like.
+PORTABLE = {"triton": (), "cpu": ("fused",)}
+
+
+def _variants_here() -> dict[str, list[str]]:
+    made: dict[str, list[str]] = {}
+    for backend in dispatch.BACKENDS:
+        on_gpu = torch.cuda.is_available() and backend.name != "cpu"
+        place = device_of(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+        variants = [variant for variant in ("split", "fused") if not backend.unsupported(PLAIN, place, variant)]
+        assert variants or backend.name not in PORTABLE, backend.unsupported(PLAIN, place)
+        if variants:
+            made[backend.name] = variants
+    return made
+
+
+VARIANTS_HERE = _variants_here()

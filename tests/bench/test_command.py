@@ -1,0 +1,120 @@
+"""The command, end to end on a CPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flashtile.bench import run as runs
+from flashtile.bench.cases import SUITES, suite_named
+from flashtile.bench.main import bench
+from flashtile.bench.result import read
+from flashtile.bench.revision import LIBRARY, checked_out
+from tests.bench.fake_worker import FakeWorker
+
+app = typer.Typer()
+app.command()(bench)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def is_git() -> bool:
+    git = shutil.which("git")
+    return git is not None and subprocess.run([git, "-C", LIBRARY, "rev-parse", "HEAD"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """One run of the suite, with the last commit as the base where there is one: its folder and rows."""
+    folder = tmp_path_factory.mktemp("smoke")
+    os.environ["OMP_NUM_THREADS"] = "1"  # the processes inherit it; cores are shared with other tests
+    base = ["--base", "HEAD"] if is_git() else []
+    result = invoke("smoke", *base, "-o", folder / "r.csv", "--rounds", 2, "-p", "sdpa", "-p", "cpu", "-p", "fa4")
+    del os.environ["OMP_NUM_THREADS"]
+    assert result.exit_code == 0, result.output
+    return folder, read(folder / "r.csv")
+
+
+def test_smoke_times_what_is_right_and_says_why_not(smoke) -> None:
+    _, rows = smoke
+    assert {row.spelling for row in rows} == {c.spell() for c in suite_named("smoke").cases}
+    assert {"sdpa/math", "sdpa/flash"} <= {row.provider for row in rows if row.status == "ok"}
+    assert {"flashtile/cpu", "fa4"} <= {row.provider for row in rows}
+    for row in rows:
+        assert row.device
+        assert row.torch
+        if row.status == "ok":
+            assert row.ms > 0
+            assert row.tflops > 0
+            assert row.error < 2e-2
+        else:
+            assert row.status == "refused"
+            assert row.reason
+
+
+def test_table_and_plot_come_from_the_csv_alone(smoke) -> None:
+    folder, _ = smoke
+    assert (folder / "r.png").stat().st_size > 10_000
+    table = invoke("--table", folder / "r.csv")
+    assert table.exit_code == 0
+    assert "| B1 H2 S64 D32 causal fp32 | fwd |" in table.output
+    drawn = invoke("--plot", folder / "r.csv", "-o", folder / "again.png")
+    assert drawn.exit_code == 0
+    assert (folder / "again.png").exists()
+
+
+@pytest.mark.skipif(not is_git(), reason="needs a git checkout")
+def test_base_runs_the_other_commits_library(smoke) -> None:
+    folder, rows = smoke
+    commits = {row.provider: row.commit for row in rows}
+    assert commits["base/cpu"] == commits["flashtile/cpu"].rstrip("+")
+    with checked_out("HEAD") as tree:
+        assert (tree / "flashtile" / "dispatch.py").exists()
+        assert tree != LIBRARY
+    assert not tree.exists()
+    unknown = invoke("smoke", "--base", "no-such-revision", "-o", folder / "none.csv")
+    assert unknown.exit_code == 2
+    assert "base is 'no-such-revision'; it must be a revision that git knows" in unknown.output
+    assert not (folder / "none.csv").exists()
+
+
+def test_a_used_up_budget_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "LEAST_LEFT_S", 1e9)
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a"], kind="cpu"))
+    order = runs.Order((suite_named("smoke"),), budget_s=100)
+    said: list[str] = []
+    rows = runs.run(order, tmp_path / "r.csv", said.append)
+    assert [row.status for row in rows] == ["ok"] * 2 + ["skipped"] * 4
+    assert rows[-1].reason == "the budget of 100 s was used up"
+    assert said[0].startswith("No GPU here")
+    assert [row.status for row in read(tmp_path / "r.csv")] == [row.status for row in rows]
+
+
+def test_wrong_and_failed_are_in_the_exit_code(tmp_path, monkeypatch) -> None:
+    wrong = {"a": {"status": "wrong", "reason": "out is off"}}
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a", "b"], wrong))
+    result = invoke("smoke", "-o", tmp_path / "r.csv")
+    assert result.exit_code == 1
+    assert "wrong or failed: a" in result.output
+    assert "WRONG" in result.output
+
+
+def test_listing_and_wrong_requests() -> None:
+    listed = invoke("--list")
+    assert listed.exit_code == 0
+    assert all(suite.name in listed.output for suite in SUITES)
+    for arguments, message in (((), "no suite is named"), (("nope",), "suite is 'nope'; it must be one of")):
+        refused = invoke(*arguments)
+        assert refused.exit_code == 2
+        assert message in refused.output
+
+
+def test_the_parent_needs_no_torch() -> None:
+    code = "import sys, flashtile.bench.main; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=LIBRARY).returncode == 0

@@ -1,0 +1,211 @@
+"""The one list of attention cases; every backend runs every case (test_attention.py)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+import flashtile
+from flashtile import Alibi, Band, Options, Softcap
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Tensors = dict[str, torch.Tensor]
+
+# Modifiers by name: the captured tensors that they need, as (batch, heads_q) -> shape, and how they are made of them.
+MODIFIERS: dict[str, tuple[Callable[[int, int], tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
+    "softcap": (None, lambda _: Softcap(2.0)),
+    "softcap30": (None, lambda _: Softcap(30.0)),
+    "alibi": (lambda batch, heads: (heads,), Alibi),
+    "alibi-per-batch": (lambda batch, heads: (batch, heads), Alibi),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `flashtile.attention`, with what flows back into it.
+
+    `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
+    need no gradient.
+    """
+
+    name: str
+    batch: int = 1
+    seqlen_q: int = 48
+    seqlen_k: int = 48
+    heads_q: int = 2
+    heads_kv: int = 1
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    dtype: str = "fp32"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    mask: Band | None = None
+    score: tuple[str, ...] = ()
+    scale: float | None = None
+    layout: Literal["bshd", "bhsd", "packed", "gaps"] = "bshd"
+    backward: Literal["auto", "split", "fused"] = "auto"
+    deterministic: bool | None = None
+    precision: Literal["tf32x3", "ieee", "tf32"] = "tf32x3"
+    upstream: Literal["both", "out", "lse"] = "both"
+    fixed_slopes: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that `attention`, the reference and the plain computation share, `score` aside."""
+        return {"causal": self.causal, "window": self.window, "mask": self.mask, "scale": self.scale}
+
+    def options(self, backend: str) -> Options:
+        return Options(backend=backend, backward=self.backward, deterministic=self.deterministic, precision=self.precision)
+
+    def tensors(self, device: torch.device) -> Tensors:
+        """q, k, v and each modifier's tensor ("score.N"), and the gradients "dout" and "dlse"; the same in every run."""
+        generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        head_dim_v = self.head_dim_v or self.head_dim
+        shapes = {
+            "q": (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
+            "k": (self.batch, self.seqlen_k, self.heads_kv, self.head_dim),
+            "v": (self.batch, self.seqlen_k, self.heads_kv, head_dim_v),
+            "dout": (self.batch, self.seqlen_q, self.heads_q, head_dim_v),
+        }
+        made = {name: lay_out(normal(*shape).to(device, DTYPES[self.dtype]), self.layout) for name, shape in shapes.items()}
+        if self.layout == "packed":
+            made["q"], made["k"], made["v"] = torch.stack([made["q"], made["k"], made["v"]], 2).unbind(2)
+        made["dlse"] = normal(self.batch, self.heads_q, self.seqlen_q).to(device)
+        for i, name in enumerate(self.score):
+            shape = MODIFIERS[name][0]
+            if shape is not None:
+                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q)).abs() / 4).to(device)
+        return made
+
+    def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:
+        return tuple(MODIFIERS[name][1](tensors.get(f"score.{i}")) for i, name in enumerate(self.score))
+
+
+def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another memory order; "gaps" leaves unused, NaN-filled elements in every dimension."""
+    if layout == "bhsd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "gaps":
+        wide = torch.full([2 * n + 1 for n in tensor.shape], float("nan"), dtype=tensor.dtype, device=tensor.device)
+        view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
+        view.copy_(tensor)
+        return view
+    return tensor
+
+
+def variants(*cases: Case) -> Iterator[Case]:
+    """Each case with the split and with the fused backward."""
+    for case in cases:
+        yield replace(case, name=f"{case.name}-split", backward="split")
+        yield replace(case, name=f"{case.name}-fused", backward="fused")
+
+
+def dtypes(*cases: Case) -> Iterator[Case]:
+    """Each case in every dtype."""
+    for case in cases:
+        for dtype in DTYPES:
+            yield replace(case, name=f"{case.name}-{dtype}", dtype=dtype)
+
+
+def _heads() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("gqa", batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72)))
+    yield Case("mha", batch=2, heads_q=2, heads_kv=2)
+    yield from dtypes(Case("mqa", heads_q=4, causal=True))
+    yield from variants(Case("group3", heads_q=3, seqlen_q=33, causal=True), Case("group7", heads_q=7, dtype="fp16"))
+    yield Case("group3-of-6", heads_q=6, heads_kv=2, dtype="bf16", window=(20, 20))
+
+
+def _head_dims() -> Iterator[Case]:
+    for i, head_dim in enumerate((1, 5, 16, 24, 64, 80, 128, 256)):
+        yield Case(f"head_dim{head_dim}", head_dim=head_dim, causal=True, seqlen_q=40, heads_q=1)
+        dtype = ("fp16", "bf16")[i % 2]
+        yield Case(f"head_dim{head_dim}-{dtype}", head_dim=head_dim, dtype=dtype, seqlen_k=70, heads_q=1)
+    for head_dim, head_dim_v, dtype in (
+        (16, 40, "fp32"), (40, 16, "fp32"), (5, 80, "fp16"), (64, 128, "bf16"), (192, 128, "fp16"), (1, 256, "fp32"),
+    ):  # fmt: skip
+        case = Case(f"head_dim{head_dim}-v{head_dim_v}", head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, heads_q=1)
+        yield from variants(case)
+    # several heads and batch entries, so that q and k, v, out step by different strides
+    yield from variants(Case("head_dim5-v24-heads", 2, 20, 36, heads_q=4, heads_kv=2, head_dim=5, head_dim_v=24))
+
+
+def _lengths() -> Iterator[Case]:
+    for seqlen_q, seqlen_k in ((16, 80), (80, 16), (33, 65), (1, 77), (64, 64), (17, 17), (80, 80), (3, 2)):
+        case = Case(f"len{seqlen_q}x{seqlen_k}", seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        yield case
+        yield replace(case, name=f"{case.name}-causal", causal=True)
+    yield from variants(*dtypes(Case("causal", seqlen_q=80, seqlen_k=80, causal=True)))
+    yield from dtypes(Case("causal-empty-rows", seqlen_q=80, seqlen_k=33, causal=True))
+
+
+def _masks() -> Iterator[Case]:
+    windows: Sequence[tuple[int | None, int | None]] = ((8, 0), (8, 8), (0, 0), (None, 5), (5, None), (40, 3), (63, 64))
+    for left, right in windows:
+        yield Case(f"window{left}:{right}", window=(left, right), seqlen_q=72, seqlen_k=72, heads_q=1)
+    yield from variants(Case("window-causal", window=(20, 20), causal=True, seqlen_q=65, seqlen_k=80, dtype="fp16"))
+    yield Case("window-long-queries", window=(9, 9), seqlen_q=80, seqlen_k=30, dtype="bf16")
+    bands = {
+        "below": Band(right=-1), "far-below": Band(right=-20), "above": Band(left=-3), "far-above": Band(left=-20, right=40),
+        "left-stripe": Band(left=30, right=-10), "nothing": Band(left=-3, right=1), "all-right": Band(left=-100),
+        "extreme-left": Band(left=1 - 2**31), "extreme-right": Band(right=1 - 2**31), "extreme": Band(2**31 - 1, 2**31 - 1),
+    }  # fmt: skip
+    for name, band in bands.items():
+        yield Case(f"band-{name}", mask=band, seqlen_q=70, seqlen_k=66, heads_q=1)
+    yield from variants(Case("band-stripe", mask=Band(left=40, right=-7), seqlen_q=50, seqlen_k=80, dtype="fp16"))
+    yield Case("band-and-window-and-causal", mask=Band(right=-2), window=(30, 10), causal=True, seqlen_q=60, seqlen_k=64)
+
+
+def _scores() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("softcap", score=("softcap",), scale=1.0, causal=True)))
+    yield from variants(*dtypes(Case("alibi", score=("alibi",), seqlen_q=40, seqlen_k=72)))
+    yield from variants(Case("alibi-per-batch", score=("alibi-per-batch",), batch=2, heads_q=4, heads_kv=2, causal=True))
+    yield from variants(Case("softcap-alibi", score=("softcap", "alibi"), heads_q=3, seqlen_q=65, seqlen_k=40, causal=True))
+    yield from variants(Case("alibi-softcap", score=("alibi", "softcap"), heads_q=3, seqlen_q=40, seqlen_k=65, dtype="fp16"))
+    yield Case("alibi-twice", score=("alibi", "softcap30", "alibi-per-batch"), batch=2, causal=True)
+    yield Case("alibi-window-empty-rows", score=("alibi",), window=(9, 0), seqlen_q=70, seqlen_k=40)
+    yield Case("alibi-fixed", score=("alibi",), fixed_slopes=True, deterministic=True, backward="split")
+    yield Case("alibi-deterministic", score=("alibi",), deterministic=True)
+    yield Case("softcap-head_dim5", score=("softcap",), head_dim=5, head_dim_v=24, dtype="bf16")
+
+
+def _scales() -> Iterator[Case]:
+    for name, scale in (("zero", 0.0), ("negative", -0.3), ("large", 4.0), ("tiny", 1e-6)):
+        yield Case(f"scale-{name}", scale=scale, seqlen_k=70)
+        yield Case(f"scale-{name}-causal-fp16", scale=scale, causal=True, dtype="fp16", score=("softcap30",))
+    yield from variants(Case("scale-minus-causal", scale=-1.0, causal=True, seqlen_q=70, seqlen_k=40))
+
+
+def _gradients() -> Iterator[Case]:
+    base = Case("upstream", seqlen_q=50, seqlen_k=70, causal=True)
+    for case in variants(base):
+        for upstream in ("out", "lse"):
+            yield replace(case, name=f"{case.name}-{upstream}", upstream=upstream)
+    yield replace(base, name="upstream-lse-alibi", upstream="lse", score=("alibi",))
+    yield replace(base, name="upstream-lse-empty-rows", upstream="lse", seqlen_k=30)
+
+
+def _layouts() -> Iterator[Case]:
+    for layout in ("bhsd", "packed", "gaps"):
+        yield Case(f"layout-{layout}", layout=layout, heads_kv=2, batch=2, causal=True)
+        yield Case(f"layout-{layout}-fused", layout=layout, heads_kv=2, backward="fused", dtype="fp16")
+
+
+def _precisions() -> Iterator[Case]:
+    for precision in ("ieee", "tf32"):
+        yield Case(f"precision-{precision}", precision=precision, causal=True)
+
+
+CASES: tuple[Case, ...] = tuple(
+    case
+    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _precisions)
+    for case in group()
+)
+assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

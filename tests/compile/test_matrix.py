@@ -1,0 +1,72 @@
+"""A covering sample of the compile-only stage (`make compile` is all of it), under both Triton releases.
+
+Compilation needs kernels that are not interpreted, hence processes of their own.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST = ROOT / ".venv" / "newest-triton"
+
+
+def compile_sample(tmp_path: Path, every: int, targets: tuple[str, ...], packages: Path | None = None) -> list[dict[str, str]]:
+    path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    chosen = [word for target in targets for word in ("--target", target)]
+    command = [
+        sys.executable,
+        "-m",
+        "flashtile.export.matrix",
+        "--sample",
+        str(every),
+        "--jobs",
+        "1",
+        "--csv",
+        str(tmp_path / "m.csv"),
+    ]
+    done = subprocess.run([*command, *chosen], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    with (tmp_path / "m.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90", "sm100", "sm120", "gfx942"])
+def test_sample_compiles_within_its_budgets(tmp_path: Path, target: str) -> None:
+    rows = compile_sample(tmp_path, 47, (target,))
+    assert len(rows) >= 8
+    assert {row["target"] for row in rows} == {target}
+    assert any(int(row["matrix"]) for row in rows)
+
+
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
+def test_sample_compiles_under_the_newest_triton(tmp_path: Path) -> None:
+    rows = compile_sample(tmp_path, 149, ("sm80", "sm90", "sm120", "gfx942"), NEWEST)
+    assert len(rows) >= 8
+
+
+def test_hopper_kernels_use_its_matrix_units(tmp_path: Path) -> None:
+    code = """
+from flashtile.export.compile import compile_call
+from flashtile.kernels.triton.backend import BACKEND
+from flashtile.plan.backend import Gradients
+from flashtile.plan.device import H100
+from flashtile.spec.attention import AttentionProblem
+problem = AttentionProblem.parse("attention(q=1x256x1x64,kv=256x1x64,bf16)")
+calls = BACKEND.forward(problem, H100).calls + BACKEND.backward(problem, H100, Gradients(), "split").calls[1:]
+plans = [BACKEND.forward(problem, H100)] + 2 * [BACKEND.backward(problem, H100, Gradients(), "split")]
+for call, plan in zip(calls, plans):
+    assert "wgmma.mma_async" in compile_call(call, plan, H100).asm["ptx"], call.kernel
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,1 @@
+"""Tests of flashtile.spec: host only, property-based."""

@@ -1,0 +1,113 @@
+"""AttentionProblem: the spelling and its inverse, and what is derived."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtile.errors import InvalidProblem
+from flashtile.score.alibi import Alibi
+from flashtile.score.softcap import Softcap
+from flashtile.spec.attention import PRECISIONS, AttentionProblem
+from flashtile.spec.dtype import DType
+from flashtile.spec.mask import CAUSAL, FULL, Band
+from flashtile.spec.score import ScoreSpec, TensorSpec
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+bounds = st.none() | st.integers(-(2**31) + 1, 2**31 - 1)
+tensor_specs = st.builds(
+    TensorSpec, st.lists(st.integers(0, 2**31), max_size=4).map(tuple), st.sampled_from(["fp16", "bf16", "fp32"]), st.booleans()
+)
+score_specs = st.builds(ScoreSpec, st.just(Softcap), st.tuples(finite)) | st.builds(
+    ScoreSpec, st.just(Alibi), st.just(()), st.tuples(tensor_specs)
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AttentionProblem:
+    heads_kv = draw(st.integers(1, 9))
+    return AttentionProblem(
+        batch=draw(st.integers(0, 2**31 - 1)),
+        seqlen_q=draw(st.integers(0, 2**31 - 1)),
+        seqlen_k=draw(st.integers(0, 2**31 - 1)),
+        heads_q=heads_kv * draw(st.integers(1, 9)),
+        heads_kv=heads_kv,
+        head_dim=draw(st.integers(1, 400)),
+        head_dim_v=draw(st.integers(1, 400)),
+        dtype=draw(st.sampled_from(DType)),
+        mask=Band(draw(bounds), draw(bounds)),
+        score=tuple(draw(st.lists(score_specs, max_size=3))),
+        scale=draw(st.none() | finite | st.integers(-9, 9)),
+        precision=draw(st.sampled_from(PRECISIONS)),
+        deterministic=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=2000)
+@given(problems())
+def test_parse_inverts_spell(problem: AttentionProblem) -> None:
+    parsed = AttentionProblem.parse(problem.spell())
+    assert parsed == problem
+    assert hash(parsed) == hash(problem)
+    assert parsed.spell() == problem.spell()
+
+
+@settings(max_examples=500)
+@given(problems(), problems())
+def test_different_problems_are_spelled_differently(a: AttentionProblem, b: AttentionProblem) -> None:
+    assert (a == b) == (a.spell() == b.spell())
+
+
+@settings(max_examples=1000)
+@given(problems(), st.data())
+def test_parse_of_a_damaged_spelling_raises_or_means_something(problem: AttentionProblem, data: st.DataObject) -> None:
+    text = problem.spell()
+    at = data.draw(st.integers(0, len(text)))
+    damaged = (
+        text[:at] + data.draw(st.text("=x:,+();-0123456789einf pq", max_size=3)) + text[at + data.draw(st.integers(0, 3)) :]
+    )
+    with contextlib.suppress(InvalidProblem):  # any other error is a failure
+        assert isinstance(AttentionProblem.parse(damaged), AttentionProblem)
+
+
+def make(**changes: object) -> AttentionProblem:
+    fields: dict[str, object] = {
+        "batch": 2, "seqlen_q": 5, "seqlen_k": 7, "heads_q": 4, "heads_kv": 2, "head_dim": 16, "head_dim_v": 24,
+        "dtype": DType.FP16,
+    }  # fmt: skip
+    return AttentionProblem(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_spelling_of_a_known_problem() -> None:
+    assert make().spell() == "attention(q=2x5x4x16,kv=7x2x24,fp16)"
+    rich = make(dtype=DType.FP32, mask=CAUSAL, score=(ScoreSpec(Softcap, (30.0,)),), scale=0.5, deterministic=True)
+    assert rich.spell() == "attention(q=2x5x4x16,kv=7x2x24,fp32,band=:0,score=softcap(30.0),scale=0.5,tf32x3,deterministic)"
+
+
+def test_the_default_scale_is_filled_in() -> None:
+    assert make().scale == 1 / math.sqrt(16)
+    assert make() == make(scale=0.25)
+    assert make(scale=0) != make()
+
+
+def test_precision_matters_for_fp32_alone() -> None:
+    assert make(precision="ieee") == make(precision="tf32")
+    assert make(dtype=DType.FP32, precision="ieee") != make(dtype=DType.FP32, precision="tf32")
+
+
+@pytest.mark.parametrize(("mask", "visible"), [(FULL, 35), (CAUSAL, 25), (Band(right=-20), 0)])
+def test_flops_count_visible_scores_alone(mask: Band, visible: int) -> None:
+    problem = make(mask=mask)
+    assert problem.visible_pairs == visible * 2 * 4
+    assert problem.flops() == 2 * visible * 8 * (16 + 24)
+    assert problem.flops("backward") == 2 * visible * 8 * (3 * 16 + 2 * 24)
+
+
+def test_bytes_count_every_tensor_once() -> None:
+    q, kv, lse = 2 * 5 * 4, 2 * 7 * 2, 4 * 2 * 5 * 4
+    assert make().bytes() == 2 * (q * (16 + 24) + kv * (16 + 24)) + lse
+    assert make().bytes("backward") == 2 * (2 * (q + kv) * (16 + 24) + q * 24) + lse

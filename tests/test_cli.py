@@ -1,0 +1,112 @@
+"""The command line: what it prints, its exit codes, and that it works without PyTorch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import flashtile
+from flashtile.cli import app
+
+PROBLEM = "attention(q=1x4096x16x128,kv=4096x16x128,bf16,band=:0,score=softcap(30.0))"
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, in which Triton compiles."""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"flashtile {flashtile.__version__}\n"
+
+
+def test_help_lists_the_commands() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "bench", "explain", "tune"):
+        assert command in result.stdout
+
+
+def test_bench_takes_its_own_options() -> None:
+    result = call("bench", "--list")
+    assert result.exit_code == 0
+    assert "fa3-paper" in result.stdout
+    assert call("bench", "--help").exit_code == 0
+    assert call("bench", "--no-such-option").exit_code == 2
+
+
+def test_explain_names_a_gpu_that_is_not_there() -> None:
+    result = call("explain", PROBLEM, "--device", "H100")
+    assert result.exit_code == 0, result.output
+    for expected in (
+        PROBLEM,
+        "on H100 (sm90)",
+        "forward: triton",
+        "attention_forward: grid ",
+        "backward: triton, split",
+        "attention_backward_keys: grid ",
+        "68.74 GFLOP",
+        "roofline 0.0871 ms, bound by arithmetic",
+        "cpu: tensors are on sm90",
+    ):
+        assert expected in result.stdout
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm_90", "H100", "rtx 4090", "MI300X", "gfx942"])
+def test_devices_go_by_architecture_or_name(name: str) -> None:
+    assert call("explain", PROBLEM, "--device", name).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("spelling", "device", "message"),
+    [
+        ("attention(", "H100", "InvalidProblem: spelling is 'attention('"),
+        (PROBLEM.replace("kv=4096x16", "kv=4096x3"), "H100", "InvalidProblem: heads_q is 16 and heads_kv is 3"),
+        (PROBLEM.replace("softcap", "nocap"), "H100", "score modifier is 'nocap'"),
+        (PROBLEM, "sm1", "InvalidProblem: device is 'sm1'; it must be one of sm80 (A100)"),
+        (PROBLEM.replace("x128", "x320"), "H100", "NotSupported: no backend can run attention(q=1x4096x16x320"),
+    ],
+)
+def test_a_bad_request_is_one_message_and_exit_code_2(spelling: str, device: str, message: str) -> None:
+    result = call("explain", spelling, "--device", device)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message) or message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_tune_without_a_gpu_says_so() -> None:
+    blind = "import torch; torch.cuda.is_available = lambda: False"
+    result = python(f"{blind}; from flashtile.cli import app; app(['tune', {PROBLEM!r}])")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr == "InvalidProblem: tune needs a GPU; this machine has none that torch can use.\n"
+
+
+def test_explain_needs_no_torch() -> None:
+    hidden = "import sys; sys.modules['torch'] = None"
+    result = python(f"{hidden}; import flashtile; print(flashtile.explain({PROBLEM!r}, device='sm90'))")
+    assert result.returncode == 0, result.stderr
+    assert "forward: triton" in result.stdout
+
+
+def test_without_its_libraries_the_command_line_names_the_extra() -> None:
+    result = python("import sys; sys.modules['typer'] = None; import flashtile.cli")
+    assert result.returncode == 1
+    assert result.stderr == "flashtile's command line needs typer: pip install 'flashtile[cli]'\n"
+
+
+def test_without_torch_a_command_names_the_extra() -> None:
+    result = python("import sys; sys.modules['torch'] = None; from flashtile.cli import app; app(['demo'])")
+    assert result.returncode == 2
+    assert result.stderr == "This command needs torch: pip install 'flashtile[torch]'\n"

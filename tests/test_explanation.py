@@ -1,0 +1,86 @@
+"""flashtile.explain, called with tensors, a problem or a spelling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import InvalidProblem, NotSupported, Options, Softcap
+from flashtile.plan.device import A100, H100
+from flashtile.spec.dtype import DType
+
+PROBLEM = flashtile.AttentionProblem(1, 4096, 4096, 16, 16, 128, 128, DType.BF16)
+
+
+def test_it_shows_itself() -> None:
+    shown = flashtile.explain(PROBLEM, device=H100)
+    assert repr(shown) == str(shown)
+    assert str(shown).startswith(PROBLEM.spell() + "\non H100 (sm90)\n")
+    assert str(flashtile.explain(PROBLEM.spell(), device="sm90")) == str(shown)
+
+
+def test_tensors_are_explained_where_they_are(device: Any) -> None:
+    q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
+    shown = flashtile.explain(q, k, v, causal=True, score=(Softcap(3.0),), return_lse=True)
+    assert "band=:0,score=softcap(3.0)" in str(shown)
+    assert (shown.device.kind == "cpu") == (device.type == "cpu")
+
+
+def test_the_other_backends_say_why() -> None:
+    q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
+    shown = flashtile.explain(q, k, v, device=A100)
+    assert shown.forward.backend == "triton"
+    assert shown.refusals == {"cpu": ("tensors are on sm80; this backend runs on the CPU",)}
+    asked = flashtile.explain(q, k, v, options=Options(backend="cpu"))
+    assert asked.forward.backend == "cpu"
+    assert "triton" in asked.refusals
+
+
+def test_layout_notes() -> None:
+    x = torch.randn(1, 32, 4, 34)
+    q, k, v = x[..., :16], x[..., ::2][..., :16], x[:, :, :1, 1:17].expand(1, 32, 4, 16)
+    text = str(flashtile.explain(q, k, v, device=H100))
+    assert "k's last stride is 2: loads are not vectorised, no copy is made" in text
+    assert "v's head stride is 0: the expanded tensor is read as it is" in text
+    assert "v starts 4 bytes past a multiple of 16: loads are narrower" in text
+    assert "q's row and head stride is not a multiple of 16 elements: loads are narrower" in text
+    dense = torch.randn(1, 32, 4, 16)
+    assert flashtile.explain(dense, dense, dense, device=H100).layout == ()
+
+
+def test_gradients_that_nobody_wants_are_not_planned() -> None:
+    q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
+    v.requires_grad_()
+    names = {b.name for b in flashtile.explain(q, k, v, device=H100).backward.named("output")}
+    assert names == {"dv"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "bound"),
+    [
+        ("bf16", "tf32x3", 137.439 / 789),
+        ("fp32", "tf32", 2 * 137.439 / 789),
+        ("fp32", "tf32x3", 6 * 137.439 / 789),
+        ("fp32", "ieee", None),
+    ],
+)
+def test_roofline(dtype: str, precision: Any, bound: float | None) -> None:
+    problem = flashtile.AttentionProblem(1, 4096, 4096, 16, 16, 128, 128, DType(dtype), precision=precision)
+    text = str(flashtile.explain(problem, device=H100)).partition("backward")[0]
+    expected = f"roofline {bound:.3g} ms, bound by arithmetic" if bound else "bound by memory"
+    assert expected in text
+
+
+def test_errors_are_those_of_attention() -> None:
+    q = torch.randn(1, 32, 2, 16)
+    with pytest.raises(InvalidProblem, match=r"k is a NoneType; it must be a torch\.Tensor"):
+        flashtile.explain(q)
+    with pytest.raises(InvalidProblem, match="causal is given besides a problem"):
+        flashtile.explain(PROBLEM, causal=True)
+    deterministic = replace(PROBLEM, deterministic=True)
+    with pytest.raises(NotSupported, match="fused backward adds dq atomically"):
+        flashtile.explain(deterministic, device=H100, options=Options(backward="fused"))

@@ -1,0 +1,129 @@
+"""What an import costs and needs, in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "triton", "numpy", "jax", "matplotlib", "rich", "typer")
+
+
+def fresh(code: str, **environment: str) -> str:
+    """What a new interpreter prints; the test fails with its traceback where it fails."""
+    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT.parent, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules_under(*packages: str) -> list[str]:
+    """Every module of some packages of flashtile."""
+    paths = [path for package in packages for path in sorted((ROOT / "flashtile" / package).rglob("*.py"))]
+    return [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths]
+
+
+LIGHT = ["flashtile", "flashtile.errors", *modules_under("spec", "plan")]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_the_standard_library_alone(module: str) -> None:
+    loaded = fresh(f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_every_public_name_is_lazy_and_there() -> None:
+    code = """
+import sys, flashtile
+light = {"AttentionProblem", "Band", "Captured", "InvalidProblem", "NotSupported", "Options", "Position", "Score"}
+assert light <= set(flashtile.__all__) <= set(dir(flashtile))
+for name in sorted(light):
+    getattr(flashtile, name)
+assert "torch" not in sys.modules and "triton" not in sys.modules, "a light name loaded a heavy module"
+from importlib import import_module
+from types import ModuleType
+for home in flashtile._HOMES.values():
+    import_module(home)
+for name in flashtile.__all__:
+    assert not isinstance(getattr(flashtile, name), ModuleType), f"{name} is hidden by the module of that name"
+    assert getattr(flashtile, name).__module__.startswith("flashtile."), name
+try:
+    flashtile.no_such_name
+except AttributeError as error:
+    assert "no attribute 'no_such_name'" in str(error)
+else:
+    raise SystemExit("an unknown name was found")
+"""
+    fresh(code)
+
+
+def test_public_names_and_their_homes_agree() -> None:
+    import flashtile
+
+    assert sorted(flashtile.__all__) == sorted(flashtile._HOMES)
+
+
+def test_dispatch_plans_without_torch() -> None:
+    code = """
+import sys
+from flashtile import AttentionProblem, dispatch
+from flashtile.plan.backend import Gradients
+from flashtile.plan.device import named
+problem = AttentionProblem.parse("attention(q=2x100x4x64,kv=200x2x64,bf16,band=:0)")
+dispatch.select(problem, named("cpu"))
+for target in ("sm80", "sm90", "gfx942"):
+    plan = dispatch.plan_forward(problem, named(target))
+    dispatch.plan_backward(problem, named(target), Gradients())
+    assert plan.problem == problem
+assert "torch" not in sys.modules, "planning loaded torch"
+"""
+    fresh(code)
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch, flashtile
+q = torch.randn(1, 9, 2, 16, requires_grad=True)
+slopes = torch.rand(2, requires_grad=True)
+score = (flashtile.Softcap(3.0), flashtile.Alibi(slopes))
+for options in (None, flashtile.Options(backend="cpu")):
+    out, lse = flashtile.attention(q, q, q, causal=True, score=score, return_lse=True, options=options)
+    (out.sum() + lse.sum()).backward()
+assert out.isfinite().all() and q.grad.isfinite().all() and slopes.grad.isfinite().all()
+try:
+    flashtile.attention(q, q, q, options=flashtile.Options(backend="triton"))
+except flashtile.NotSupported as refusal:
+    print(refusal)
+"""
+
+
+def test_without_triton_the_cpu_backend_works_and_the_other_says_why_not() -> None:
+    assert "triton: Triton is not installed" in fresh(WITHOUT_TRITON)
+
+
+def test_with_triton_but_no_gpu_the_cpu_backend_is_chosen() -> None:
+    code = """
+import torch, flashtile
+from flashtile import dispatch
+from flashtile.plan.device import CPU
+q = torch.randn(1, 9, 2, 16)
+flashtile.attention(q, q, q)
+print(dispatch.plan_forward(flashtile.AttentionProblem.parse("attention(q=1x9x2x16,kv=9x2x16,fp32,tf32x3)"), CPU).backend)
+try:
+    flashtile.attention(q, q, q, options=flashtile.Options(backend="triton"))
+except flashtile.NotSupported as refusal:
+    print(refusal)
+"""
+    printed = fresh(code).splitlines()
+    assert printed[0] == "cpu"
+    assert "triton: tensors are on the CPU; these kernels need a GPU" in printed[2]
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, flashtile.cli; print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
+    assert fresh(code).strip() == "[]"

@@ -1,0 +1,173 @@
+"""A score modifier that the library does not know: one object in this file, and nothing else changed.
+
+Relative position bias as in T5 (arXiv 1910.10683, section 2.1): a learnable table (heads, buckets), added to the score by
+the bucket of key position - query position. Near distances have buckets of their own, far ones share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Captured, Options, Position, Score
+from flashtile.reference.attention import attention_plain, attention_reference
+from flashtile.spec.dtype import DType
+from flashtile.spec.options import Variant
+from flashtile.spec.score import ScoreSpec, TensorSpec
+from tests.cases import Case
+from tests.judge import judge
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+BUCKETS = 16  # 8 for keys at or before the query, 8 for keys after it; each 0, 1, 2, 3, 4-7, 8-15, 16-31, 32 and more
+
+
+@triton.jit
+def bucket_of(at):
+    distance = tl.abs(at.k - at.q)
+    near = tl.minimum(distance, 4)
+    far = (distance >= 8).to(tl.int32) + (distance >= 16).to(tl.int32) + (distance >= 32).to(tl.int32)
+    return near + far + tl.where(at.k > at.q, 8, 0)
+
+
+@triton.jit
+def t5_forward(score, at, args):
+    strides = args[1]
+    return score + tl.load(args[0] + at.head * strides[0] + bucket_of(at) * strides[1]).to(tl.float32)
+
+
+@triton.jit
+def t5_backward(grad, score, out, at, args):
+    return grad
+
+
+@triton.jit
+def t5_contribution(grad, score, at, args):
+    return grad
+
+
+@triton.jit
+def t5_element(at, args):
+    return at.head * 16 + bucket_of(at)
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Score):
+    """Score modifier score + table[head, bucket(key - query)]."""
+
+    table: torch.Tensor
+
+    name = "t5_bias"
+    forward = t5_forward
+    backward = t5_backward
+    captured = (Captured(t5_contribution, index=t5_element),)
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[torch.Tensor, ...]:
+        return (self.table,)
+
+    @staticmethod
+    def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        distance = (at.k - at.q).abs()
+        far = sum((distance >= edge).long() for edge in (8, 16, 32))
+        bucket = distance.clamp(max=4) + far + 8 * (at.k > at.q)
+        return score + tensors[0].to(score.dtype)[at.head, bucket]
+
+
+CASES = [
+    Case("plain", batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=40),
+    Case("causal", seqlen_q=50, seqlen_k=70, causal=True),
+    Case("fp16-window", seqlen_q=40, seqlen_k=36, window=(9, 20), dtype="fp16"),
+    Case("empty-rows", seqlen_q=40, seqlen_k=20, causal=True),
+    Case("fixed", fixed_slopes=True, deterministic=True),
+]
+
+
+def leaves(case: Case, place: torch.device, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    tensors = case.tensors(place)
+    table = torch.linspace(-1, 2, case.heads_q * BUCKETS, device=place).view(case.heads_q, BUCKETS)
+    made = [*(tensors[name] for name in "qkv"), table]
+    made = [t.detach().to(dtype or t.dtype).clone() for t in made]
+    return [t.requires_grad_(not (case.fixed_slopes and t is made[3])) for t in made]
+
+
+def evaluate(function: Any, case: Case, given: list[torch.Tensor], **extra: Any) -> dict[str, torch.Tensor]:
+    tensors = case.tensors(given[0].device)
+    out, lse = function(*given[:3], score=(RelativeBias(given[3]),), **case.arguments, **extra)
+    wanted = [t for t in given if t.requires_grad]
+    grads = torch.autograd.grad([out, lse], wanted, [tensors["dout"].to(out.dtype), tensors["dlse"].to(lse.dtype)])
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv", "dscore"), grads, strict=False))}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_table_of_relative_positions(backend: str, place: torch.device, variant: Variant, case: Case) -> None:
+    case = replace(case, backward=variant)
+    if case.deterministic and variant == "fused":
+        pytest.skip("a contradiction")
+    result = evaluate(flashtile.attention, case, leaves(case, place), return_lse=True, options=case.options(backend))
+    truth = evaluate(attention_reference, case, leaves(case, place, torch.float64))
+    plain = evaluate(attention_plain, case, leaves(case, place))
+    judge(case, result, truth, plain)
+
+
+def test_together_with_the_library_s_own(backend: str, place: torch.device) -> None:
+    case = Case("chain", seqlen_q=24, seqlen_k=36, causal=True)
+    results = []
+    for function, dtype, extra in (
+        (flashtile.attention, None, {"return_lse": True, "options": Options(backend=backend)}),
+        (attention_reference, torch.float64, {}),
+    ):
+        q, k, v, table = leaves(case, place, dtype)
+        slopes = torch.tensor([0.5, 0.1], device=place).to(q.dtype).requires_grad_()
+        chain = (flashtile.Softcap(3.0), RelativeBias(table), flashtile.Alibi(slopes))
+        out, lse = function(q, k, v, causal=True, score=chain, **extra)
+        results.append([out, lse, *torch.autograd.grad([out.sum() + lse.sum()], [q, k, v, table, slopes])])
+    for got, exact in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_another_table_is_another_result(backend: str, place: torch.device) -> None:
+    case = Case("table")
+    q, k, v, table = (t.detach() for t in leaves(case, place))
+    options = Options(backend=backend)
+    outs = [flashtile.attention(q, k, v, score=(RelativeBias(t),), options=options) for t in (table, table * 2, table)]
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
+
+
+def test_a_table_in_other_strides(backend: str, place: torch.device) -> None:
+    case = replace(Case("strides"), deterministic=None)
+    q, k, v, table = (t.detach() for t in leaves(case, place))
+    turned = table.t().contiguous().t()
+    options, grads = Options(backend=backend), []
+    for captured in (table, turned):
+        captured = captured.requires_grad_()
+        flashtile.attention(q, k, v, score=(RelativeBias(captured),), options=options).square().sum().backward()
+        grads.append(captured.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_added_atomically_are_refused_where_they_must_repeat(place: torch.device, backend: str) -> None:
+    given = leaves(Case("atomic"), place)
+
+    def gradient() -> torch.Tensor:
+        options = Options(backend=backend, deterministic=True)
+        out = flashtile.attention(*given[:3], score=(RelativeBias(given[3]),), options=options)
+        return torch.autograd.grad(out.square().sum(), given[3])[0]
+
+    if backend == "cpu":  # sums in a fixed order
+        assert torch.equal(gradient(), gradient())
+    else:
+        with pytest.raises(flashtile.NotSupported, match="t5_bias's tensor is added atomically"):
+            gradient()
+
+
+def test_the_problem_is_spelled_with_it() -> None:
+    spec = ScoreSpec(RelativeBias, (), (TensorSpec((2, 16), "fp32", True),))
+    problem = flashtile.AttentionProblem(1, 8, 8, 2, 1, 16, 16, DType.FP16, score=(spec,))
+    assert "score=t5_bias(2x16:fp32:grad)" in problem.spell()
+    assert flashtile.AttentionProblem.parse(problem.spell()) == problem

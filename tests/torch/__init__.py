@@ -1,0 +1,1 @@
+"""Tests of the public PyTorch function, on every backend that runs here."""

@@ -1,0 +1,120 @@
+"""NaN and Inf: visible ones propagate, invisible ones never leak."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile import Band
+from flashtile.reference.attention import visible
+from flashtile.spec.mask import make_mask
+from flashtile.spec.options import Variant
+from tests.cases import Case, Tensors, lay_out
+from tests.judge import run
+
+VALUES = [math.nan, math.inf, -math.inf]
+
+
+def assert_same(case: Case, got: Tensors, clean: Tensors) -> None:
+    """Bitwise, but where a GPU adds dq in any order."""
+    assert got.keys() == clean.keys()
+    for name, tensor in clean.items():
+        if case.backward == "fused" and tensor.is_cuda:
+            torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+UNSEEN = (
+    Case("first-keys", seqlen_q=20, seqlen_k=70, window=(10, 0)),
+    Case("first-keys-scores", seqlen_q=20, seqlen_k=70, window=(10, 0), score=("softcap", "alibi")),
+    Case("last-keys", seqlen_q=60, seqlen_k=60, mask=Band(right=-20), dtype="fp16"),
+    Case("last-keys-of-a-tile", seqlen_q=40, seqlen_k=40, mask=Band(right=-3), heads_q=4, score=("alibi",)),
+    Case("first-and-last", seqlen_q=40, seqlen_k=80, mask=Band(left=15, right=-9), dtype="bf16"),
+)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("case", UNSEEN, ids=lambda case: case.name)
+def test_keys_that_nobody_sees(backend: str, place: torch.device, variant: Variant, case: Case, value: float) -> None:
+    case = replace(case, backward=variant)
+    clean = case.tensors(place)
+    keep = visible(make_mask(case.causal, case.window, case.mask), case.seqlen_q, case.seqlen_k, place)
+    unseen = ~keep.any(0)
+    assert unseen.any()
+    dirty = {name: t.clone() for name, t in clean.items()}
+    dirty["k"][:, unseen] = value
+    dirty["v"][:, unseen] = value
+    got = run(backend, case, dirty)
+    assert_same(case, got, run(backend, case, clean))
+    assert (got["dk"][:, unseen] == 0).all()
+    assert (got["dv"][:, unseen] == 0).all()
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("score", [(), ("alibi", "softcap")], ids=str)
+def test_queries_that_see_nothing(
+    backend: str, place: torch.device, variant: Variant, score: tuple[str, ...], value: float
+) -> None:
+    case = Case("q", seqlen_q=55, seqlen_k=20, causal=True, score=score, backward=variant)
+    clean = case.tensors(place)
+    dirty = {name: t.clone() for name, t in clean.items()}
+    dirty["q"][:, :35] = value
+    got = run(backend, case, dirty)
+    assert_same(case, got, run(backend, case, clean))
+    assert (got["dq"][:, :35] == 0).all()
+
+
+def test_storage_outside_the_view(backend: str, place: torch.device, variant: Variant) -> None:
+    case = Case("gaps", causal=True, score=("alibi",), head_dim=5, head_dim_v=24, backward=variant)
+    clean = case.tensors(place)
+    dirty = {name: lay_out(t, "gaps") for name, t in clean.items()}
+    assert_same(case, run(backend, case, dirty), run(backend, case, clean))
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_visible_values_propagate(backend: str, place: torch.device, name: str, value: float) -> None:
+    """Into the rows that see them, and no others."""
+    case = Case("visible", seqlen_q=40, seqlen_k=40, heads_q=2, heads_kv=2)
+    clean = case.tensors(place)
+    dirty = {key: t.clone() for key, t in clean.items()}
+    dirty[name][:, 30, 1, 3] = value
+    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    torch.testing.assert_close(got["out"][:, :, 0], calm["out"][:, :, 0], rtol=0, atol=0)
+    strange = ~got["out"][:, :, 1].isfinite()
+    if name == "q":
+        assert strange[:, 30].all()
+        assert not strange[:, torch.arange(40, device=place) != 30].any()
+    elif name == "v":
+        assert strange[:, :, 3].all()
+        assert not strange[:, :, torch.arange(16, device=place) != 3].any()
+    elif math.isnan(value):
+        assert strange.all()
+    else:  # the score is +inf or -inf by the sign of q: +inf gives NaN, -inf is a key of weight 0
+        expected = (clean["q"][:, :, 1, 3] * value) == math.inf
+        assert torch.equal(strange.all(-1), expected)
+        assert torch.equal(strange.any(-1), expected)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_visible_nan_reaches_the_gradients(backend: str, place: torch.device, variant: Variant, name: str) -> None:
+    case = Case("gradients", seqlen_q=40, seqlen_k=40, causal=True, heads_q=1, backward=variant)
+    dirty = case.tensors(place)
+    dirty[name][0, 20, 0, 3] = math.nan
+    got = run(backend, case, dirty)
+    reached = {"q": ("dq", "dk"), "k": ("dq", "dk"), "v": ("dq",), "dout": ("dq", "dk", "dv")}[name]
+    assert all(got[grad].isnan().any() for grad in reached)
+
+
+def test_a_poisoned_slope_reaches_its_head_alone(backend: str, place: torch.device) -> None:
+    case = replace(Case("slope", score=("alibi",), heads_q=2), upstream="out")
+    clean = case.tensors(place)
+    dirty = {**clean, "score.0": clean["score.0"].clone()}
+    dirty["score.0"][1] = math.nan
+    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    assert got["out"][:, :, 1].isnan().all()
+    torch.testing.assert_close(got["out"][:, :, 0], calm["out"][:, :, 0], rtol=0, atol=0)
