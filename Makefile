@@ -1,0 +1,38 @@
+# Every target sets itself up: .venv is built at first, and brought up to date when pyproject.toml changes.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+JOBS ?= 2
+SUITES ?= smoke
+PY := .venv/bin/python
+
+.PHONY: demo test check compile gpu bench docs
+
+demo: .venv/.ready
+	$(PY) -m flashtile demo
+
+test: .venv/.ready
+	$(PY) -m pytest -n $(JOBS)
+
+check: .venv/.ready
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m pyright --pythonpath $(PY)
+	.venv/bin/lint-imports
+	$(PY) tools/check_size.py
+
+compile: .venv/.ready
+	$(PY) -m flashtile.export.matrix --jobs $(JOBS)
+
+gpu: .venv/.ready
+	$(PY) -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'PyTorch sees no GPU here.')"
+	$(PY) -m pytest
+
+bench: .venv/.ready
+	$(PY) -m flashtile bench $(SUITES)
+
+docs: .venv/.ready
+	$(PY) tools/make_docs.py
+
+.venv/.ready: pyproject.toml tools/setup.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh
+	@touch $@

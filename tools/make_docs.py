@@ -1,0 +1,112 @@
+"""Writes the generated parts of the docs: `make docs`.
+
+docs/support.md from what the backends say, README's table and docs/*.png from benchmarks/results/*.csv, nothing by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashtile import dispatch
+from flashtile.bench import plot, report
+from flashtile.bench.result import read
+from flashtile.errors import NotSupported
+from flashtile.export.matrix import TARGETS
+from flashtile.plan.device import named
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SUITES = ("fa3-paper", "llmc")
+
+# (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.
+FEATURES: tuple[tuple[str, str, Variant], ...] = (
+    ("fp16", "attention(q=1x128x2x64,kv=128x2x64,fp16)", "auto"),
+    ("bf16", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "auto"),
+    ("fp32, tf32x3", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32x3)", "auto"),
+    ("fp32, tf32", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32)", "auto"),
+    ("fp32, ieee", "attention(q=1x128x2x64,kv=128x2x64,fp32,ieee)", "auto"),
+    ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
+    ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
+    ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),
+    ("head_dim 1 to 256", "attention(q=1x128x2x7,kv=128x2x7,bf16)", "auto"),
+    ("head_dim 256", "attention(q=1x128x2x256,kv=128x2x256,bf16)", "auto"),
+    ("head_dim_v != head_dim", "attention(q=1x128x2x192,kv=128x2x128,bf16)", "auto"),
+    ("softcap", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=softcap(30.0))", "auto"),
+    ("ALiBi, gradient of slopes", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=alibi(1x2:fp32:grad))", "auto"),
+    ("backward split", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "split"),
+    ("backward fused", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "fused"),
+    ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),
+)
+
+
+def support() -> str:
+    """The support matrix as markdown."""
+    import flashtile
+
+    flashtile.Softcap, flashtile.Alibi  # noqa: B018 (loading them makes their names known to `parse`)
+    targets = ("cpu", *TARGETS)
+    run_on = ran_on()
+    lines = [
+        "# What runs where",
+        "",
+        "Written by `make docs` from what the backends answer; forward and backward alike. **run on**: the tests' cases",
+        "or the benchmarks in `benchmarks/results` ran there. **compiled for**: the kernels compile there within their budgets",
+        "(`make compile`), nobody has run them. **refused**: with the reason below.",
+        "",
+        "| feature | " + " | ".join(targets) + " |",
+        "| --- |" + " --- |" * len(targets),
+    ]
+    reasons: list[str] = []
+    for feature, spelling, variant in FEATURES:
+        cells: list[str] = []
+        for target in targets:
+            try:
+                backend = dispatch.select(AttentionProblem.parse(spelling), named(target), None, variant)
+                cells.append(f"{'run on' if target in run_on else 'compiled for'} ({backend.name})")
+            except NotSupported as refusal:
+                told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
+                reasons.append(f"- {feature} on {target}: {told}")
+                cells.append("refused")
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(["Refusals:", "", *reasons, ""] if reasons else [])])
+
+
+def ran_on() -> set[str]:
+    """Architectures with evidence: the CPU, where CI runs every case, and those of the devices in the result files."""
+    devices = {row.device for file in RESULTS.glob("*.csv") if is_bench(file) for row in read(file)}
+    return {"cpu", *(target for target in TARGETS if any(named(target).name in device for device in devices))}
+
+
+def is_bench(file: Path) -> bool:
+    """Whether the file was written by `flashtile bench`."""
+    return file.read_text().startswith("suite,")
+
+
+def tables() -> tuple[str, str]:
+    """Markdown for README (geometric means) and docs/benchmarks.md (every row) from the newest results of each suite."""
+    short: list[str] = []
+    full = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
+    for suite in SUITES:
+        files = sorted(RESULTS.glob(f"{suite}-*.csv"))
+        if files:
+            results = read(files[-1])
+            plot.draw(results, ROOT / "docs" / f"{suite}.png")
+            short += [f"Suite `{suite}`:", "", report.markdown(results, [report.means(results)])]
+            full += [f"## {suite}", "", report.markdown(results), f"![{suite}]({suite}.png)", ""]
+    return "\n".join(short), "\n".join(full)
+
+
+def main() -> None:
+    (ROOT / "docs" / "support.md").write_text(support())
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- bench:begin -->")
+    _, _, after = rest.partition("<!-- bench:end -->")
+    short, full = tables()
+    (ROOT / "docs" / "benchmarks.md").write_text(full)
+    readme.write_text(f"{before}<!-- bench:begin -->\n{short}<!-- bench:end -->{after}")
+
+
+if __name__ == "__main__":
+    main()

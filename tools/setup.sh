@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Builds .venv with all that the demo, the tests and the checks need. `make` calls it.
+# PYTHON: the interpreter to build on. TORCH: what pip installs as PyTorch where the machine has none for its GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+system=${PYTHON:-python3}
+torch=${TORCH:-torch==2.13.0}
+
+if ! "$system" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "flashtile needs Python 3.10 or newer: make PYTHON=/path/to/it" >&2
+    exit 1
+fi
+echo "Building .venv, once. PyTorch is a large download."
+
+# A PyTorch that already drives this machine's GPU is better than any that would be installed here.
+sees_gpu='import torch; raise SystemExit(not torch.cuda.is_available())'
+share=
+if "$system" -c "$sees_gpu" 2>/dev/null; then share=--system-site-packages; fi
+
+# Without ensurepip (Debian's python3 without python3-venv) the system's pip puts one in.
+if ! "$system" -m venv $share .venv >/dev/null 2>&1; then
+    "$system" -m venv --clear --without-pip $share .venv
+    "$system" -m pip --python .venv/bin/python install --quiet pip
+fi
+
+has() { .venv/bin/python -c "import $1" 2>/dev/null; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+
+pip install --quiet --upgrade 'pip>=25.1' # the first that knows --group
+if ! has torch; then pip install $torch; fi # unquoted: options may follow the name
+if ! has triton && [ "$(uname)" = Linux ]; then
+    pip install triton==3.6.0 || echo "There is no Triton for this machine: flashtile runs on its CPU backend." >&2
+fi
+pip install --quiet --editable . --group dev
+# The newest Triton beside it: the compile tests compile the kernels with both. Nothing else looks there.
+if has triton && [ ! -d .venv/newest-triton ]; then
+    pip install --quiet --no-deps --target .venv/newest-triton triton==3.9.0 || rm -rf .venv/newest-triton
+fi
