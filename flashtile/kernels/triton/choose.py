@@ -52,7 +52,7 @@ FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         256: (Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "keys": {
-        64: (Launch(32, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        64: (Launch(32, 32, 4, 1, 8),),
         128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(16, 16, 4, 1, 8),),
     },
@@ -97,8 +97,11 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         rules = SIXTEEN_BIT[which][width]
     else:
         rules = IEEE[width] if problem.precision == "ieee" else FP32[which][width]
-    if problem.score and len(rules) > 1:
-        rules = rules[1:]  # modifiers need registers: the widest tiles would spill
+    if (problem.score or device.kind == "hip") and len(rules) > 1:
+        rules = rules[1:]  # modifiers need registers, and CDNA has fewer per accumulator: the widest tiles would spill
+    if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
+        # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
+        rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]
     for launch in rules:
         if shared_bytes(problem, launch, which) <= device.smem_bytes:
             return launch
