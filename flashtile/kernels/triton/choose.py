@@ -48,7 +48,7 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
 FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "forward": {
         64: (Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
-        128: (Launch(128, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(128, 32, 8, 2, 8), Launch(32, 32, 4, 1, 8)),
         256: (Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "keys": {
