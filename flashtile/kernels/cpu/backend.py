@@ -6,7 +6,8 @@ from types import ModuleType
 
 from flashtile.kernels.cpu.region import region_of, tiling_of
 from flashtile.plan.backend import Gradients
-from flashtile.plan.call import Buffer, HostCall, Plan
+from flashtile.plan.buffers import backward_buffers, forward_buffers
+from flashtile.plan.call import HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
@@ -38,12 +39,12 @@ class CpuBackend:
         """The plan of one host call."""
         module, note = _way(problem, delegates(problem))
         call = HostCall(module.forward, ("out", "lse"))
-        return Plan(problem, self.name, "", _forward_buffers(problem), (call,), (note,))
+        return Plan(problem, self.name, "", forward_buffers(problem), (call,), (note,))
 
     def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
         """The plan of one host call; of none where no gradient is wanted."""
         module, note = _way(problem, delegates(problem) and not gradients.dlse)
-        buffers = _backward_buffers(problem, gradients)
+        buffers = backward_buffers(problem, gradients)
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
@@ -72,35 +73,3 @@ def _way(p: AttentionProblem, delegated: bool) -> tuple[ModuleType, str]:
     region = region_of(p)
     tile = f"tile {tiling_of(p, region).spell()}" if region.rows else "no query sees a key"
     return tiled, f"cpu: tiled online softmax, {tile}"
-
-
-def _shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
-    return {
-        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
-        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
-        "lse": (p.batch, p.heads_q, p.seqlen_q),
-    }
-
-
-def _inputs(p: AttentionProblem) -> list[Buffer]:
-    made = [Buffer(name, _shapes(p)[name], p.dtype.value, "input") for name in "qkv"]
-    for i, spec in enumerate(p.score):
-        made += [Buffer(f"score.{i}.{j}", t.shape, t.dtype, "input") for j, t in enumerate(spec.tensors)]
-    return made
-
-
-def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    out = Buffer("out", _shapes(p)["out"], p.dtype.value, "output", like="q")
-    return (*_inputs(p), out, Buffer("lse", _shapes(p)["lse"], "fp32", "output"))
-
-
-def _backward_buffers(p: AttentionProblem, gradients: Gradients) -> tuple[Buffer, ...]:
-    shapes = _shapes(p)
-    given = [Buffer(name, shapes["out"], p.dtype.value, "input") for name in ("out", "dout")]
-    given += [Buffer(name, shapes["lse"], "fp32", "input") for name in (("lse", "dlse") if gradients.dlse else ("lse",))]
-    made = [Buffer(f"d{n}", shapes[n], p.dtype.value, "output", like=n) for n in "qkv" if n in gradients.wanted]
-    for i, spec in enumerate(p.score):
-        made += [Buffer(f"dscore.{i}.{j}", t.shape, "fp32", "output") for j, t in enumerate(spec.tensors) if t.grad]
-    return (*_inputs(p), *given, *made)

@@ -13,6 +13,7 @@ from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
 from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
@@ -95,7 +96,7 @@ class TritonBackend:
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
-            buffers += (Buffer("dq_sum", _shapes(p)["q"], "fp32", "scratch", zeroed=True),)
+            buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
                 bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
@@ -196,16 +197,6 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
 
 
-def _shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
-    return {
-        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
-        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
-        "lse": (p.batch, p.heads_q, p.seqlen_q),
-    }
-
-
 def _exact(p: AttentionProblem) -> bool:
     """Whether the forward leaves each row's maximum and sum for the backward (see `attention_forward`)."""
     return p.dtype is DType.FP32
@@ -215,41 +206,18 @@ def _stats_shape(p: AttentionProblem) -> tuple[int, ...]:
     return (p.batch, p.heads_q, 2, p.seqlen_q)
 
 
-def _inputs(p: AttentionProblem) -> tuple[Buffer, ...]:
-    captured = [
-        Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
-        for i, spec in enumerate(p.score)
-        for j, tensor in enumerate(spec.tensors)
-    ]
-    return (*(Buffer(n, _shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
-
-
 def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    shapes = _shapes(p)
-    out = Buffer("out", shapes["out"], p.dtype.value, "output", like="q")
     stats = (Buffer("stats", _stats_shape(p), "fp32", "output"),) if _exact(p) else ()
-    return (*_inputs(p), out, Buffer("lse", shapes["lse"], "fp32", "output"), *stats)
+    return (*forward_buffers(p), *stats)
 
 
 def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: bool) -> tuple[Buffer, ...]:
-    shapes = _shapes(p)
-    given = [Buffer(n, shapes["out"], p.dtype.value, "input") for n in ("out", "dout")]
+    zeroed = {
+        f"dscore.{i}.{j}" for i, spec in enumerate(p.score) for j, c in enumerate(spec.kind.captured) if c.index is not None
+    }  # added to by the kernels, like dq in the fused fp32 pass
+    if adds_into_dq:
+        zeroed.add("dq")
     padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
-    rows = [
-        Buffer("lse", shapes["lse"], "fp32", "input"),
-        Buffer("rows", (p.batch, p.heads_q, 3, padded), "fp32", "scratch"),
-    ]
-    if _exact(p):
-        rows.append(Buffer("stats", _stats_shape(p), "fp32", "input"))
-    if gradients.dlse:
-        rows.append(Buffer("dlse", shapes["lse"], "fp32", "input"))
-    made = [
-        Buffer(f"d{n}", shapes[n], p.dtype.value, "output", like=n, zeroed=adds_into_dq and n == "q")
-        for n in "qkv"
-        if n in gradients.wanted
-    ]
-    for i, spec in enumerate(p.score):
-        for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
-            if tensor.grad:
-                made.append(Buffer(f"dscore.{i}.{j}", tensor.shape, "fp32", "output", zeroed=captured.index is not None))
-    return (*_inputs(p), *given, *rows, *made)
+    stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
+    rows = Buffer("rows", (p.batch, p.heads_q, 3, padded), "fp32", "scratch")
+    return (*backward_buffers(p, gradients, zeroed), *stats, rows)

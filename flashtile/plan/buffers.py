@@ -1,0 +1,54 @@
+"""The buffers that every backend's attention plans have in common, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import Buffer
+from flashtile.spec.attention import AttentionProblem
+
+
+def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """Shapes of q, k, v, out and lse."""
+    return {
+        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
+        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
+        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
+        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
+        "lse": (p.batch, p.heads_q, p.seqlen_q),
+    }
+
+
+def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
+    """q, k, v and the captured tensors `score.I.J`."""
+    captured = [
+        Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
+        for i, spec in enumerate(p.score)
+        for j, tensor in enumerate(spec.tensors)
+    ]
+    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
+
+
+def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
+    """The inputs, and the outputs out and lse."""
+    out = Buffer("out", shapes(p)["out"], p.dtype.value, "output", like="q")
+    return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], "fp32", "output"))
+
+
+def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collection[str] = ()) -> tuple[Buffer, ...]:
+    """The inputs, out, dout, lse (dlse), and the wanted gradients; those named in `zeroed` start at zero."""
+    size = shapes(p)
+    given = [Buffer(n, size["out"], p.dtype.value, "input") for n in ("out", "dout")]
+    given += [Buffer(n, size["lse"], "fp32", "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
+    made = [
+        Buffer(f"d{n}", size[n], p.dtype.value, "output", like=n, zeroed=f"d{n}" in zeroed)
+        for n in "qkv"
+        if n in gradients.wanted
+    ]
+    for i, spec in enumerate(p.score):
+        for j, tensor in enumerate(spec.tensors):
+            if tensor.grad:
+                name = f"dscore.{i}.{j}"
+                made.append(Buffer(name, tensor.shape, "fp32", "output", zeroed=name in zeroed))
+    return (*input_buffers(p), *given, *made)
