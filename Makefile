@@ -4,6 +4,7 @@ PYTHON ?= python3
 JOBS ?= 2
 SUITES ?= smoke
 PY := .venv/bin/python
+NEWEST := .venv/newest-triton
 
 .PHONY: demo test check compile gpu bench docs
 
@@ -22,10 +23,13 @@ check: .venv/.ready
 
 compile: .venv/.ready
 	$(PY) -m flashtile.export.matrix --jobs $(JOBS)
+	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.export.matrix --jobs $(JOBS)
 
 gpu: .venv/.ready
 	$(PY) -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'PyTorch sees no GPU here.')"
-	$(PY) -m pytest
+	$(PY) -m pytest -m gpu
+	$(PY) benchmarks/accuracy.py --output bench-output/accuracy.csv
+	$(PY) -m flashtile bench smoke
 
 bench: .venv/.ready
 	$(PY) -m flashtile bench $(SUITES)

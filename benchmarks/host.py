@@ -1,6 +1,6 @@
 """Host time of one eager call, (1, 128, 8, 64) bf16, beside SDPA's flash backend: calls are queued, not waited for.
 
-python benchmarks/host.py [--output benchmarks/results/host.csv]
+python benchmarks/host.py [--output benchmarks/results/host.csv] [--commit HASH, where there is no git]
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
+from flashtile.bench.machine import facts
+from flashtile.bench.revision import LIBRARY, commit
 
 CALLS, ROUNDS = 200, 15
 
@@ -40,6 +41,7 @@ def host_us(call: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/host.csv"))
+    parser.add_argument("--commit", default="")
     chosen = parser.parse_args()
     q, k, v = (torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
@@ -72,8 +74,8 @@ def main() -> None:
                 for what, call in zip(("forward", "forward+backward"), providers[name], strict=True):
                     times.setdefault((name, what), []).append(host_us(call))
     machine = dict(
-        calls=CALLS, rounds=ROUNDS, device=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__,
-        date=date.today().isoformat(),
+        calls=CALLS, rounds=ROUNDS, **facts(q.device), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=commit(LIBRARY) or chosen.commit,
     )  # fmt: skip
     rows = [
         dict(provider=name, what=what, host_us=round(statistics.median(t), 2), least_us=round(min(t), 2), **machine)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,15 @@ def test_the_diff_of_softcap_is_the_code() -> None:
         for hunk in re.split(r"^@@.*@@\n", body, flags=re.MULTILINE)[1:]:
             after = "\n".join(line[1:] for line in hunk.splitlines() if not line.startswith("-"))
             assert after in path.read_text(), f"docs/add-a-feature.md shows lines that {header} does not have:\n{after}"
+
+
+def test_the_support_matrix_is_what_the_backends_say() -> None:
+    """In a process of its own, where kernels are not interpreted."""
+    pytest.importorskip("triton")
+    code = "import runpy; print(runpy.run_path('tools/make_docs.py')['support'](), end='')"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "docs" / "support.md").read_text(), "run `make docs`"
 
 
 def test_the_readme_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

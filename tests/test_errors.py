@@ -70,6 +70,10 @@ def sparse(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=HALF).to_sparse()
 
 
+def nested(*lengths: int, layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(n, 4, 16, dtype=HALF) for n in lengths], layout=layout)
+
+
 def grad(t: torch.Tensor) -> torch.Tensor:
     return t.requires_grad_()
 
@@ -92,6 +96,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "v-dtype": ({"v": tensor(2, 8, 2, 16, dtype=torch.bfloat16)}, "v is torch.bfloat16 and q is torch.float16"),
     "q-sparse": ({"q": sparse(2, 6, 4, 16)}, "q has layout torch.sparse_coo; it must be strided"),
     "v-sparse": ({"v": sparse(2, 8, 2, 16)}, "v has layout torch.sparse_coo; it must be strided"),
+    "q-nested": ({"q": nested(6, 5)}, "q is a nested tensor; it must be a dense one"),
+    "k-jagged": ({"k": nested(8, 7, layout=torch.jagged)}, "k has layout torch.jagged; it must be strided"),
+    "v-negated": ({"v": torch._neg_view(tensor(2, 8, 2, 16))}, "v is a negated view; it must be a tensor of its own"),
+    "slopes-negated": ({"score": (Alibi(torch._neg_view(torch.ones(4))),)}, "alibi's tensor is a negated view; it must be"),
     "q-meta": ({"q": tensor(2, 6, 4, 16, device="meta")}, "q is on meta; it must be on the CPU or a GPU"),
     "k-meta": ({"k": tensor(2, 8, 2, 16, device="meta")}, "k is on meta; it must be on the CPU or a GPU"),
     "k-batch": ({"k": tensor(3, 8, 2, 16)}, "k has batch 3 and q has 2; they must be equal"),
@@ -117,6 +125,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "window-negative-right": ({"window": (None, -2)}, "window right is -2; it must not be negative"),
     "window-float": ({"window": (1.5, 0)}, "window left is 1.5; it must be an int or None"),
     "window-bool": ({"window": (0, True)}, "window right is True; it must be an int or None"),
+    "window-float-like-an-int": ({"window": (3.0, 2)}, "window left is 3.0; it must be an int or None"),
+    "window-set": ({"window": {3, 2}}, "it must be a pair (left, right) of ints or None"),
     "window-wide": ({"window": (2**40, 0)}, "Band left is 1099511627776; it must lie within 32 bits"),
     "mask-text": ({"mask": "causal"}, "mask is a str; it must be a flashtile mask such as Band"),
     "mask-tuple": ({"mask": (3, 0)}, "mask is a tuple; it must be a flashtile mask"),
@@ -135,6 +145,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "slopes-int": ({"score": (Alibi(torch.ones(4, dtype=torch.int64)),)}, "alibi's tensor is torch.int64; it must be float16"),
     "slopes-meta": ({"score": (Alibi(torch.ones(4, device="meta")),)}, "alibi's tensor is on meta and q is on cpu; they must"),
     "scalar-nan": ({"score": (Scalars(math.nan),)}, "Scalars has the parameter nan; it must be finite"),
+    "scalar-bool": ({"score": (Scalars(True),)}, "errors_scalars has the scalar True; it must be a number"),
     "scalar-inf": ({"score": (Scalars(1.0, math.inf),)}, "Scalars has the parameter inf; it must be finite"),
     "scalar-text": ({"score": (Scalars("1"),)}, "errors_scalars has the scalar '1'; it must be a number"),
     "scalar-tensor": ({"score": (Scalars(torch.ones(2)),)}, "it must be a number"),
@@ -152,6 +163,9 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "scale-complex": ({"scale": 1j}, "scale is 1j; it must be a number or None"),
     "scale-tensor": ({"scale": torch.tensor(0.5)}, "scale is tensor(0.5000); it must be a number or None"),
     "scale-huge": ({"scale": 10**400}, "it must be finite"),
+    "return_lse-text": ({"return_lse": "no"}, "return_lse is 'no'; it must be True or False"),
+    "return_lse-1": ({"return_lse": 1}, "return_lse is 1; it must be True or False"),
+    "return_lse-none": ({"return_lse": None}, "return_lse is None; it must be True or False"),
     "options-dict": ({"options": {"backend": "cpu"}}, "options is a dict; it must be a flashtile.Options"),
     "options-text": ({"options": "triton"}, "options is a str; it must be a flashtile.Options"),
     "backend-unknown": ({"options": Options(backend="cuda")}, "backend is 'cuda'; it must be one of"),
@@ -180,7 +194,11 @@ def test_call_after_a_good_one(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """What was prepared for good arguments must not let bad ones pass that compare equal (True == 1)."""
     changed, message = CALLS[name]
     monkeypatch.setattr(executor.Bound, "run", lambda self, tensors: tensors.update(out=None, lse=None) or tensors)
-    for warm in ({}, {"causal": True, "scale": 1.0, "window": (3, 2)}):
+    for warm in (
+        {},
+        {"causal": True, "scale": 1.0, "window": (3, 2), "return_lse": True},
+        {"window": (0, 1), "score": (Scalars(1.0),)},
+    ):
         flashtile.attention(**{**good(), **warm})
         with pytest.raises(InvalidProblem, match=re.escape(message)):
             flashtile.attention(**{**good(), **warm, **changed})
@@ -272,6 +290,23 @@ SPELLINGS = {
     "scale": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=big)", "could not convert string to float"),
     "scale-inf": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=inf)", "scale is inf; it must be finite"),
     "score": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=hardcap(3.0))", "score modifier is 'hardcap'; known are"),
+    "score-unopened": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap)", "'softcap'; it must be 'name(...)'"),
+    "score-unclosed": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(3.0)", "'softcap(3.0'; it must be 'name(...)'"),
+    "score-rule": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(-1.0))", "softcap is -1.0; it must be a positive finite"),
+    "score-none": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap())", "softcap has 0 parameters; it must have one"),
+    "score-two": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(1.0;2.0))", "softcap has 2 parameters; it must have one"),
+    "score-text": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(high))", "could not convert string to float: 'high'"),
+    "score-scalar": (
+        "attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(1.0;2x4:fp32))",
+        "Alibi has the parameters (1.0,); its class declares none",
+    ),
+    "tensor-shape": (
+        "attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(4:fp32))",
+        "alibi's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
+    ),
+    "tensor-negative": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(-2x4:fp32))", "shape (-2, 4); its sizes must not be"),
+    "tensor-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(2x4:fp64))", "dtype is 'fp64'; it must be one of fp16"),
+    "tensor-tail": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(2x4:fp32:yes))", "it must be 'shape:dtype' or"),
     "score-tensor": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi())", "Alibi captures 0 tensors; its class declares 1"),
     "score-number": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(inf))", "Softcap has the parameter inf"),
 }  # fmt: skip

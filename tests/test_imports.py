@@ -84,6 +84,36 @@ assert "torch" not in sys.modules, "planning loaded torch"
     fresh(code)
 
 
+@pytest.mark.parametrize("score", ["softcap(30.0)", "alibi(2x4:fp32:grad)", "alibi(2x4:fp32)+softcap(2.0)"])
+def test_a_spelling_finds_the_library_s_modifiers_by_itself(score: str) -> None:
+    fresh(f"""
+from flashtile import AttentionProblem, InvalidProblem
+text = "attention(q=2x100x4x64,kv=200x2x64,bf16,score={score})"
+assert AttentionProblem.parse(text).spell() == text
+try:
+    AttentionProblem.parse(text.replace("{score}", "nocap()"))
+except InvalidProblem as error:
+    assert str(error) == "score modifier is 'nocap'; known are alibi, softcap.", error
+""")
+
+
+def test_without_torch_the_cpu_backend_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import flashtile
+from flashtile import dispatch
+from flashtile.plan.device import CPU
+problem = flashtile.AttentionProblem.parse("attention(q=1x9x2x16,kv=9x2x16,fp16)")
+assert dispatch.backend_named("cpu").unsupported(problem, CPU) == ["PyTorch is not installed"]
+try:
+    flashtile.explain(problem)
+except flashtile.NotSupported as refusal:
+    print(refusal)
+"""
+    assert "\n  cpu: PyTorch is not installed\n" in fresh(code) + "\n"
+
+
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None

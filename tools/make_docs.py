@@ -43,9 +43,6 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
 
 def support() -> str:
     """The support matrix as markdown."""
-    import flashtile
-
-    flashtile.Softcap, flashtile.Alibi  # noqa: B018 (loading them makes their names known to `parse`)
     targets = ("cpu", *TARGETS)
     run_on = ran_on()
     lines = [

@@ -93,7 +93,7 @@ SUITES: tuple[Suite, ...] = (
         "cpu",
         "what a CPU does within seconds: 2048 tokens, where torch's own kernel is used and where it is not",
         (
-            *(case(1, 4, 2048, 64, dtype, causal) for dtype in (FP32, BF16) for causal in (True, False)),
+            *(case(1, 4, 2048, 64, dtype, causal) for dtype in (FP32, BF16, FP16) for causal in (True, False)),
             case(1, 4, (1024, 2048), 64, FP32, True),
             case(1, 8, 2048, 64, FP32, True, heads_kv=2),
         ),

@@ -48,12 +48,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider, in alternating order.")] = 5,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds, then cases are left out when they run short.")] = 240,
     base: Annotated[str | None, typer.Option(help="Compare with this commit, in the same rotation.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Hash for the CSV where the files were copied without git.")] = None,
     also: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Python file with further PROVIDERS.")] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder or CSV; the file to write for --plot, --table.")
-    ] = OUTPUT,
-    plot: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Draw this CSV instead of running.")] = None,
-    table: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Print this CSV as markdown instead.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder or CSV; for --show, a .md or .png file.")] = OUTPUT,
+    show: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Print this CSV as markdown, or draw it (-o X.png)."),
+    ] = None,
     list_suites: Annotated[bool, typer.Option("--list", help="List the suites.")] = False,
 ) -> None:
     """Time flashtile against its peers: every provider checked against float64 first, then timed in rotation."""
@@ -63,17 +64,13 @@ def bench(
     try:
         if list_suites:
             console.print(_listed())
-        elif plot is not None:
-            target = plot.with_suffix(".png") if output == OUTPUT else output
-            plots.draw(read(plot), target)
-            console.print(Text(f"wrote {target}"))
-        elif table is not None:
-            _write_table(read(table), output, console)
+        elif show is not None:
+            _show(read(show), output, console)
         else:
             chosen = _chosen(suites or [], dtype)
             settings = Settings(direction.directions, tuple(provider or ()), rounds)
             csv = in_directory(output, [suite.name for suite in chosen])
-            results = run(Order(chosen, settings, budget, base, also), csv, lambda line: console.print(Text(line)))
+            results = run(Order(chosen, settings, budget, base, also, commit), csv, lambda line: console.print(Text(line)))
             _finish(results, csv, console)
     except (InvalidProblem, ValueError, WorkerLostError) as error:
         typer.echo(f"flashtile bench: {error}", err=True)
@@ -94,12 +91,14 @@ def _listed() -> Table:
     return listed
 
 
-def _write_table(results: list[Result], output: Path, console: Console) -> None:
-    text = report.markdown(results)
+def _show(results: list[Result], output: Path, console: Console) -> None:
     if output == OUTPUT:
-        typer.echo(text, nl=False)
+        typer.echo(report.markdown(results), nl=False)
         return
-    output.write_text(text)
+    if output.suffix == ".md":
+        output.write_text(report.markdown(results))
+    else:
+        plots.draw(results, output)
     console.print(Text(f"wrote {output}"))
 
 

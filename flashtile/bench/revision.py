@@ -15,9 +15,10 @@ LIBRARY = Path(flashtile.__file__).resolve().parents[1]
 
 
 def commit(library: Path) -> str:
-    """Short hash of the commit, with "+" when the library's files differ from it; "" outside a git checkout."""
+    """Short hash of the commit, with "+" when the library's files differ from it; "" where git does not know the library."""
     found = _git(library, "rev-parse", "--short=10", "HEAD")
-    if found.returncode != 0:
+    known = _git(library, "ls-files", "--error-unmatch", "flashtile/__init__.py")  # not only a folder around it
+    if found.returncode != 0 or known.returncode != 0:
         return ""
     changed = _git(library, "status", "--porcelain", "--", "flashtile")
     return found.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -26,13 +26,18 @@ LEAST_LEFT_S = 5.0  # with less of the budget left no further case is begun
 
 @dataclass(frozen=True)
 class Order:
-    """What to run. `base` is a revision to compare with, `also` a Python file with further PROVIDERS."""
+    """What to run.
+
+    base: a revision to compare with. also: a Python file with further PROVIDERS. commit: the hash to write down where
+    there is no git to ask.
+    """
 
     suites: tuple[Suite, ...]
     settings: Settings = field(default_factory=Settings)
     budget_s: float = 240.0
     base: str | None = None
     also: Path | None = None
+    commit: str | None = None
 
 
 def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
@@ -50,6 +55,7 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
         if order.base is not None:
             workers.append(Worker(stack.enter_context(checked_out(order.base)), log, base=True))
         commits = {worker.base: commit(worker.library) for worker in workers}
+        commits[False] = commits[False] or order.commit or ""
         for worker in workers:
             stack.callback(worker.stop)
             worker.start()
@@ -57,6 +63,8 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
         facts = workers[0].greeting["facts"] | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         if workers[0].greeting["kind"] == "cpu":
             say("No GPU here: the CPU's providers run what is small enough, and everything else is refused with its reason.")
+        if not commits[False]:
+            say("No git here: the CSV's column `commit` stays empty unless --commit HASH says what is measured.")
         cases = [(suite.name, problem) for suite in order.suites for problem in suite.cases]
         compile_ahead([problem for _, problem in cases], workers, order.settings, order.budget_s / 2, say)
         for index, (suite, problem) in enumerate(cases):

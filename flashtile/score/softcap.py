@@ -17,7 +17,7 @@ def tanh(x):
     fit = -0.3333333 + square * (0.13332924 + square * (-0.05387514 + square * (0.02111622 + square * -0.00627639)))
     size = tl.abs(x)
     decay = tl.exp2(size * -2.885390081777927)  # exp(-2 |x|)
-    far = (1.0 - decay) / (1.0 + decay)
+    far = 1.0 - 2.0 * decay / (1.0 + decay)
     return tl.where(size < 0.6, x + x * square * fit, tl.where(x < 0.0, -far, far))
 
 
@@ -43,8 +43,16 @@ class Softcap(Score):
     backward = softcap_backward
 
     def __post_init__(self) -> None:
-        if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)) or not 0 < self.cap < float("inf"):
-            raise InvalidProblem(f"softcap is {self.cap!r}; it must be a positive finite number.")
+        Softcap.check((self.cap,))
+
+    @staticmethod
+    def check(scalars: tuple[float, ...]) -> None:
+        """One positive number."""
+        if len(scalars) != 1:
+            raise InvalidProblem(f"softcap has {len(scalars)} parameters; it must have one, the cap.")
+        (cap,) = scalars
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+            raise InvalidProblem(f"softcap is {cap!r}; it must be a positive finite number.")
 
     def scalars(self) -> tuple[float, ...]:
         return (float(self.cap),)

@@ -26,6 +26,7 @@ class AttentionProblem:
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
+    `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     """
 
     batch: int
@@ -41,6 +42,7 @@ class AttentionProblem:
     scale: float | None = None  # None becomes 1 / sqrt(head_dim)
     precision: Precision = "tf32x3"
     deterministic: bool = False
+    returns_lse: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -57,8 +59,11 @@ class AttentionProblem:
             raise InvalidProblem(f"mask is a {type(self.mask).__name__}; it must be a flashtile mask such as Band.")
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
-        if not isinstance(self.deterministic, bool):
-            raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
+        for spec in self.score:
+            _check_tensors(spec, (self.batch, self.heads_q))
+        for name in ("deterministic", "returns_lse"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
         if self.dtype is not DType.FP32:
@@ -130,6 +135,8 @@ class AttentionProblem:
             parts.append(self.precision)
         if self.deterministic:
             parts.append("deterministic")
+        if self.returns_lse:
+            parts.append("lse")
         return f"attention({','.join(parts)})"
 
     @staticmethod
@@ -173,11 +180,22 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(scale=float(value))
     if name == "deterministic" and not value:
         return dict(deterministic=True)
+    if name == "lse" and not value:
+        return dict(returns_lse=True)
     if name in PRECISIONS and not value:
         return dict(precision=name)
     if not value:
         return dict(dtype=DType(name))
     raise KeyError(f"unknown part {name}={value}")
+
+
+def _check_tensors(spec: ScoreSpec, rows: tuple[int, int]) -> None:
+    for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+        if captured.index is None and tensor.shape != rows:
+            raise InvalidProblem(
+                f"{spec.kind.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
+                f"(batch, heads_q) = {rows}."
+            )
 
 
 def _check_int(name: str, value: object, least: int) -> None:

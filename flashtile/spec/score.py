@@ -14,11 +14,14 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.dtype import DType
 
 
 class Position(NamedTuple):
@@ -62,6 +65,10 @@ class Score:
             raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
         Score.kinds[cls.name] = cls
 
+    @staticmethod
+    def check(scalars: tuple[float, ...]) -> None:
+        """Raise InvalidProblem for scalars without meaning. Asked of every modifier, also of one that was spelled."""
+
     def scalars(self) -> tuple[float, ...]:
         """Runtime scalars; changing one never recompiles."""
         return ()
@@ -88,13 +95,21 @@ class TensorSpec:
     dtype: str
     grad: bool = False
 
+    def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise InvalidProblem(f"a captured tensor has shape {self.shape}; its sizes must not be negative.")
+        if self.dtype not in (known := [d.value for d in DType]):
+            raise InvalidProblem(f"a captured tensor's dtype is {self.dtype!r}; it must be one of {', '.join(known)}.")
+
     def spell(self) -> str:
         return "x".join(map(str, self.shape)) + ":" + self.dtype + (":grad" if self.grad else "")
 
     @staticmethod
     def parse(text: str) -> TensorSpec:
         shape, dtype, *grad = text.split(":")
-        return TensorSpec(tuple(int(n) for n in shape.split("x")) if shape else (), dtype, grad == ["grad"])
+        if grad not in ([], ["grad"]):
+            raise InvalidProblem(f"a captured tensor is spelled {text!r}; it must be 'shape:dtype' or 'shape:dtype:grad'.")
+        return TensorSpec(tuple(int(n) for n in shape.split("x")) if shape else (), dtype, bool(grad))
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,9 @@ class ScoreSpec:
         for number in self.scalars:
             if not math.isfinite(number):
                 raise InvalidProblem(f"{self.kind.__name__} has the parameter {number}; it must be finite.")
+        if self.scalars and self.kind.scalars is Score.scalars:
+            raise InvalidProblem(f"{self.kind.__name__} has the parameters {self.scalars}; its class declares none.")
+        self.kind.check(self.scalars)
         if len(self.tensors) != len(self.kind.captured):
             raise InvalidProblem(
                 f"{self.kind.__name__} captures {len(self.tensors)} tensors; its class declares {len(self.kind.captured)}."
@@ -124,10 +142,21 @@ class ScoreSpec:
 
     @staticmethod
     def parse(text: str) -> ScoreSpec:
-        name, _, rest = text.partition("(")
-        kind = Score.kinds.get(name)
-        if kind is None:
-            raise InvalidProblem(f"score modifier is {name!r}; known are {sorted(Score.kinds)}.")
-        parts = [p for p in rest.removesuffix(")").split(";") if p]
+        name, opened, rest = text.partition("(")
+        if not opened or not rest.endswith(")"):
+            raise InvalidProblem(f"score modifier is spelled {text!r}; it must be 'name(...)'.")
+        kind = _kind(name)
+        parts = [p for p in rest[:-1].split(";") if p]
         scalars = tuple(float(p) for p in parts if ":" not in p)
         return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))
+
+
+def _kind(name: str) -> type[Score]:
+    """The modifier of that name. The library's own are loaded, and so registered, when a name is not known."""
+    if name not in Score.kinds:
+        package = import_module("flashtile.score")
+        for module in pkgutil.iter_modules(package.__path__):
+            import_module(f"{package.__name__}.{module.name}")
+    if name not in Score.kinds:
+        raise InvalidProblem(f"score modifier is {name!r}; known are {', '.join(sorted(Score.kinds))}.")
+    return Score.kinds[name]

@@ -50,10 +50,11 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options)
+    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
     ):
+        call.require_backward()
         out, lse = _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         out, lse, *_ = call.forward(q, k, v, captured)
@@ -68,10 +69,22 @@ class PreparedCall:
         self.names = tuple(f"score.{i}.{j}" for i, s in enumerate(problem.score) for j in range(len(s.tensors)))
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
-        dispatch.select(problem, self.place, options.backend, options.backward)  # refuse now, not in the backward
+        if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
+            dispatch.select(problem, self.place, options.backend, options.backward)
         self.kept = tuple(b.name for b in self.plan.named("output"))  # out, lse, and what else the backward wants
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
+        self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
+
+    def require_backward(self) -> None:
+        """Raise NotSupported now where the backward would have to, also under torch's own wish for determinism."""
+        deterministic = self.problem.deterministic
+        if self.options.deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic not in self.differentiable:
+            problem = replace(self.problem, deterministic=deterministic)
+            dispatch.select(problem, self.place, self.options.backend, self.options.backward)
+            self.differentiable.add(deterministic)
 
     def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Tensors:
         tensors = {"q": q, "k": k, "v": v}
@@ -135,9 +148,9 @@ class _Attention(torch.autograd.Function):
                 return (None,) * (4 + len(captured))
             dout = torch.zeros((), dtype=q.dtype, device=q.device).expand(kept[0].shape)
         tensors = call.tensors(q, k, v, captured)
-        tensors.update(zip(call.kept, kept, strict=True), dout=dout)
+        tensors.update(zip(call.kept, kept, strict=True), dout=dout.resolve_neg())
         if dlse is not None:
-            tensors["dlse"] = dlse
+            tensors["dlse"] = dlse.resolve_neg()
         wanted = frozenset(name for name, need in zip("qkv", ctx.needs_input_grad[1:4], strict=True) if need)
         deterministic = call.options.deterministic
         if deterministic is None:
@@ -169,15 +182,19 @@ _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 
 
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any
-) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False,
+) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
     captured: tuple[torch.Tensor, ...] = ()
     try:
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), window, mask, scale, type(scale), options,
+            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), mask, scale, type(scale), options,
+            return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
+        if window is not None:
+            key += _exactly(window)
         if not isinstance(score, (tuple, list)) or score:
             captured, score_key = _capture(score, q.shape)
             key += (score_key,)
@@ -185,7 +202,7 @@ def prepare(
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options)
+        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse)
         captured, _ = _capture(score, q.shape)
         call = PreparedCall(problem, options, q.device)
         if key is not None:
@@ -196,7 +213,7 @@ def prepare(
 
 
 def make_problem(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any
+    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: Any = False
 ) -> tuple[AttentionProblem, Options]:
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     options = DEFAULT if options is None else options
@@ -207,6 +224,10 @@ def make_problem(
             raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
         if tensor.layout is not torch.strided:
             raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
+        if tensor.is_nested:
+            raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one.")
+        if tensor.is_neg():  # its memory holds the numbers before the negation
+            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.dim() != 4:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (batch, seqlen, heads, head_dim).")
         if tensor.dtype not in DTYPES:
@@ -226,10 +247,13 @@ def make_problem(
             raise InvalidProblem(f"v has {name} {v.shape[axis]} and k has {k.shape[axis]}; they must be equal.")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
+    if not isinstance(return_lse, bool):
+        raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
     problem = AttentionProblem(
         batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
         score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
+        returns_lse=return_lse,
     )  # fmt: skip
     return problem, options
 
@@ -249,6 +273,8 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
                 raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
             if tensor.dtype not in DTYPES:
                 raise InvalidProblem(f"{modifier.name}'s tensor is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+            if tensor.is_neg():
+                raise InvalidProblem(f"{modifier.name}'s tensor is a negated view; it must be a tensor of its own.")
             if tensor.device != q.device:
                 raise InvalidProblem(
                     f"{modifier.name}'s tensor is on {tensor.device} and q is on {q.device}; they must be on one device."
@@ -257,14 +283,7 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
         described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
-        spec = ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described)
-        for captured, tensor in zip(modifier.captured, described, strict=True):
-            if captured.index is None and tensor.shape != (q.shape[0], q.shape[2]):
-                raise InvalidProblem(
-                    f"{modifier.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
-                    f"(batch, heads_q) = ({q.shape[0]}, {q.shape[2]})."
-                )
-        specs.append(spec)
+        specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
     return tuple(specs)
 
 
@@ -275,10 +294,14 @@ def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Ten
     for modifier in score:
         tensors = modifier.tensors(shape[0], shape[2])
         captured += tensors
-        key.append(
-            (type(modifier), modifier.scalars(), *((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t)) for t in tensors))
-        )
+        described = ((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t), t.is_neg()) for t in tensors)
+        key.append((type(modifier), *_exactly(modifier.scalars()), *described))
     return tuple(captured), tuple(key)
+
+
+def _exactly(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values with their types, as a key: True and 1.0 equal 1, but not every place takes them."""
+    return type(values), *values, *map(type, values)
 
 
 def _wants_grad(tensor: torch.Tensor) -> bool:

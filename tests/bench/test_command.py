@@ -13,8 +13,10 @@ from flashtile.bench import run as runs
 from flashtile.bench.cases import SUITES, suite_named
 from flashtile.bench.main import bench
 from flashtile.bench.result import read
-from flashtile.bench.revision import LIBRARY, checked_out
+from flashtile.bench.revision import LIBRARY, checked_out, commit
 from tests.bench.fake_worker import FakeWorker
+
+IS_GIT = shutil.which("git") is not None and bool(commit(LIBRARY))
 
 app = typer.Typer()
 app.command()(bench)
@@ -24,17 +26,12 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def is_git() -> bool:
-    git = shutil.which("git")
-    return git is not None and subprocess.run([git, "-C", LIBRARY, "rev-parse", "HEAD"], capture_output=True).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """One run of the suite, with the last commit as the base where there is one: its folder and rows."""
     folder = tmp_path_factory.mktemp("smoke")
     os.environ["OMP_NUM_THREADS"] = "1"  # the processes inherit it; cores are shared with other tests
-    base = ["--base", "HEAD"] if is_git() else []
+    base = ["--base", "HEAD"] if IS_GIT else []
     result = invoke("smoke", *base, "-o", folder / "r.csv", "--rounds", 2, "-p", "sdpa", "-p", "cpu", "-p", "fa4")
     del os.environ["OMP_NUM_THREADS"]
     assert result.exit_code == 0, result.output
@@ -61,15 +58,16 @@ def test_smoke_times_what_is_right_and_says_why_not(smoke) -> None:
 def test_table_and_plot_come_from_the_csv_alone(smoke) -> None:
     folder, _ = smoke
     assert (folder / "r.png").stat().st_size > 10_000
-    table = invoke("--table", folder / "r.csv")
+    table = invoke("--show", folder / "r.csv")
     assert table.exit_code == 0
     assert "| B1 H2 S64 D32 causal fp32 | fwd |" in table.output
-    drawn = invoke("--plot", folder / "r.csv", "-o", folder / "again.png")
-    assert drawn.exit_code == 0
-    assert (folder / "again.png").exists()
+    for name in ("again.png", "again.md"):
+        assert invoke("--show", folder / "r.csv", "-o", folder / name).exit_code == 0
+    assert (folder / "again.png").stat().st_size > 10_000
+    assert (folder / "again.md").read_text() == table.output
 
 
-@pytest.mark.skipif(not is_git(), reason="needs a git checkout")
+@pytest.mark.skipif(not IS_GIT, reason="needs a git checkout")
 def test_base_runs_the_other_commits_library(smoke) -> None:
     folder, rows = smoke
     commits = {row.provider: row.commit for row in rows}
@@ -94,6 +92,27 @@ def test_a_used_up_budget_is_said(tmp_path, monkeypatch) -> None:
     assert rows[-1].reason == "the budget of 100 s was used up"
     assert said[0].startswith("No GPU here")
     assert [row.status for row in read(tmp_path / "r.csv")] == [row.status for row in rows]
+
+
+@pytest.mark.parametrize("told", [None, "0123abcd"])
+def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch, told) -> None:
+    monkeypatch.setattr(runs, "commit", lambda library: "")
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a"], kind="cpu"))
+    result = invoke("smoke", "-o", tmp_path / "r.csv", *(["--commit", told] if told else []))
+    assert result.exit_code == 0, result.output
+    assert {row.commit for row in read(tmp_path / "r.csv")} == {told or ""}
+    assert ("No git here" in result.output) == (told is None)
+
+
+@pytest.mark.skipif(not IS_GIT, reason="needs a git checkout")
+def test_a_library_inside_a_foreign_checkout_has_no_commit(tmp_path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "other"], check=True)
+    (tmp_path / "flashtile").mkdir()
+    (tmp_path / "flashtile" / "__init__.py").touch()
+    assert commit(tmp_path) == ""
+    assert commit(LIBRARY).rstrip("+").isalnum()
 
 
 def test_wrong_and_failed_are_in_the_exit_code(tmp_path, monkeypatch) -> None:

@@ -16,52 +16,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile import Alibi, Band, Captured, Options, Score, Softcap
-from flashtile.kernels.cpu import region, tiled
+from flashtile import Alibi, Band, Captured, Score, Softcap
+from flashtile.kernels.cpu import delegate, region, tiled
 from flashtile.kernels.cpu.backend import BACKEND, delegates
-from flashtile.plan.backend import Gradients
 from flashtile.plan.device import CPU, H100
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
 from flashtile.spec.mask import CAUSAL, FULL
 from flashtile.spec.score import Position, ScoreSpec
 from tests.cases import CASES, DTYPES, Case, lay_out
 from tests.judge import expected, judge, run
-
-OPTIONS = Options(backend="cpu")
-PLACE = torch.device("cpu")
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 x 24 scores, one item at a time."""
-    for name, value in (("ROWS", 16), ("WIDTH", 24), ("ELEMENTS", 16 * 24)):
-        monkeypatch.setattr(region, name, value)
-
-
-def problem(seqlen_q: int = 64, seqlen_k: int = 64, **changes: Any) -> AttentionProblem:
-    return AttentionProblem(
-        **{"batch": 1, "heads_q": 2, "heads_kv": 2, "head_dim": 16, "head_dim_v": 16, "dtype": DType.FP32, **changes},
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-    )
-
-
-def inputs(batch: int = 1, seqlen_q: int = 50, seqlen_k: int = 50, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16,
-           dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:  # fmt: skip
-    """q, k, v, dout."""
-    keys = (batch, seqlen_k, heads_kv, head_dim)
-    queries = (batch, seqlen_q, heads_q, head_dim)
-    return [torch.randn(shape).to(dtype) for shape in (queries, keys, keys, queries)]
-
-
-def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None = None, **how: Any):
-    """out, lse, dq, dk, dv."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = flashtile.attention(*leaves, return_lse=True, options=OPTIONS, **how)
-    flows = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    return out.detach(), lse.detach(), *torch.autograd.grad(flows[0], leaves, flows[1])
+from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem, step
 
 
 def unused(*_: Any) -> None:
@@ -76,6 +40,7 @@ DELEGATED = {
     "unequal lengths": problem(30, 70),
     "causal": problem(mask=CAUSAL),
     "causal in one row": problem(1, 70, mask=CAUSAL),
+    "long": problem(600, 600),
     "causal, rows without keys": problem(70, 30, mask=CAUSAL),
     "a window that hides nothing": problem(mask=Band(63, 100)),
     "causal beside the diagonal": problem(mask=Band(right=-5)),
@@ -91,22 +56,19 @@ TILED = {
     "causal, negative scale": problem(mask=CAUSAL, scale=-1.0),
     "causal, scale 0": problem(mask=CAUSAL, scale=0.0),
     "nothing visible": problem(mask=Band(-2, 1)),
+    "few keys": problem(64, 15),
     "no keys": problem(10, 0),
     "no batch": problem(batch=0),
 }
-
-
-def notes(p: AttentionProblem, dlse: bool = False) -> tuple[str, str]:
-    forward = BACKEND.forward(p, CPU)
-    backward = BACKEND.backward(p, CPU, Gradients(dlse=dlse), "auto")
-    return forward.notes[0], backward.notes[0]
 
 
 @pytest.mark.parametrize("name", DELEGATED)
 def test_delegated(name: str) -> None:
     assert delegates(DELEGATED[name])
     note = "cpu: delegates to torch's flash attention"
-    assert notes(DELEGATED[name]) == (note, note)
+    forward, backward = notes(DELEGATED[name])
+    assert forward == note
+    assert (backward == note) == (name == "long")
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -116,10 +78,11 @@ def test_tiled(name: str) -> None:
 
 
 def test_notes_name_the_tile_and_the_widening() -> None:
-    assert notes(problem(mask=CAUSAL), dlse=True)[1] == "cpu: tiled online softmax, tile 64x64"
+    assert notes(problem(mask=CAUSAL), dlse=True)[1] == "cpu: tiled online softmax, tile 64x64, in fp64"
     assert notes(problem(2048, 2048, mask=Band(9, 9)))[0] == "cpu: tiled online softmax, tile 256x512"
     assert notes(TILED["no keys"])[0] == "cpu: tiled online softmax, no query sees a key"
-    assert notes(problem(dtype=DType.BF16))[0] == "cpu: delegates to torch's flash attention, bf16 widened to fp32"
+    again = "cpu: delegates to torch's flash attention, dq of the first 128 rows by tiles"
+    assert notes(problem(600, 600, mask=CAUSAL))[1] == again
 
 
 def test_unsupported() -> None:
@@ -142,7 +105,7 @@ def test_unsupported() -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "nothing_delegated")
 @pytest.mark.parametrize("case", [case for case in CASES if case.backward != "fused"], ids=lambda case: case.name)
 def test_case_in_small_tiles(case: Case) -> None:
     tensors = case.tensors(PLACE)
@@ -173,15 +136,35 @@ def test_case_in_real_tiles(case: Case, threads: int) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_delegation_gives_torch_s_own_bits(causal: bool) -> None:
-    q, k, v, dout = inputs(2, 90, 90)
+    q, k, v, dout = inputs(2, 600, 600)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    given = [t.transpose(1, 2) for t in leaves]
     theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in leaves), is_causal=causal, enable_gqa=True
+        given[0], given[1], given[2], is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
     out, _, *grads = step(q, k, v, dout, causal=causal)
     assert torch.equal(out, theirs)
     for ours, other in zip(grads, torch.autograd.grad(theirs, leaves, dout), strict=True):
-        assert torch.equal(ours, other)
+        again = delegate.FIRST_ROWS if causal and other.shape == q.shape else 0
+        assert torch.equal(ours[:, again:], other[:, again:])
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [64, 400])
+def test_gradients_of_short_rows_are_as_exact_as_plain_torch_s(seqlen: int, causal: bool) -> None:
+    """The accuracy rule's other half, on enough elements to tell: 99th percentile and mean near plain torch's.
+
+    The rule says 1.1 and 1.0; both are taken from one draw of roundings, hence 1.15 and 1.1.
+    """
+    case = Case("percentiles", 4, seqlen, seqlen, heads_q=4, heads_kv=4, head_dim=32, causal=causal, upstream="out")
+    tensors = case.tensors(PLACE)
+    result, (truth, plain) = run("cpu", case, tensors), expected(case, tensors)
+    for name in ("out", "dq", "dk", "dv"):
+        ours, theirs = ((t[name].double() - truth[name]).abs().flatten() for t in (result, plain))
+        last = int(0.99 * ours.numel())
+        assert ours.kthvalue(last).values <= 1.15 * theirs.kthvalue(last).values, name
+        assert ours.mean() <= 1.1 * theirs.mean(), name
 
 
 @pytest.mark.parametrize("right", [-40, -5, 3, 10])
@@ -200,7 +183,7 @@ def test_triangles_of_any_offset(right: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_lse_of_one_key_is_its_score(dtype: str) -> None:
-    """torch's 16-bit kernel misses this by 6e-5, which is why it is not used."""
+    """torch's 16-bit kernel misses this by 6e-5, which is why its lse is not returned."""
     q, k, v, _ = inputs(1, 64, 64, 2, 2, dtype=DTYPES[dtype])
     _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, options=OPTIONS)
     score = (q[0, 0].double() * k[0, 0].double()).sum(-1) / 4.0
@@ -218,8 +201,14 @@ def test_scores_of_any_size(how: dict[str, Any], size: float) -> None:
 def test_far_keys_of_alibi_are_not_denormal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormal probabilities make the products many times slower; below 2^-100 there are none."""
     seen: list[torch.Tensor] = []
-    exp = tiled._exp_
-    monkeypatch.setattr(tiled, "_exp_", lambda x: seen.append(exp(x)) or seen[-1])
+    exp = tiled._hidden_exp_
+
+    def watched(*args: Any) -> torch.Tensor:
+        prob = exp(*args)
+        seen.append(prob.clone())
+        return prob
+
+    monkeypatch.setattr(tiled, "_hidden_exp_", watched)
     q, k, v, dout = inputs(1, 500, 500)
     step(q, k, v, dout, score=(Alibi(torch.full((4,), 0.5)),))
     assert len(seen) > 1
@@ -283,6 +272,17 @@ def test_what_is_visible_propagates(how: dict[str, Any], bad: float) -> None:
         assert lse[0, :, rows].ge(plain_lse[0, :, rows]).all(), name
         assert plain_out.any() or "score" in how, name  # softcap makes finite numbers of infinite ones
         assert not out[:, :, 2:].any(), "the heads of the other group"
+
+
+@pytest.mark.parametrize("size", [1, 5, 15, 16, 17, 33])
+def test_rows_of_nan_alone(size: int) -> None:
+    """torch's kernel takes a few scores that are all NaN for none at all."""
+    q, k, v, _ = inputs(1, size, size)
+    q[0, size // 2, 0] = math.nan
+    for causal in (False, True):
+        out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True, options=OPTIONS)
+        assert out[0, size // 2, 0].isnan().all()
+        assert lse[0, 0, size // 2].isnan()
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)])

@@ -15,35 +15,55 @@ from flashtile.score.softcap import Softcap
 from flashtile.spec.attention import PRECISIONS, AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.mask import CAUSAL, FULL, Band
-from flashtile.spec.score import ScoreSpec, TensorSpec
+from flashtile.spec.score import Captured, Score, ScoreSpec, TensorSpec
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 bounds = st.none() | st.integers(-(2**31) + 1, 2**31 - 1)
-tensor_specs = st.builds(
-    TensorSpec, st.lists(st.integers(0, 2**31), max_size=4).map(tuple), st.sampled_from(["fp16", "bf16", "fp32"]), st.booleans()
-)
-score_specs = st.builds(ScoreSpec, st.just(Softcap), st.tuples(finite)) | st.builds(
-    ScoreSpec, st.just(Alibi), st.just(()), st.tuples(tensor_specs)
-)
+shapes = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+
+
+class Anything(Score):
+    """A modifier of three scalars and two tensors of any shape."""
+
+    name = "spec_anything"
+    captured = (Captured(max, max), Captured(max, max))
+
+    def scalars(self) -> tuple[float, ...]:
+        return 1.0, 2.0, 3.0
+
+
+def score_specs(rows: tuple[int, int]) -> st.SearchStrategy[ScoreSpec]:
+    """Modifiers of a problem whose (batch, heads_q) is `rows`."""
+
+    def tensors(shape: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[TensorSpec]:
+        return st.builds(TensorSpec, shape, st.sampled_from(["fp16", "bf16", "fp32"]), st.booleans())
+
+    anything = st.tuples(finite, finite, finite), st.tuples(tensors(shapes), tensors(shapes))
+    return (
+        st.builds(ScoreSpec, st.just(Softcap), st.tuples(finite.filter(lambda cap: cap > 0)))
+        | st.builds(ScoreSpec, st.just(Alibi), st.just(()), st.tuples(tensors(st.just(rows))))
+        | st.builds(ScoreSpec, st.just(Anything), *anything)
+    )
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> AttentionProblem:
-    heads_kv = draw(st.integers(1, 9))
+    batch, heads_kv, group = draw(st.integers(0, 2**31 - 1)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
     return AttentionProblem(
-        batch=draw(st.integers(0, 2**31 - 1)),
+        batch=batch,
         seqlen_q=draw(st.integers(0, 2**31 - 1)),
         seqlen_k=draw(st.integers(0, 2**31 - 1)),
-        heads_q=heads_kv * draw(st.integers(1, 9)),
+        heads_q=heads_kv * group,
         heads_kv=heads_kv,
         head_dim=draw(st.integers(1, 400)),
         head_dim_v=draw(st.integers(1, 400)),
         dtype=draw(st.sampled_from(DType)),
         mask=Band(draw(bounds), draw(bounds)),
-        score=tuple(draw(st.lists(score_specs, max_size=3))),
+        score=tuple(draw(st.lists(score_specs((batch, heads_kv * group)), max_size=3))),
         scale=draw(st.none() | finite | st.integers(-9, 9)),
         precision=draw(st.sampled_from(PRECISIONS)),
         deterministic=draw(st.booleans()),
+        returns_lse=draw(st.booleans()),
     )
 
 

@@ -109,6 +109,18 @@ def test_gradients_without_strides(backend: str, place: torch.device, variant: V
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_that_is_a_negated_view(backend: str, place: torch.device, variant: Variant) -> None:
+    """As it comes from the imaginary part of a conjugate: memory holds the opposite."""
+    grads = []
+    for turn in (torch._neg_view, torch.neg):
+        given = leaves(place)
+        out, lse = attend(given, backend, variant)
+        torch.autograd.backward([out, lse], [turn(torch.ones_like(out)), turn(torch.ones_like(lse))])
+        grads.append([given[name].grad for name in NAMES])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_a_second_backward_over_a_kept_graph(backend: str, place: torch.device) -> None:
     given = leaves(place, ("q", "k", "v", "slopes"))
     out, _ = attend(given, backend, "split")

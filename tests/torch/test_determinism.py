@@ -79,10 +79,18 @@ def test_fused_and_deterministic_contradict_each_other() -> None:
 
 
 @pytest.mark.usefixtures("strict_determinism")
-def test_fused_is_refused_where_torch_asks_for_determinism(device: torch.device) -> None:
-    q = CASE.tensors(device)["q"].requires_grad_()
+def test_fused_is_refused_where_torch_asks_for_determinism(device: torch.device, plans: list[tuple[str, bool]]) -> None:
+    """Before the forward runs; without a gradient to come there is nothing to refuse."""
+    options = Options(backend="triton", backward="fused")
+    q = CASE.tensors(device)["q"]
+    flashtile.attention(q, q, q, options=options)
+    assert len(plans) == 1
+    q.requires_grad_()
     with pytest.raises(flashtile.NotSupported, match="not deterministic"):
-        flashtile.attention(q, q, q, options=Options(backend="triton", backward="fused")).sum().backward()
+        flashtile.attention(q, q, q, options=options)
+    assert len(plans) == 1
+    flashtile.attention(q, q, q, options=Options(backend="triton", backward="fused", deterministic=False)).sum().backward()
+    assert plans[-1] == ("fused", False)
 
 
 def test_the_forward_always_repeats_bitwise(backend: str, place: torch.device) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from types import ModuleType
 
 from flashtile.kernels.cpu.region import region_of, tiling_of
 from flashtile.plan.backend import Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers
-from flashtile.plan.call import HostCall, Plan
+from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 from flashtile.spec.score import Score
+
+DELEGATED = "cpu: delegates to torch's flash attention"
+LOW = "lse_low"  # buffer: what lse is short of, being float32
+LEAST_KEYS = 16  # `delegate.py` says what torch's flash attention makes of fewer
+LONGEST_SHORT_ROW = 512  # keys; and what of the gradients of short rows
 
 
 class CpuBackend:
@@ -20,9 +27,11 @@ class CpuBackend:
 
     name = "cpu"
 
-    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant = "auto") -> list[str]:
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""
         reasons: list[str] = []
+        if find_spec("torch") is None:
+            reasons.append("PyTorch is not installed")
         if device.kind != "cpu":
             reasons.append(f"tensors are on {device.target}; this backend runs on the CPU")
         for name in ("head_dim", "head_dim_v"):
@@ -37,14 +46,18 @@ class CpuBackend:
 
     def forward(self, problem: AttentionProblem, device: Device) -> Plan:
         """The plan of one host call."""
-        module, note = _way(problem, delegates(problem))
-        call = HostCall(module.forward, ("out", "lse"))
-        return Plan(problem, self.name, "", forward_buffers(problem), (call,), (note,))
+        module, note = _forward_way(problem)
+        buffers, names = forward_buffers(problem), ["out", "lse"]
+        if _keeps_low(problem):
+            buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
+        return Plan(problem, self.name, "", buffers, (HostCall(module.forward, tuple(names)),), (note,))
 
     def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
         """The plan of one host call; of none where no gradient is wanted."""
-        module, note = _way(problem, delegates(problem) and not gradients.dlse)
+        module, note = _backward_way(problem, gradients)
         buffers = backward_buffers(problem, gradients)
+        if _keeps_low(problem):
+            buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
@@ -54,22 +67,65 @@ BACKEND = CpuBackend()
 
 
 def delegates(p: AttentionProblem) -> bool:
-    """Whether torch's flash attention computes this problem's forward, and its backward unless lse has a gradient."""
+    """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.head_dim != p.head_dim_v or region.rows == 0:
+    if p.score or p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 
 
-def _way(p: AttentionProblem, delegated: bool) -> tuple[ModuleType, str]:
-    """The module that computes a problem, and what `explain` says about it."""
-    if delegated:
-        from flashtile.kernels.cpu import delegate
+def _keeps_low(p: AttentionProblem) -> bool:
+    """Whether the forward hands the backward what lse is short of: where tiles compute float32."""
+    return p.dtype is DType.FP32 and not delegates(p)
 
-        widened = "" if p.dtype is DType.FP32 else f", {p.dtype} widened to fp32"
-        return delegate, f"cpu: delegates to torch's flash attention{widened}"
+
+def _forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
+    """The module that computes a problem's forward, and what `explain` says about it."""
+    from flashtile.kernels.cpu import delegate
+
+    if not delegates(p):
+        return _tiled(p)
+    if p.dtype is DType.FP32:
+        return delegate, DELEGATED
+    if not p.returns_lse:
+        most = f"{delegate.MOST_SCORE:.0f}"
+        return delegate, f"{DELEGATED} in {p.dtype}, and tiles where scores may be above {most} or not finite"
+    return _tiled(p) if _narrow(p) else (delegate, f"{DELEGATED}, {p.dtype} widened to fp32")
+
+
+def _backward_way(p: AttentionProblem, gradients: Gradients) -> tuple[ModuleType, str]:
+    """The same of its backward."""
+    from flashtile.kernels.cpu import delegate
+
+    if not delegates(p) or gradients.dlse or _narrow(p):
+        return _tiled(p)
+    if p.dtype is not DType.FP32:
+        return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
+    if region_of(p).keys <= LONGEST_SHORT_ROW:
+        return _tiled(p)
+    again = f", dq of the first {delegate.FIRST_ROWS} rows by tiles" if region_of(p).causal else ""
+    return delegate, DELEGATED + again
+
+
+def _tiled(p: AttentionProblem) -> tuple[ModuleType, str]:
     from flashtile.kernels.cpu import tiled
 
     region = region_of(p)
-    tile = f"tile {tiling_of(p, region).spell()}" if region.rows else "no query sees a key"
-    return tiled, f"cpu: tiled online softmax, {tile}"
+    about = f"tile {tiling_of(p, region).spell()}{_arithmetic(p)}" if region.rows else "no query sees a key"
+    return tiled, f"cpu: tiled online softmax, {about}"
+
+
+def _narrow(p: AttentionProblem) -> bool:
+    from flashtile.kernels.cpu.products import product_dtype, score_dtype
+
+    return product_dtype(p) is not score_dtype(p)
+
+
+def _arithmetic(p: AttentionProblem) -> str:
+    import torch
+
+    from flashtile.kernels.cpu.products import score_dtype
+
+    if _narrow(p):
+        return f", products with probabilities in {p.dtype}"
+    return ", in fp64" if score_dtype(p) is torch.float64 else ""

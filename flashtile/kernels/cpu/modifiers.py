@@ -1,0 +1,46 @@
+"""The score modifiers of one call, by their formulas in PyTorch and, backwards, by autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.score import Position
+
+
+class Modifiers:
+    """The score modifiers of a problem with their captured tensors, and the gradients of those so far (`dscore.I.J`)."""
+
+    def __init__(self, p: AttentionProblem, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
+        self.chain, self.captured, self.grads = p.score, {}, {}
+        for i, spec in enumerate(p.score):
+            for j, described in enumerate(spec.tensors):
+                tensor = tensors[f"score.{i}.{j}"].detach()
+                if described.grad:
+                    tensor = tensor.to(dtype).requires_grad_()
+                    self.grads[f"dscore.{i}.{j}"] = tensor.new_zeros(described.shape, dtype=dtype)
+                self.captured[i, j] = tensor
+        self.leaves = [t for t in self.captured.values() if t.requires_grad]
+
+    def apply(self, score: torch.Tensor, at: Position) -> torch.Tensor:
+        """The modified scores, in the dtype and shape (batch, heads_q, rows, width) of `score`."""
+        given = score
+        for i, spec in enumerate(self.chain):
+            captured = tuple(self.captured[i, j] for j in range(len(spec.tensors)))
+            score = spec.kind.apply(score, at, spec.scalars, captured).to(given.dtype)
+        return score
+
+    def record(self, score: torch.Tensor, at: Position) -> tuple[torch.Tensor, torch.Tensor]:
+        """(score, modified score) with autograd's graph between them."""
+        with torch.enable_grad():
+            score = score.detach().requires_grad_()
+            return score, self.apply(score, at)
+
+    def pull(self, saved: tuple[torch.Tensor, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the score, given that of the modified score; what captured tensors receive is added up."""
+        score, modified = saved
+        ds, *given = torch.autograd.grad(modified, (score, *self.leaves), grad, allow_unused=True)
+        for total, share in zip(self.grads.values(), given, strict=True):
+            if share is not None:
+                total += share
+        return torch.zeros_like(score) if ds is None else ds

@@ -1,0 +1,44 @@
+"""Fixtures of the CPU backend: other tiles, other arithmetic, other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flashtile import dispatch
+from flashtile.kernels.cpu import backend, products, region
+from flashtile.spec.dtype import DType
+from flashtile.torch.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 x 24 scores, one item at a time."""
+    for name, value in (("ROWS", 16), ("ROWS_16_BIT", 16), ("WIDTH", 24), ("ELEMENTS", 16 * 24)):
+        monkeypatch.setattr(region, name, value)
+
+
+@pytest.fixture(params=[True, False], ids=["narrow products", "float32 products"])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Every tile's 16-bit products in 16 bits, or none's, whatever the CPU is good at."""
+    monkeypatch.setattr(products, "NARROW_ROWS", 1)
+    monkeypatch.setattr(products, "NARROW_LENGTH", 1)
+    monkeypatch.setattr(products, "multiplies", lambda dtype: request.param and dtype is not DType.FP32)
+    _forget_plans()
+    yield request.param
+    _forget_plans()
+
+
+@pytest.fixture
+def nothing_delegated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backend, "LEAST_KEYS", 10**9)
+    _forget_plans()
+    yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    dispatch.plan_forward.cache_clear()
+    dispatch.plan_backward.cache_clear()
+    _CALLS.clear()

@@ -1,0 +1,81 @@
+"""The CPU backend on fp16 and bf16: torch's own kernel where lse is not asked for, narrow or float32 products in tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Band
+from flashtile.reference.attention import attention_plain
+from flashtile.spec.dtype import DType
+from tests.cases import CASES, DTYPES, Case
+from tests.judge import evaluate, expected, judge, run
+from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem
+
+
+def test_notes_of_16_bits(narrow: bool) -> None:
+    native = "cpu: delegates to torch's flash attention in bf16, and tiles where scores may be above 65536 or not finite"
+    widened = "cpu: delegates to torch's flash attention, bf16 widened to fp32"
+    tiles = "cpu: tiled online softmax, tile 64x64, products with probabilities in bf16"
+    p = problem(dtype=DType.BF16)
+    assert notes(p) == (native, tiles if narrow else widened)
+    assert notes(replace(p, returns_lse=True)) == (tiles, tiles) if narrow else (widened, widened)
+    windowed = "cpu: tiled online softmax, tile 512x512" + narrow * ", products with probabilities in bf16"
+    assert notes(problem(2048, 2048, mask=Band(9, 9), dtype=DType.BF16)) == (windowed, windowed)
+
+
+NARROW = [case for case in CASES if case.backward != "fused" and case.dtype != "fp32"]
+
+
+@pytest.mark.usefixtures("small_tiles", "narrow")
+@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
+def test_case_of_16_bits(case: Case) -> None:
+    tensors = case.tensors(PLACE)
+    truth, plain = expected(case, tensors)
+    judge(case, run("cpu", case, tensors), truth, plain)
+    case = replace(case, upstream="out")
+
+    def without_lse(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return flashtile.attention(*args, **kwargs), truth["lse"].float()
+
+    judge(case, evaluate(without_lse, case, tensors, options=case.options("cpu")), *expected(case, tensors))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_16_bit_delegation_gives_torch_s_own_bits(causal: bool, dtype: str) -> None:
+    q, k, v = (t.transpose(1, 2) for t in inputs(2, 90, 90, dtype=DTYPES[dtype])[:3])
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    theirs = sdpa(q, k, v, is_causal=causal, enable_gqa=True)
+    ours = flashtile.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, options=OPTIONS)
+    assert torch.equal(ours.transpose(1, 2), theirs)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("how", [{}, {"causal": True}], ids=str)
+def test_what_is_visible_propagates_in_16_bits_too(how: dict[str, Any], dtype: str, bad: float) -> None:
+    """torch's 16-bit kernel makes numbers of it."""
+    for index, name in enumerate("qkv"):
+        given = inputs(1, 50, 50, dtype=DTYPES[dtype])[:3]
+        given[index][0, 20, 0, 3] = bad
+        out = ~flashtile.attention(*given, options=OPTIONS, **how).isfinite()
+        # plain torch in float32: in 16 bits a NaN gets into the next row of a product too (`products.NARROW_LENGTH`)
+        plain = ~attention_plain(*(t.float() for t in given), **how)[0].isfinite()
+        assert plain.any()
+        assert out[0, 20:].any(-1).ge(plain[0, 20:].any(-1)).all(), name
+        assert not out[:, :, 2:].any(), "the heads of the other group"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_large_scores_in_16_bits(dtype: str) -> None:
+    """Forward and backward must agree on them to the last bit: exp(score - lse) is 1 or 0."""
+    q, k, v, dout = inputs(1, 200, 200, dtype=DTYPES[dtype])
+    leaves = [t.detach().requires_grad_() for t in (q * 1000, k * 1000, v)]
+    for t in torch.autograd.grad(flashtile.attention(*leaves, options=OPTIONS), leaves, dout):
+        assert t.isfinite().all()

@@ -1,0 +1,144 @@
+"""What only a GPU can show: CUDA graphs, streams, no waiting on the host, offsets and grids past 32 and 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Options, Softcap
+from flashtile.spec.options import Variant
+from tests.backends import VARIANTS_HERE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize(
+        ("backend", "variant"), [(name, variant) for name, all_ in VARIANTS_HERE.items() if name != "cpu" for variant in all_]
+    ),
+]
+
+Step = Callable[[], list[torch.Tensor]]
+
+
+@pytest.fixture
+def given(device: torch.device) -> list[torch.Tensor]:
+    """q, k, v as leaves, and dout."""
+    made = [torch.randn(2, 300, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(made)]
+
+
+@pytest.fixture
+def step(given: list[torch.Tensor], backend: str, variant: Variant) -> Step:
+    """out, lse, dq, dk, dv of what `given` holds at the time."""
+    q, k, v, dout = given
+
+    def compute() -> list[torch.Tensor]:
+        options = Options(backend=backend, backward=variant)
+        out, lse = flashtile.attention(q, k, v, causal=True, window=(200, 0), return_lse=True, options=options)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, [q, k, v], dout)]
+
+    return compute
+
+
+@pytest.fixture
+def _no_waiting() -> Iterator[None]:
+    """Every synchronisation of the host with the device is an error."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    """Equal but for the order of the fused backward's sums."""
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Step) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in given:
+                tensor.normal_()
+        graph.replay()
+        agree(made, step())
+
+
+@pytest.mark.usefixtures("_no_waiting")
+def test_the_host_never_waits(step: Step) -> None:
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+
+
+def test_work_goes_to_the_current_stream(given: list[torch.Tensor], step: Step) -> None:
+    """The inputs arrive late, on the side stream alone: whoever ran elsewhere would have read what was there before."""
+    expected = step()
+    late = [t.detach().clone() for t in given]
+    with torch.no_grad():
+        for tensor in given:
+            tensor.zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(50_000_000)
+        for tensor, value in zip(given, late, strict=True):
+            tensor.copy_(value)
+    with torch.cuda.stream(side):
+        made = step()
+    side.synchronize()
+    agree(made, expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+def test_inputs_with_offsets_past_32_bits(axis: int, device: torch.device, backend: str, variant: Variant) -> None:
+    shape, sizes = (2, 192, 2, 64), [2, 192, 2, 64]
+    strides = [192 * 2 * 64, 2 * 64, 64, 1]
+    strides[axis] = -(-(2**31 + 4096) // (sizes[axis] - 1) // 64) * 64
+    if axis == 1:  # rows far apart: batches and heads fit between them
+        strides[0], strides[2] = 128, 64
+    storage = torch.zeros(2**31 + 2**26, dtype=torch.bfloat16, device=device)
+    results = []
+    plain = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    for apart in range(5):  # none, then q, k, v, dout
+        moved = [storage.as_strided(shape, strides).copy_(t) if i + 1 == apart else t for i, t in enumerate(plain)]
+        q, k, v = (t.detach().requires_grad_() for t in moved[:3])
+        options = Options(backend=backend, backward=variant)
+        out = flashtile.attention(q, k, v, causal=True, score=(Softcap(9.0),), options=options)
+        results.append([out.detach(), *torch.autograd.grad(out, [q, k, v], moved[3])])
+    for result in results[1:]:
+        agree(result, results[0])
+
+
+def test_outputs_with_offsets_past_32_bits(device: torch.device, backend: str, variant: Variant) -> None:
+    """Every query sees its own key alone: out is v, and each v gets a gradient of 1 from every head."""
+    seqlen, heads, head_dim = 2**17, 96, 192
+    q = torch.zeros(1, seqlen, heads, head_dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(1, seqlen, 1, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    assert q.numel() > 2**31
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = flashtile.attention(q, k, v, window=(0, 0), options=Options(backend=backend, backward=variant))
+    dq, dk, dv = torch.autograd.grad(out.sum(), [q, k, v])
+    for head in (0, heads // 2, heads - 1):
+        assert torch.equal(out[:, :, head], v[:, :, 0])
+        assert dq[:, :, head].abs().max() < 1.0
+    assert torch.equal(dv, torch.full_like(dv, heads))
+    assert dk.isfinite().all()
+
+
+@pytest.mark.parametrize(("batch", "seqlen"), [(70_000, 1), (1, 2**24)], ids=["batch", "tiles"])
+def test_grids_past_16_bits(batch: int, seqlen: int, device: torch.device, backend: str, variant: Variant) -> None:
+    q, k, v = (torch.randn(batch, seqlen, 1, 16, dtype=torch.float16, device=device, requires_grad=True) for _ in range(3))
+    out = flashtile.attention(q, k, v, window=(0, 0), options=Options(backend=backend, backward=variant))
+    (dv,) = torch.autograd.grad(out.sum(), [v])
+    assert torch.equal(out, v)
+    assert torch.equal(dv, torch.ones_like(dv))
