@@ -50,4 +50,14 @@ class JitTuple(tuple):
         return "(" + "+".join(getattr(f, "cache_key", str(f)) for f in self) + ")"
 
 
-__all__ = ["INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tl"]
+def tile_layout(block: list[int], dtype: str, swizzled: bool) -> Any:
+    """How the bulk copy engine leaves a tile in shared memory: as matrix operands need it, or row by row."""
+    from triton.experimental.gluon import language as gl
+
+    element: Any = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
+    if swizzled:
+        return gl.NVMMASharedLayout.get_default_for(block, element)
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=element.primitive_bitwidth, rank=len(block))
+
+
+__all__ = ["INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tile_layout", "tl"]

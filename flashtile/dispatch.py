@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.cpu.backend import BACKEND as CPU
+from flashtile.kernels.hopper.backend import BACKEND as HOPPER
 from flashtile.kernels.triton.backend import BACKEND as TRITON
 from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import Plan
@@ -14,7 +15,7 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
 ALL = Gradients()
-BACKENDS: tuple[Backend, ...] = (TRITON, CPU)
+BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, CPU)
 
 
 def backend_named(name: str) -> Backend:
@@ -25,8 +26,11 @@ def backend_named(name: str) -> Backend:
 
 
 @lru_cache(maxsize=4096)
-def select(problem: AttentionProblem, device: Device, backend: str | None = None, variant: Variant = "auto") -> Backend:
-    """The first backend that runs the problem, or the named one. Raises NotSupported with everybody's reasons."""
+def select(problem: AttentionProblem, device: Device, backend: str | None = None, variant: Variant | None = None) -> Backend:
+    """The first backend that runs the problem's forward, or with a variant its backward, or the named one.
+
+    Raises NotSupported with everybody's reasons.
+    """
     candidates = BACKENDS if backend is None else (backend_named(backend),)
     reasons: dict[str, list[str]] = {}
     for candidate in candidates:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, Literal
 
 from flashtile import dispatch
-from flashtile import score as score_package
 from flashtile.errors import InvalidProblem
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
@@ -81,44 +78,39 @@ def explain(
     wanted, layout = frozenset("qkv"), None
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
+        given["return_lse"] = return_lse
         for name, value in given.items():
             if value is not None and value is not False and value != ():
                 raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
-        described = _parse(problem) if isinstance(problem, str) else problem
+        described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
         from flashtile.torch.attention import make_problem
         from flashtile.torch.run import device_of
 
-        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options)
+        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options, return_lse)
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
     if options.deterministic and not described.deterministic:
         described = replace(described, deterministic=True)
     chosen = dispatch.select(described, place, options.backend, options.backward)
+    forward = dispatch.plan_forward(described, place, options.backend)
     backward = dispatch.plan_backward(described, place, Gradients(wanted), options.backend, options.backward)
     return Explanation(
         described,
         place,
-        dispatch.plan_forward(described, place, options.backend),
+        forward,
         backward,
         {b.name: _refusal(b, described, place, options, chosen) for b in dispatch.BACKENDS if b is not chosen},
-        _layout_notes(layout, chosen.name) if layout else (),
+        (*_copies(forward, layout), *_layout_notes(layout, forward.backend)) if layout else (),
     )
-
-
-def _parse(spelling: str) -> AttentionProblem:
-    """The problem; score modifiers register when their modules are loaded."""
-    for module in pkgutil.iter_modules(score_package.__path__):
-        import_module(f"{score_package.__name__}.{module.name}")
-    return AttentionProblem.parse(spelling)
 
 
 def _device(device: Device | str | None) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
-    plain = _plain(device)
+    plain = _plain(str(device))
     for known in NAMED.values():
         if plain in (_plain(known.target), _plain(known.name)):
             return known
@@ -193,18 +185,29 @@ def _peak_tflops(problem: AttentionProblem, device: Device) -> float | None:
     return None if rate is None else device.peak_tflops * rate
 
 
+def _copies(plan: Plan, tensors: dict[str, Any]) -> tuple[str, ...]:
+    """Inputs that each call copies first."""
+    from flashtile.torch.run import staged_inputs
+
+    return tuple(
+        f"{name} is copied first: the bulk copy engine wants a dense last axis, other strides and the address multiples "
+        "of 16 bytes"
+        for name in staged_inputs(plan, tensors)
+    )
+
+
 def _layout_notes(tensors: dict[str, Any], backend: str) -> tuple[str, ...]:
     """What the tensors' strides and addresses cost."""
     notes: list[str] = []
     for name, tensor in tensors.items():
         strides, shape = tensor.stride(), tensor.shape
         if strides[3] != 1 and shape[3] > 1:
-            cost = "it is read through a dense copy" if backend == "cpu" else "loads are not vectorised, no copy is made"
+            cost = "loads are not vectorised, no copy is made" if backend == "triton" else "it is read through a dense copy"
             notes.append(f"{name}'s last stride is {strides[3]}: {cost}")
         still = [axis for axis, stride, size in zip(AXES, strides, shape, strict=False) if stride == 0 and size > 1]
-        if still:
+        if still and backend != "hopper":
             notes.append(f"{name}'s {' and '.join(still)} stride is 0: the expanded tensor is read as it is")
-        if backend == "cpu":
+        if backend != "triton":  # on the CPU, or whatever is not as hopper needs it is copied
             continue
         odd = [axis for axis, stride, size in zip(AXES, strides, shape, strict=False) if stride % 16 and size > 1]
         if odd:

@@ -97,7 +97,7 @@ def test_explain_needs_no_torch() -> None:
     hidden = "import sys; sys.modules['torch'] = None"
     result = python(f"{hidden}; import flashtile; print(flashtile.explain({PROBLEM!r}, device='sm90'))")
     assert result.returncode == 0, result.stderr
-    assert "forward: triton" in result.stdout
+    assert "forward: hopper" in result.stdout
 
 
 def test_without_its_libraries_the_command_line_names_the_extra() -> None:

@@ -34,7 +34,10 @@ def test_the_other_backends_say_why() -> None:
     q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
     shown = flashtile.explain(q, k, v, device=A100)
     assert shown.forward.backend == "triton"
-    assert shown.refusals == {"cpu": ("tensors are on sm80; this backend runs on the CPU",)}
+    assert shown.refusals == {
+        "hopper": ("the device is sm80; these kernels are made of sm90's instructions",),
+        "cpu": ("tensors are on sm80; this backend runs on the CPU",),
+    }
     asked = flashtile.explain(q, k, v, options=Options(backend="cpu"))
     assert asked.forward.backend == "cpu"
     assert "triton" in asked.refusals
@@ -81,6 +84,8 @@ def test_errors_are_those_of_attention() -> None:
         flashtile.explain(q)
     with pytest.raises(InvalidProblem, match="causal is given besides a problem"):
         flashtile.explain(PROBLEM, causal=True)
+    with pytest.raises(InvalidProblem, match="device is 3; it must be one of sm80"):
+        flashtile.explain(PROBLEM, device=3)  # type: ignore[arg-type]
     deterministic = replace(PROBLEM, deterministic=True)
     with pytest.raises(NotSupported, match="fused backward adds dq atomically"):
         flashtile.explain(deterministic, device=H100, options=Options(backward="fused"))

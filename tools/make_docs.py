@@ -60,8 +60,10 @@ def support() -> str:
         cells: list[str] = []
         for target in targets:
             try:
-                backend = dispatch.select(AttentionProblem.parse(spelling), named(target), None, variant)
-                cells.append(f"{'run on' if target in run_on else 'compiled for'} ({backend.name})")
+                problem, device = AttentionProblem.parse(spelling), named(target)
+                ways = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
+                names = ways[0] if ways[0] == ways[1] else f"{ways[0]}, backward {ways[1]}"
+                cells.append(f"{'run on' if target in run_on else 'compiled for'} ({names})")
             except NotSupported as refusal:
                 told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
                 reasons.append(f"- {feature} on {target}: {told}")

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
+from flashtile._triton import tile_layout
+from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
@@ -55,6 +56,8 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
             return "*" + buffers[arg.name].dtype
+        if isinstance(arg, Descriptor):
+            return descriptor_type(arg, buffers[arg.name].dtype)
         if isinstance(arg, float):
             return "fp32"
         if arg is None or (arg == 1 and specialise):
@@ -70,9 +73,24 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
     for name, value in call.constants:
         signature[name] = "constexpr"
         constants[(names.index(name),)] = value
-    source = ASTSource(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
+    source = source_class(call.kernel)(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = dict(num_warps=call.num_warps, num_stages=call.num_stages)
     return triton.compile(source, target=gpu_target(device), options=options)
+
+
+def descriptor_type(descriptor: Descriptor, dtype: str) -> str:
+    """A descriptor in Triton's signature language."""
+    block = list(descriptor.block)
+    return f"tensordesc<{dtype}{block},{tile_layout(block, dtype, descriptor.swizzled)!r}>"
+
+
+def source_class(kernel: Any) -> type[ASTSource]:
+    """How Triton reads this kernel's language."""
+    if type(kernel).__name__ != "GluonJITFunction":
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def gpu_target(device: Device) -> GPUTarget:

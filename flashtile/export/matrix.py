@@ -14,23 +14,22 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import triton
 
+from flashtile.dispatch import BACKENDS, backend_named
 from flashtile.export.compile import compile_call, resources
-from flashtile.kernels.triton.backend import BACKEND
 from flashtile.plan.backend import Gradients
-from flashtile.plan.call import KernelCall
+from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, named
-from flashtile.score.alibi import Alibi
-from flashtile.score.softcap import Softcap
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.options import Variant
 
 TARGETS = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx942")
-KINDS = (Alibi.name, Softcap.name)  # imported so that the spellings below can name them
 
 # Bytes of spill per thread, by kind: such spills cost less than the smaller tile that would avoid them (measured on an
 # H100 where `flashtile/plan/tuned` has the tile). fp32 holds every operand in three parts, "ieee" unrolls into scalars.
@@ -38,9 +37,21 @@ SPILL_BUDGETS = {"16bit": 512, "modifiers": 1024, "fp32": 2048, "fp32 beyond 128
 
 
 @dataclass(frozen=True)
+class Job:
+    """One kernel to compile: the `index`-th call of a plan; the forward's where variant is ""."""
+
+    backend: str
+    target: str
+    problem: str
+    variant: str
+    index: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One kernel, compiled."""
 
+    backend: str
     target: str
     problem: str
     variant: str
@@ -73,13 +84,25 @@ def problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
 
 
-def calls_of(spelling: str, target: str) -> list[tuple[str, int]]:
-    """(variant, call index) of every kernel of a problem; "" is the forward."""
-    found = [("", 0)]
-    for variant in ("split", "fused"):
-        plan = BACKEND.backward(AttentionProblem.parse(spelling), named(target), Gradients(dlse=True), variant)
-        found += [(variant, i) for i in range(len(plan.calls))]
-    return found
+def plan_of(job: Job) -> Plan:
+    """The plan that holds the kernel of a job."""
+    backend, problem, device = backend_named(job.backend), AttentionProblem.parse(job.problem), named(job.target)
+    if not job.variant:
+        return backend.forward(problem, device)
+    return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, job.variant))
+
+
+def jobs_of(spelling: str, target: str) -> Iterator[Job]:
+    """Every kernel of a problem, of every backend with kernels that takes it."""
+    problem, device = AttentionProblem.parse(spelling), named(target)
+    for backend in BACKENDS:
+        for variant in (None, "split", "fused"):
+            if backend.unsupported(problem, device, variant):
+                continue
+            first = Job(backend.name, target, spelling, variant or "", 0)
+            for index, call in enumerate(plan_of(first).calls):
+                if isinstance(call, KernelCall):
+                    yield replace(first, index=index)
 
 
 def kind(problem: AttentionProblem) -> str:
@@ -91,67 +114,51 @@ def kind(problem: AttentionProblem) -> str:
     return "fp32 beyond 128" if max(problem.head_dim, problem.head_dim_v) > 128 else "fp32"
 
 
-def compile_row(job: tuple[str, str, str, int]) -> Row:
+def compile_row(job: Job) -> Row:
     """Compile one kernel and hold it against the budgets."""
-    target, spelling, variant, index = job
-    device, problem = named(target), AttentionProblem.parse(spelling)
-    plan = BACKEND.backward(problem, device, Gradients(dlse=True), variant) if variant else BACKEND.forward(problem, device)  # pyright: ignore
-    call = plan.calls[index]
+    device, problem, plan = named(job.target), AttentionProblem.parse(job.problem), plan_of(job)
+    call = plan.calls[job.index]
     assert isinstance(call, KernelCall)
     constants = dict(call.constants)
     tile = constants.get("T")
     name = call.kernel.fn.__name__
     text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if tile else ""
-    row = Row(target, spelling, variant, name, text)
+    row = Row(job.backend, job.target, job.problem, job.variant, name, text)
     try:
         used = resources(compile_call(call, plan, device), device)
     except Exception as error:
-        return Row(**{**asdict(row), "failure": f"{type(error).__name__}: {str(error)[-300:]}"})
+        return replace(row, failure=f"{type(error).__name__}: {str(error)[-300:]}")
     failures: list[str] = []
     if used.shared_bytes > device.smem_bytes:
-        failures.append(f"needs {used.shared_bytes} bytes of shared memory, {target} has {device.smem_bytes}")
+        failures.append(f"needs {used.shared_bytes} bytes of shared memory, {job.target} has {device.smem_bytes}")
     budget = SPILL_BUDGETS[kind(problem)]
     if used.spill_bytes > budget:
         failures.append(f"spills {used.spill_bytes} bytes, budget {budget}")
     multiplies = "SCORE" in constants
     if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
         failures.append("has no matrix instructions")
-    return Row(
-        target,
-        spelling,
-        variant,
-        name,
-        text,
-        used.registers,
-        used.spill_bytes,
-        used.shared_bytes,
-        used.matrix,
-        "; ".join(failures),
+    return replace(
+        row,
+        registers=used.registers,
+        spill_bytes=used.spill_bytes,
+        shared_bytes=used.shared_bytes,
+        matrix=used.matrix,
+        failure="; ".join(failures),
     )
 
 
-def jobs(targets: list[str], every: int = 1) -> list[tuple[str, str, str, int]]:
+def jobs(targets: list[str], every: int = 1) -> list[Job]:
     """The whole matrix without repetitions, or each `every`-th of it."""
-    seen: dict[object, tuple[str, str, str, int]] = {}
+    seen: dict[object, Job] = {}
     for target in targets:
         for spelling in problems():
-            for variant, index in calls_of(spelling, target):
-                job = (target, spelling, variant, index)
-                seen.setdefault((target, *_identity(job)), job)
+            for job in jobs_of(spelling, target):
+                call = plan_of(job).calls[job.index]
+                assert isinstance(call, KernelCall)
+                dtype = AttentionProblem.parse(spelling).dtype
+                identity = (target, call.kernel.fn.__name__, call.constants, call.num_warps, call.num_stages, dtype)
+                seen.setdefault((job.backend, *identity), job)
     return list(seen.values())[::every]
-
-
-def _identity(job: tuple[str, str, str, int]) -> tuple[object, ...]:
-    target, spelling, variant, index = job
-    problem = AttentionProblem.parse(spelling)
-    plan = (
-        BACKEND.backward(problem, named(target), Gradients(dlse=True), variant)  # pyright: ignore
-        if variant
-        else BACKEND.forward(problem, named(target))
-    )
-    call = plan.calls[index]
-    assert isinstance(call, KernelCall)
-    return (call.kernel.fn.__name__, call.constants, call.num_warps, call.num_stages, problem.dtype)
 
 
 def run(targets: list[str], every: int, workers: int) -> list[Row]:
@@ -170,7 +177,7 @@ def main() -> int:
     rows = run(chosen.target or list(TARGETS), chosen.sample, chosen.jobs)
     for row in rows:
         if row.failure:
-            print(f"FAIL {row.target} {row.kernel} {row.variant} {row.tile} {row.problem}: {row.failure}")
+            print(f"FAIL {row.backend} {row.target} {row.kernel} {row.variant} {row.tile} {row.problem}: {row.failure}")
     for target in chosen.target or TARGETS:
         mine = [r for r in rows if r.target == target]
         spilling = [r for r in mine if r.spill_bytes]

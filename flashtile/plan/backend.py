@@ -28,8 +28,11 @@ class Backend(Protocol):
 
     name: str
 
-    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant = "auto") -> list[str]:
-        """Reasons why this backend cannot run the problem there; empty when it can."""
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
+        """Reasons why this backend cannot run the problem there; empty when it can.
+
+        With a variant the question is about the backward, without one about the forward.
+        """
         ...
 
     def forward(self, problem: AttentionProblem, device: Device) -> Plan:

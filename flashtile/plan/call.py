@@ -38,8 +38,27 @@ class Strides:
 
 
 @dataclass(frozen=True)
+class Descriptor:
+    """Argument: a buffer as Hopper's bulk copy engine (TMA) sees it, in tiles of `block`.
+
+    `axes` says which axis of the buffer each descriptor axis is: by default (batch, heads, seqlen, head_dim). The
+    executor hands the engine what it can address: 16-byte aligned, strides of 16 bytes, the last axis dense; an input
+    that is not so is copied first, an output is allocated so.
+    `swizzled` tiles lie in shared memory as matrix operands do, others row by row.
+    """
+
+    name: str
+    block: tuple[int, ...]
+    axes: tuple[int, ...] = (0, 2, 1, 3)
+    swizzled: bool = True
+
+
+@dataclass(frozen=True)
 class KernelCall:
-    """One launch: kernel, grid, arguments in order (numbers, Pointer, Strides, nested tuples), compile-time constants."""
+    """One launch: kernel, grid, arguments in order (numbers, Pointer, Strides, Descriptor, nested tuples), constants.
+
+    Descriptors stand at the top level only.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -70,6 +89,12 @@ class Plan:
     buffers: tuple[Buffer, ...]
     calls: tuple[KernelCall | HostCall, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def described(self) -> frozenset[str]:
+        """Buffers that some call reads or writes by the bulk copy engine."""
+        calls = (call for call in self.calls if isinstance(call, KernelCall))
+        return frozenset(arg.name for call in calls for arg in call.args if isinstance(arg, Descriptor))
 
     def named(self, role: Role) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.role == role)

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 
 from flashtile import _triton
-from flashtile.plan.call import Buffer, HostCall, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.call import Buffer, Descriptor, HostCall, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import NAMED, Device
 from flashtile.spec.dtype import DType
+from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_strides
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
-DIRECT_LAUNCH = _triton.VERSION is not None and _triton.VERSION.split(".")[:2] == ["3", "6"] and not _triton.INTERPRETED
+DIRECT_LAUNCH = (
+    _triton.VERSION is not None
+    and _triton.VERSION.split(".")[:2] == ["3", "6"]
+    and not _triton.INTERPRETED
+    and torch.version.hip is None
+)
 
 
 @cache
@@ -42,11 +49,14 @@ def device_of(device: torch.device) -> Device:
     )  # fmt: skip
 
 
-def output_strides(buffer: Buffer, like: torch.Tensor | None) -> tuple[int, ...]:
-    """Dense strides that keep the memory order of `like`, so that (b, h, s, d) callers get (b, h, s, d) back."""
-    order = list(range(len(buffer.shape)))
+def output_strides(buffer: Buffer, like: torch.Tensor | None, described: bool = False) -> tuple[int, ...]:
+    """Dense strides that keep the memory order of `like`, so that (b, h, s, d) callers get (b, h, s, d) back.
+
+    For the bulk copy engine (`described`) the last axis is the densest, whatever it is in `like`.
+    """
+    order, last = list(range(len(buffer.shape))), len(buffer.shape) - 1
     if like is not None and like.dim() == len(order) and 0 not in like.stride():
-        order.sort(key=lambda axis: (-like.stride(axis), axis))
+        order.sort(key=lambda axis: (described and axis == last, -like.stride(axis), axis))
     strides, step = [0] * len(order), 1
     for axis in reversed(order):
         strides[axis] = step
@@ -61,11 +71,18 @@ class Bound:
         self.plan, self.device = plan, device
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
+        self.staged = [
+            (name, staged_strides(inputs[name].shape, inputs[name].element_size()))
+            for name in sorted(plan.described & inputs.keys())
+            if not _addressable(inputs[name])
+        ]
+        self.strides.update(self.staged)
         returned = {name for call in plan.calls if isinstance(call, HostCall) for name in call.outputs}
         for buffer in plan.buffers:
             if buffer.role == "input":
                 continue
-            strides = output_strides(buffer, inputs.get(buffer.like) if buffer.like else None)
+            like = inputs.get(buffer.like) if buffer.like else None
+            strides = output_strides(buffer, like, buffer.name in plan.described)
             self.strides[buffer.name] = strides
             if buffer.name in returned:
                 continue
@@ -74,6 +91,10 @@ class Bound:
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, strides in self.staged:
+            source = tensors[name]
+            copy = torch.empty_strided(source.shape, strides, dtype=source.dtype, device=self.device)
+            tensors[name] = copy.copy_(source)
         for name, shape, strides, dtype, zeroed in self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
@@ -89,7 +110,16 @@ class Bound:
 
 
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
-    return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, strides, device)
+    return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, plan, strides, device)
+
+
+def _addressable(tensor: torch.Tensor) -> bool:
+    return addressable(tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr())
+
+
+def staged_inputs(plan: Plan, inputs: dict[str, torch.Tensor]) -> list[str]:
+    """Inputs that a run copies first, because the bulk copy engine cannot address them where they lie."""
+    return [name for name in sorted(plan.described & inputs.keys()) if not _addressable(inputs[name])]
 
 
 class HostStep:
@@ -113,11 +143,13 @@ class HostStep:
 class KernelLaunch:
     """One kernel call with everything resolved but the addresses."""
 
-    def __init__(self, call: KernelCall, strides: dict[str, Any], device: torch.device):
+    def __init__(self, call: KernelCall, plan: Plan, strides: dict[str, Any], device: torch.device):
         self.call, self.device = call, device
-        self.args = [_resolve_strides(a, strides) for a in call.args]
-        self.pointers = [(i, a.name) for i, a in enumerate(self.args) if isinstance(a, Pointer)]
-        self.nested = [(i, a) for i, a in enumerate(self.args) if isinstance(a, tuple) and _has_pointer(a)]
+        buffers = {b.name: b for b in plan.buffers}
+        self.args = [
+            DescribedBuffer(a, buffers[a.name], strides[a.name]) if isinstance(a, Descriptor) else _resolve_strides(a, strides)
+            for a in call.args
+        ]
         self.empty = 0 in call.grid
         self.compiled: Any = None
 
@@ -127,14 +159,15 @@ class KernelLaunch:
         if self.compiled is None:
             self.launch_first(tensors)
             return
-        args = self.args.copy()
+        args = self.flat.copy()
         for i, name in self.pointers:
             args[i] = tensors[name].data_ptr()
         for i, template in self.nested:
             args[i] = _fill(template, tensors, True)
+        for i, end, described in self.descriptors:
+            args[i:end] = described.encoded(tensors[described.name].data_ptr())
         x, y, z = self.call.grid
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *args)
+        self.launch(x, y, z, torch._C._cuda_getCurrentRawStream(self.device.index), *args)
 
     def warm(self, tensors: dict[str, torch.Tensor]) -> None:
         """Compile without launching."""
@@ -150,10 +183,38 @@ class KernelLaunch:
         call = self.call
         args = [_fill(a, tensors, False) for a in self.args]
         compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
-        if DIRECT_LAUNCH and compiled is not None:
-            self.compiled = compiled
-            self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
-            self.args += [value for _, value in call.constants]
+        if DIRECT_LAUNCH and compiled is not None and not (
+            compiled.run.global_scratch_size or compiled.run.profile_scratch_size
+        ):  # fmt: skip
+            self.prepare(compiled)
+
+    def prepare(self, compiled: Any) -> None:
+        """The argument list of the compiled kernel's own launcher, whose places of addresses alone change from call to call."""
+        run = compiled.run
+        flat: list[Any] = [
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
+            None, None, None,
+        ]  # fmt: skip
+        metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self.pointers: list[tuple[int, str]] = []
+        self.nested: list[tuple[int, Any]] = []
+        self.descriptors: list[tuple[int, int, DescribedBuffer]] = []
+        for arg in self.args:
+            if isinstance(arg, DescribedBuffer):
+                arg.prepare(next(metadata))
+                self.descriptors.append((len(flat), len(flat) + 1 + 2 * len(arg.shape), arg))
+                flat += [None] * (1 + 2 * len(arg.shape))
+                continue
+            if isinstance(arg, Pointer):
+                self.pointers.append((len(flat), arg.name))
+            elif isinstance(arg, tuple) and _has_pointer(arg):
+                self.nested.append((len(flat), arg))
+            flat.append(arg)
+        self.flat = flat + [value for _, value in self.call.constants]
+        self.launch = run.launch
+        if self.descriptors:  # Triton wraps its launcher to encode descriptors at every call; here they come encoded
+            self.launch = getclosurevars(run.launch).nonlocals["launcher"]
+        self.compiled = compiled
 
 
 def _resolve_strides(arg: Any, strides: dict[str, Any]) -> Any:
@@ -169,6 +230,8 @@ def _has_pointer(arg: Any) -> bool:
 
 
 def _fill(arg: Any, tensors: dict[str, torch.Tensor], address: bool) -> Any:
+    if isinstance(arg, DescribedBuffer):
+        return arg.first(tensors[arg.name])
     if isinstance(arg, Pointer):
         return tensors[arg.name].data_ptr() if address else tensors[arg.name]
     if isinstance(arg, tuple):

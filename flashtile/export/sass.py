@@ -1,0 +1,72 @@
+"""The machine code of a compiled kernel: its loops around matrix instructions, and the order of work inside them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashtile.export.compile import TOOLS
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_BRANCH = re.compile(r"BRA.*?(\.L_x_\d+)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The opcodes of one innermost loop, predicates dropped, in program order: "HGMMA.64x128x16.F32.BF16", ..."""
+
+    opcodes: tuple[str, ...]
+
+    def count(self, name: str) -> int:
+        """How many instructions are of this kind: "HGMMA", "MUFU.EX2", "STL"."""
+        return sum(_is(opcode, name) for opcode in self.opcodes)
+
+    def places(self, name: str) -> list[int]:
+        """Where they stand."""
+        return [i for i, opcode in enumerate(self.opcodes) if _is(opcode, name)]
+
+    @property
+    def spills(self) -> int:
+        """Accesses to local memory."""
+        return self.count("LDL") + self.count("STL")
+
+
+def _is(opcode: str, name: str) -> bool:
+    return opcode == name or opcode.startswith(name + ".")
+
+
+def disassemble(compiled: Any) -> str:
+    """SASS of a kernel compiled for an NVIDIA GPU, by Triton's own disassembler."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        done = subprocess.run([str(TOOLS / "nvdisasm"), "-c", str(binary)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def matrix_loops(sass: str) -> list[Loop]:
+    """The innermost loops that hold warpgroup matrix instructions."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    spans: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        label = _LABEL.match(line)
+        if label:
+            labels[label.group(1)] = len(opcodes)
+            continue
+        found = _INSTRUCTION.search(line)
+        if not found:
+            continue
+        words = found.group(1).split()
+        branch = _BRANCH.search(found.group(1))
+        if branch and branch.group(1) in labels:
+            spans.append((labels[branch.group(1)], len(opcodes) + 1))
+        opcodes.append(words[1] if words[0].startswith("@") else words[0])
+    loops = [(a, b) for a, b in spans if any(_is(op, "HGMMA") for op in opcodes[a:b])]
+    inner = [s for s in loops if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in loops)]
+    return [Loop(tuple(opcodes[a:b])) for a, b in inner]

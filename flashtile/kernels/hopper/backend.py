@@ -1,0 +1,183 @@
+"""The Hopper backend: plans made of warp-specialised Gluon kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashtile import _triton
+from flashtile.kernels.hopper.choose import choose_forward, forward_grid
+from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
+from flashtile.kernels.hopper.tile_backward import MAX_HEAD_DIM as MAX_BACKWARD
+from flashtile.kernels.hopper.tile_backward import (
+    BackwardLaunch,
+    backward_blocks,
+    choose_backward,
+    make_backward_tile,
+    padded_queries,
+    unseen,
+)
+from flashtile.kernels.lib.score import chain
+from flashtile.plan.arguments import integers, score_args
+from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.dtype import DType
+from flashtile.spec.options import Variant
+
+ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
+
+
+class HopperBackend:
+    """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
+
+    name = "hopper"
+
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
+        p = problem
+        reasons: list[str] = []
+        if device.kind != "cuda" or device.arch != 90:
+            return [f"the device is {device.target}; these kernels are made of sm90's instructions"]
+        if _triton.VERSION is None:
+            return ["Triton is not installed"]
+        if _triton.INTERPRETED:
+            return ["Gluon kernels cannot be interpreted"]
+        reason = gluon_refusal()
+        if reason:
+            return [reason]
+        if p.dtype is DType.FP32:
+            reasons.append("dtype is fp32; supported are fp16 and bf16")
+        for name in ("head_dim", "head_dim_v"):
+            size = getattr(p, name)
+            if size > MAX_HEAD_DIM:
+                reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
+            elif size % ROW_ELEMENTS:
+                reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
+        if p.empty:
+            reasons.append("there is no score at all")
+        for spec in p.score:
+            if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
+                reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
+        return reasons if variant is None else reasons + self.unsupported_backward(p, variant)
+
+    def unsupported_backward(self, problem: AttentionProblem, variant: Variant) -> list[str]:
+        """Reasons against the backward alone."""
+        p = problem
+        reasons = ["the backward compiles, but has not been proven on a GPU yet"]
+        if variant == "split":
+            reasons.append("the backward adds dq atomically: it is 'fused'")
+        if p.deterministic:
+            reasons.append("the backward adds dq atomically and is not deterministic")
+        if max(p.head_dim, p.head_dim_v) > MAX_BACKWARD:
+            reasons.append(f"head dims are {p.head_dim} and {p.head_dim_v}; the backward supports up to {MAX_BACKWARD}")
+        if unseen(p):
+            reasons.append("some query or key sees nothing; the backward would spread a NaN that lies there")
+        for spec in p.score:
+            reasons += [
+                f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels only"
+                for tensor in spec.tensors
+                if tensor.grad
+            ]
+        return reasons
+
+    def forward(self, problem: AttentionProblem, device: Device, launch: ForwardLaunch | None = None) -> Plan:
+        """The plan; `launch` overrides the tile."""
+        from flashtile.kernels.hopper.forward import attention_forward
+
+        p = problem
+        launch = launch or choose_forward(p, device)
+        tile = make_forward_tile(p, launch)
+        call = KernelCall(
+            attention_forward,
+            forward_grid(p, launch, device),
+            (
+                Descriptor("q", (1, 1, tile.rows, tile.columns)),
+                Descriptor("k", (1, 1, tile.block_k, tile.columns)),
+                Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+                Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
+                Pointer("lse"),
+                *integers(p).values(),
+                p.scale_value,
+                score_args(p),
+            ),
+            (("T", tile), ("SCORE", chain(p.score))),
+            launch.num_warps,
+        )
+        return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        gradients: Gradients,
+        variant: Variant,
+        launch: BackwardLaunch | None = None,
+    ) -> Plan:
+        """The plan; `launch` overrides the tile."""
+        from flashtile.kernels.hopper.backward import attention_backward
+        from flashtile.kernels.hopper.rows import attention_dq, attention_rows
+
+        p = problem
+        launch = launch or choose_backward(p)
+        tile = make_backward_tile(p, launch)
+        padded = padded_queries(p)
+        counts = integers(p)
+        scratch = [
+            Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("dq_sum", (p.batch, p.heads_q, padded, tile.columns), "fp32", "scratch"),
+        ]
+        scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
+        row_programs = (padded // 64 * p.batch * p.heads_q, 1, 1)
+        dlse = "dlse" if gradients.dlse else None
+        rows = KernelCall(
+            attention_rows,
+            row_programs,
+            (
+                (Pointer("out"), Pointer("dout"), Pointer("lse"), Pointer(dlse) if dlse else None),
+                (Pointer("rows"), Pointer("dq_sum")),
+                (Strides("out"), Strides("dout"), Strides(dlse or "lse")),
+                counts["seqlen_q"],
+                counts["heads"],
+                p.scale_value,
+            ),
+            (("T", tile),),
+        )
+        keys = KernelCall(
+            attention_backward,
+            (backward_blocks(p, launch), 1, 1),
+            (
+                Descriptor("q", (1, 1, tile.block_q, tile.columns)),
+                Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
+                Descriptor("v", (1, 1, GROUP_ROWS, tile.columns_v)),
+                Descriptor("dout", (1, 1, tile.block_q, tile.columns_v)),
+                Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
+                (Pointer("dq_sum"), Pointer("dk"), Pointer("dv")),
+                (Strides("dk"), Strides("dv")),
+                *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
+                p.scale_value,
+                score_args(p),
+            ),
+            (("T", tile), ("SCORE", chain(p.score))),
+            launch.num_warps,
+        )
+        calls = [rows, keys]
+        if "q" in gradients.wanted:
+            args = (Pointer("dq_sum"), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
+            calls.append(KernelCall(attention_dq, row_programs, args, (("T", tile),)))
+        notes = ("backward fused", f"keys pass tile {launch.spell()}")
+        return Plan(p, self.name, "fused", (*backward_buffers(p, gradients), *scratch), tuple(calls), notes)
+
+
+BACKEND = HopperBackend()
+
+
+@cache
+def gluon_refusal() -> str | None:
+    """Why this Triton's Gluon cannot build the kernels; None when it can."""
+    try:
+        import flashtile.kernels.hopper.backward
+        import flashtile.kernels.hopper.forward  # noqa: F401
+    except Exception as error:  # whatever a release changed: a refusal, never a crash
+        return f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
+    return None

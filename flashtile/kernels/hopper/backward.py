@@ -1,0 +1,479 @@
+"""Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
+
+from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    named_wait,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
+from flashtile.kernels.hopper.order import await_turn, report
+from flashtile.kernels.hopper.rows import padded_rows
+from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.grid import Sizes, assign
+from flashtile.kernels.lib.mask import key_range, visible
+from flashtile.kernels.lib.memory import head_offset, row_offset
+from flashtile.kernels.lib.score import locate, probabilities
+
+
+@aggregate
+class Memory:
+    """Shared memory of a program, and the channels that fill it."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    level: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    keys: Channel
+    queries: Channel
+    douts: Channel
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, dout, level, delta, p, ds, keys, queries, douts):
+        self.k = k
+        self.v = v
+        self.q = q
+        self.dout = dout
+        self.level = level
+        self.delta = delta
+        self.p = p
+        self.ds = ds
+        self.keys = keys
+        self.queries = queries
+        self.douts = douts
+
+
+@aggregate
+class Walk:
+    """The key tile of a program and the query tiles that see it, for one query head of the group after another."""
+
+    tile: gl.tensor
+    column: gl.tensor
+    batch: gl.tensor
+    head_kv: gl.tensor
+    lo: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    tiles: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tile, column, batch, head_kv, lo, full_lo, full_hi, tiles):
+        self.tile = tile
+        self.column = column
+        self.batch = batch
+        self.head_kv = head_kv
+        self.lo = lo
+        self.full_lo = full_lo
+        self.full_hi = full_hi
+        self.tiles = tiles
+
+    @gluon.jit
+    def at(self, step, T: gl.constexpr):
+        """(query head, first query) of a step."""
+        if T.group == 1:
+            return self.head_kv, self.lo + step * T.block_q
+        else:
+            return self.head_kv * T.group + step // self.tiles, self.lo + step % self.tiles * T.block_q
+
+    @gluon.jit
+    def turn(self, start, sizes, band, T: gl.constexpr):
+        """How many key tiles add to the query tile at `start` before this one. Blocks only wait for earlier ones.
+
+        Under a right bound the last tile comes first: each begins at its own diagonal, one tile behind the next, so that
+        nobody waits. Without, all begin with the first query that they see, and run one behind the other.
+        """
+        shift = sizes.k - sizes.q
+        if T.right:
+            end = gl.cdiv(gl.maximum(start + T.block_q + shift + band[1], 0), T.block_k)
+            tiles = gl.cdiv(sizes.k, T.block_k)
+            end = gl.where(start + T.block_q > sizes.q, tiles, gl.minimum(end, tiles))
+            return end - 1 - self.tile
+        elif T.left:
+            return self.tile - gl.maximum(start + shift - band[0], 0) // T.block_k
+        else:
+            return self.tile
+
+
+@gluon.jit
+def walk(sizes, band, T: gl.constexpr):
+    BLOCK_Q: gl.constexpr = T.block_q
+    BLOCK_K: gl.constexpr = T.block_k
+    tile, batch_head = assign(gl.cdiv(sizes.k, BLOCK_K), T.swizzle, T.last_first)
+    heads_kv = sizes.heads // T.group
+    column, shift = tile * BLOCK_K, sizes.k - sizes.q
+    first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
+    lo, full_lo, full_hi, hi = key_range(first, last, sizes.q, band[1], band[0], T.right, T.left, BLOCK_Q)
+    if T.pads_keys:  # keys beyond the end: no tile of queries is free of masking
+        if column + BLOCK_K > sizes.k:
+            full_lo = hi
+            full_hi = hi
+    lo = gl.to_tensor(lo)
+    return Walk(tile, column, batch_head // heads_kv, batch_head % heads_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
+                gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: gl.constexpr):
+    """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
+    place = walk(sizes, band, T)
+    bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    KEY_TILES: gl.constexpr = T.block_k // 64
+    for i in gl.static_range(KEY_TILES):
+        tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
+        tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
+    for step in range(place.tiles * T.group):
+        head, start = place.at(step, T)
+        bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.level.index(memory.queries.at(step)))
+        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.delta.index(memory.queries.at(step)))
+        tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
+        bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
+        tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
+
+
+@gluon.jit
+def add_dq(dq, grad_ptrs, step, head, start, part, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+    """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
+
+    Every thread adds 16 contiguous bytes at a time, a warp 512. `rows.attention_dq` is the way back.
+    """
+    COLUMNS: gl.constexpr = T.columns_dq
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
+    parts = gl.convert_layout(parts, flat, assert_trivial=True)
+    place_of_part = part_of(head, start, part, place, sizes, T)
+    if T.deterministic:
+        turn = place.turn(start, sizes, band, T)
+        await_turn(grad_ptrs[3] + place_of_part, turn if T.splits else turn * T.consumers + W)
+    at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
+    gl.atomic_add(grad_ptrs[0] + at, parts, sem="relaxed")
+
+
+@gluon.jit
+def part_of(head, start, part, place, sizes, T: gl.constexpr):
+    """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
+    PARTS: gl.constexpr = T.columns // T.columns_dq
+    head_rows = (place.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q)
+    return (head_rows + start) // 64 * PARTS + part
+
+
+@gluon.jit
+def report_dq(grad_ptrs, step, part, place, sizes, T: gl.constexpr):
+    """Let the next block add where this one did in `step`."""
+    head, start = place.at(step, T)
+    report(grad_ptrs[3] + part_of(head, start, part, place, sizes, T))
+
+
+@gluon.jit
+def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
+    """x (keys x queries) with zeros where `mask.visible` is false, at one comparison per score for each bound.
+
+    Queries that do not exist have p = 0 anyway. A thread's columns are 8 j + k and an offset of its own, which joins the
+    bounds: what is left to compare with are constants.
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([64, COLUMNS // 8, 4, 2])
+    L: gl.constexpr = parts.type.layout
+    column = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None] * 8
+    column = column + gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    offset = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 2
+    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    aligned = stay(key - (sizes.k - sizes.q) - first_query)
+    first = aligned * 0
+    if T.right:
+        first = aligned - band[1]
+    if T.pads_keys:
+        first = gl.where(key < sizes.k, first, 2147483647)
+    keep = column >= first - offset
+    if T.left:
+        keep = keep & (column <= aligned + band[0] - offset)
+    return gl.convert_layout(gl.where(keep, parts, 0.0).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def stay(x):
+    """x, computed where this stands: otherwise the few tiles with a mask would make all others compare and select too."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.constexpr):
+    """p of a tile of products (keys x queries). level is the queries', as `rows.attention_rows` gives it."""
+    if T.folds:
+        p = gl.exp2(raw * (scale * LOG2E))
+    else:
+        p = gl.exp2(raw * (scale * LOG2E) - level)
+    if T.masks:
+        if masked:
+            p = hide(p, first_query, first_key, sizes, band, T)
+    return p
+
+
+@gluon.jit
+def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
+    """The gradient of the scaled product."""
+    if T.folds:
+        ds = p * dp
+    else:
+        ds = p * (dp - delta)
+    if T.masks:
+        if masked:  # dp may be NaN where nothing is to be seen
+            ds = hide(ds, first_query, first_key, sizes, band, T)
+    return ds
+
+
+@gluon.jit
+def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
+    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
+
+    Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
+    """
+    LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    if T.folds:
+        numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
+        return numbers
+    else:
+        return zero
+
+
+@gluon.jit
+def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+              T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
+    BLOCK_Q: gl.constexpr = T.block_q
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
+    COLUMNS_DQ: gl.constexpr = T.columns_dq
+    SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
+    dtype: gl.constexpr = memory.q.dtype
+    head, start = place.at(step, T)
+    k = memory.k.index(W).reshape([64, COLUMNS])
+    v = memory.v.index(W).reshape([64, COLUMNS_V])
+    q = memory.q.index(memory.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
+    dout = memory.dout.index(memory.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
+    level_rows = memory.level.index(memory.queries.at(step)).reshape([BLOCK_Q])
+    delta_rows = memory.delta.index(memory.queries.at(step)).reshape([BLOCK_Q])
+    part = W if T.splits else 0  # of the query tile's dq: half of the columns, or half of the queries, or all
+
+    memory.queries.wait(step)
+    raw = starts(level_rows, BLOCK_Q, T)
+    dp = starts(delta_rows, BLOCK_Q, T)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
+    memory.douts.wait(step)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
+    if T.deterministic:
+        if step > 0:  # late, when the additions have long been performed
+            report_dq(grad_ptrs, step - 1, part, place, sizes, T)
+    first_key = place.column + W * 64
+    masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
+    level = 0.0
+    delta = 0.0
+    if not T.folds:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    raw = warpgroup_mma_wait(1, deps=[raw_token])
+    if T.prescale:
+        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
+        key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
+        at = locate(place.batch, head, query, key, sizes)
+        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
+                              T.masks, T, SCORE)  # fmt: skip
+        p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
+        dv_token = warpgroup_mma(p, dout, dv, is_async=True)
+    else:
+        p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
+        if not T.folds:
+            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+        dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
+
+    ds = ds.to(dtype)
+    dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))
+    if T.shares:
+        # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
+        memory.ds.index(step % 2 * 2 + W).store(ds)
+        fence_async_shared()
+        named_wait(8, 256)
+        for i in gl.static_range(2):
+            if BLOCK_Q == 64:
+                share = memory.ds.index(step % 2 * 2 + i)
+                keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+            else:
+                share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
+                keys = memory.k.index(i).reshape([64, COLUMNS])
+            dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
+    else:
+        memory.ds.index(W).store(ds)
+        fence_async_shared()
+        dq_token = warpgroup_mma(memory.ds.index(W).permute((1, 0)), k, dq_token, use_acc=False, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+    memory.douts.release(step)
+    add_dq(dq, grad_ptrs, step, head, start, part, place, sizes, band, W, T)
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
+    memory.queries.release(step)
+    return dk, dv
+
+
+@gluon.jit
+def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+                T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
+
+    For wide heads, whose dk and dv fill the registers of two consumers. Each makes the scores of half of the queries,
+    and both meet in shared memory.
+    """
+    HALF_Q: gl.constexpr = T.block_q // 2
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
+    SCORES: gl.constexpr = matrix_layout(HALF_Q)
+    DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
+    dtype: gl.constexpr = memory.q.dtype
+    head, start = place.at(step, T)
+    k = memory.k.index(0).reshape([64, COLUMNS])
+    v = memory.v.index(0).reshape([64, COLUMNS_V])
+    q = memory.q.index(memory.queries.at(step)).reshape([64, COLUMNS])
+    dout = memory.dout.index(memory.douts.at(step)).reshape([64, COLUMNS_V])
+    level_rows = memory.level.index(memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    delta_rows = memory.delta.index(memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
+
+    memory.queries.wait(step)
+    raw = starts(level_rows, HALF_Q, T)
+    dp = starts(delta_rows, HALF_Q, T)
+    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds, is_async=True)
+    memory.douts.wait(step)
+    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds, is_async=True)
+    if T.deterministic:
+        if step > 0:
+            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
+    first_query = start + W * HALF_Q
+    masked = (start < place.full_lo) | (start >= place.full_hi)
+    level = 0.0
+    delta = 0.0
+    if not T.folds:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    raw = warpgroup_mma_wait(1, deps=[raw_token])
+    if T.prescale:
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
+        key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
+        at = locate(place.batch, head, query, key, sizes)
+        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
+                              T.masks, T, SCORE)  # fmt: skip
+    else:
+        p = weigh(raw, level, first_query, place.column, masked, sizes, band, scale, T)
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, band, T)
+    memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
+    memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
+    fence_async_shared()
+    named_wait(8, 256)
+
+    p_all = memory.p.index(step % 2)
+    ds_all = memory.ds.index(step % 2)
+    none = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)
+    keys = k.slice(W * (COLUMNS // 2), COLUMNS // 2, 1)
+    dq_token = warpgroup_mma(ds_all.permute((1, 0)), keys, none, use_acc=False, is_async=True)
+    dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
+    dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=[dq_token])
+    add_dq(dq, grad_ptrs, step, head, start, W, place, sizes, band, W, T)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
+    memory.douts.release(step)
+    memory.queries.release(step)
+    return dk, dv
+
+
+@gluon.jit
+def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
+    COLUMNS: gl.constexpr = T.columns // 2 if T.halves else T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v // 2 if T.halves else T.columns_v
+    place = walk(sizes, band, T)
+    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))
+    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))
+    memory.keys.wait(0)
+    steps = place.tiles * T.group
+    for step in range(steps):
+        if T.halves:
+            dk, dv = step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+        else:
+            dk, dv = step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+    if T.deterministic:
+        if steps > 0:
+            report_dq(grad_ptrs, steps - 1, W if T.splits else 0, place, sizes, T)
+    first = 0 if T.halves else W * 64
+    column = W if T.halves else 0
+    store_keys(grad_ptrs[1], strides[0], dk * scale, first, column * COLUMNS, place, sizes, T.head_dim)
+    store_keys(grad_ptrs[2], strides[1], dv, first, column * COLUMNS_V, place, sizes, T.head_dim_v)
+
+
+@gluon.jit
+def store_keys(ptr, strides, value, first, first_column, place, sizes, WIDTH: gl.constexpr):
+    """Write the gradient of 64 keys, from the tile's key `first` on, in the tensor's own type."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))[:, None]
+    column = first_column + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))[None, :]
+    ptr += head_offset(place.batch, place.head_kv, strides) + row_offset(place.column + first, strides)
+    at = ptr + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[3]
+    gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < sizes.k - place.column - first) & (column < WIDTH))
+
+
+@gluon.jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, grad_ptrs, strides, seqlen_q, seqlen_k, heads,
+                       left, right, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    BLOCK_Q: gl.constexpr = T.block_q
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
+    STAGES: gl.constexpr = T.stages
+    STAGES_DOUT: gl.constexpr = T.stages_dout
+    CONSUMERS: gl.constexpr = T.consumers
+    KEY_TILES: gl.constexpr = T.block_k // 64
+    DS_TILES: gl.constexpr = 4 if T.shares else 2 if T.halves else CONSUMERS
+    dtype: gl.constexpr = q_desc.dtype
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
+    sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
+    ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    p = ds
+    if T.halves:
+        p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS_V], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, COLUMNS], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES_DOUT, 1, 1, BLOCK_Q, COLUMNS_V], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        p,
+        ds,
+        make_channel(1, CONSUMERS),
+        make_channel(STAGES, CONSUMERS),
+        make_channel(STAGES_DOUT, CONSUMERS),
+    )
+    fence_async_shared()
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
+            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
+            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
+            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 2, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

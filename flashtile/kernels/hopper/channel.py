@@ -1,0 +1,90 @@
+"""Channel: how one warp role hands shared-memory tiles to another."""
+
+from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, mbarrier
+
+
+@gluon.constexpr_function
+def _log2(n: int) -> int:
+    """The logarithm of a power of two, -1 for any other number: signed division costs instructions that a shift does not."""
+    return n.bit_length() - 1 if n & (n - 1) == 0 else -1
+
+
+@gluon.jit
+def _place(use, STAGES: gl.constexpr):
+    if _log2(STAGES) >= 0:
+        return use & (STAGES - 1)
+    else:
+        return use % STAGES
+
+
+@gluon.jit
+def _phase(use, STAGES: gl.constexpr):
+    """Parity of the rounds before this use."""
+    if _log2(STAGES) >= 0:
+        return (use >> _log2(STAGES)) & 1
+    else:
+        return (use // STAGES) & 1
+
+
+@aggregate
+class Channel:
+    """A ring of STAGES tiles between a producer and its consumers.
+
+    Both sides count their uses from 0 (`use`); the tile is `use % STAGES`, and `use // STAGES` tells how often the ring
+    went round, whose parity is the phase of the hardware barriers. `full` fires when a tile's bytes have arrived, `free`
+    when every consumer has let go of it.
+    """
+
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, free, STAGES):
+        self.full = full
+        self.free = free
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def at(self, use):
+        """The tile's place in the ring."""
+        return _place(use, self.STAGES)
+
+    @gluon.jit
+    def acquire(self, use, BYTES: gl.constexpr):
+        """Producer: wait until the tile is free, announce BYTES, and give the barrier that the copies must report to."""
+        mbarrier.wait(self.free.index(_place(use, self.STAGES)), _phase(use, self.STAGES) ^ 1)
+        return self.announce(use, BYTES)
+
+    @gluon.jit
+    def reclaim(self, use):
+        """Producer: wait until every consumer has let go of this use's tile."""
+        mbarrier.wait(self.free.index(_place(use, self.STAGES)), _phase(use, self.STAGES))
+
+    @gluon.jit
+    def announce(self, use, BYTES: gl.constexpr):
+        """Producer: as `acquire`, for a tile known to be free."""
+        bar = self.full.index(_place(use, self.STAGES))
+        mbarrier.expect(bar, BYTES)
+        return bar
+
+    @gluon.jit
+    def wait(self, use):
+        """Consumer: wait until the tile has arrived."""
+        mbarrier.wait(self.full.index(_place(use, self.STAGES)), _phase(use, self.STAGES))
+
+    @gluon.jit
+    def release(self, use):
+        """Consumer: let go of the tile."""
+        mbarrier.arrive(self.free.index(_place(use, self.STAGES)), count=1)
+
+
+@gluon.jit
+def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A channel whose tiles are each released by CONSUMERS warpgroups. Fence before specialising warps."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=CONSUMERS)
+    return Channel(full, free, STAGES)

@@ -1,0 +1,84 @@
+"""Which tile a pass gets, and how many blocks compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from flashtile.kernels.hopper.schedule import busiest, queued, tile_count, tile_lengths
+from flashtile.kernels.hopper.tile import ForwardLaunch, cut
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+
+# Tiles by the wider head dim, each with the microseconds that an H100's SM takes per key tile (docs/hopper.md).
+# Where there are several, the problem's size decides.
+Priced = tuple[ForwardLaunch, float]
+FULL: dict[int, tuple[Priced, ...]] = {
+    64: (
+        (ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45),
+        (ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15),
+    ),
+    128: ((ForwardLaunch(swizzle=1, resident=True), 1.6),),
+    192: ((ForwardLaunch(block_k=64, swizzle=4), 1.2),),
+    256: ((ForwardLaunch(block_k=64, swizzle=1, resident=True, staged=False, turns=False), 1.5),),
+}
+CAUSAL: dict[int, tuple[Priced, ...]] = {
+    64: (
+        (ForwardLaunch(groups=3, resident=True, split_max=True, loader_warps=1), 1.45),
+        (ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15),
+    ),
+    128: ((ForwardLaunch(resident=True), 1.6),),
+    192: ((ForwardLaunch(block_k=64), 1.2),),
+    256: ((ForwardLaunch(block_k=64, staged=False), 1.5),),
+}
+TILE_US = 1.0  # a query tile's start and end in a resident block
+BLOCK_US = 3.5  # the same where every tile has a block of its own
+TOGETHER_BYTES = 32 << 20  # keys and values that heads computed together may have: above, the L2 cache (50 MB) loses them
+EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
+MOST_PLAYED = 40000  # tiles whose schedules are compared; with more every tile gets its own block, and the start is a trifle
+
+
+def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
+    """The tile of the forward on a device."""
+    return _choose(problem, device.sm_count)
+
+
+@lru_cache(maxsize=1024)
+def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
+    width = max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
+    causal = p.mask.clipped(p.seqlen_q, p.seqlen_k).right is not None
+    tiles, schedules = (CAUSAL, _causal) if causal else (FULL, _full)
+    options = [option for launch, key_us in tiles[width] for option in schedules(p, launch, key_us, blocks)]
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:
+    """(microseconds, launch): all tiles take as long, so rounds count."""
+    rounds = -(-tile_count(p, launch) // blocks)
+    yield rounds * (max(tile_lengths(p, launch.block_q, launch.block_k)) * key_us + TILE_US), launch
+
+
+def _causal(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:
+    """(microseconds, launch) for each schedule of a tile."""
+    heads, times = p.batch * p.heads_q, [n * key_us for n in tile_lengths(p, launch.block_q, launch.block_k)]
+    head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group
+    together = max(min(heads, TOGETHER_BYTES // head_bytes), 1)
+    alone = replace(launch, resident=False, swizzle=8 if together >= 8 else 4)
+    yield queued([time + BLOCK_US for time in times], heads, alone.swizzle, blocks), alone
+    if not launch.resident or len(times) * heads > MOST_PLAYED:
+        return
+    times = [time + TILE_US for time in times]
+    for swizzle in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192):
+        if swizzle > together:
+            break
+        end = busiest(times, heads, swizzle, blocks)
+        yield end, replace(launch, swizzle=swizzle)
+        if end < EVEN * sum(times) * heads / blocks:
+            break
+
+
+def forward_grid(problem: AttentionProblem, launch: ForwardLaunch, device: Device) -> tuple[int, int, int]:
+    """Blocks of the forward: one for each tile of queries, or, where they are resident, as many as the device has SMs."""
+    tiles = tile_count(problem, launch)
+    return (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1)

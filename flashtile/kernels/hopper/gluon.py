@@ -1,0 +1,77 @@
+"""The only import of Gluon, with the words that its releases spell differently or lack.
+
+Importing this module fails where Triton has no usable Gluon; the backend imports it late and turns that into a refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.experimental.gluon
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
+
+try:
+    from triton import aggregate as _aggregate  # pyright: ignore[reportAttributeAccessIssue]  # 3.9
+except ImportError:
+    from triton.language.core import _aggregate
+
+# What these make is called in Gluon's language, not in Python's: to a type checker it is anything.
+gluon: Any = triton.experimental.gluon
+aggregate: Any = _aggregate
+fence_async_shared: Any = hopper.fence_async_shared
+mbarrier: Any = hopper.mbarrier
+tma: Any = hopper.tma
+warpgroup_mma: Any = hopper.warpgroup_mma
+warpgroup_mma_wait: Any = hopper.warpgroup_mma_wait
+store_wait: Any = tma.store_wait
+
+if hasattr(tma, "async_load"):  # 3.9 renamed them; the old names remain and raise
+    tma_load, tma_store, tma_reduce_add = tma.async_load, tma.async_store, tma.async_atomic_add
+else:
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+    @builtin
+    def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        """Add a shared-memory tile to global memory; awaited as a store is. 3.6 has the operation but no word for it."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.constexpr_function
+def _barrier(word: str, number: int, threads: int) -> str:
+    return f"bar.{word} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def named_wait(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Arrive at a hardware barrier and wait for it. Triton itself uses the low numbers: take 8 to 15."""
+    gl.inline_asm_elementwise(_barrier("sync", BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Arrive at a hardware barrier without waiting."""
+    gl.inline_asm_elementwise(_barrier("arrive", BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pack(x, DTYPE: gl.constexpr):
+    """float32 to 16 bits, rounded to nearest even, two by two.
+
+    As `x.to(DTYPE)`, but where it stands: LLVM moves plain conversions into the next iteration and carries twice the registers.
+    """
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=False, pack=2)
+
+
+__all__ = [
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "store_wait",
+    "tma_load", "tma_reduce_add", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip

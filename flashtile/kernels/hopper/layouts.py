@@ -1,0 +1,31 @@
+"""Register layouts of the warpgroup's matrix unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtile.kernels.hopper.gluon import gl, gluon
+
+
+@gluon.constexpr_function
+def matrix_layout(columns: int) -> Any:
+    """An accumulator of one warpgroup: 64 rows (or a multiple), `columns` wide. A warp holds 16 rows, four lanes a row."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns: int) -> Any:
+    """The left operand, in registers, of a product that accumulates into `matrix_layout(columns)`."""
+    return gl.DotOperandLayout(0, matrix_layout(columns), 2)
+
+
+@gluon.constexpr_function
+def row_layout(columns: int) -> Any:
+    """One number per row of `matrix_layout(columns)`."""
+    return gl.SliceLayout(1, matrix_layout(columns))
+
+
+@gluon.constexpr_function
+def column_layout(columns: int) -> Any:
+    """One number per column of `matrix_layout(columns)`."""
+    return gl.SliceLayout(0, matrix_layout(columns))

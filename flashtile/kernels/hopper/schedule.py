@@ -1,0 +1,61 @@
+"""How blocks share the tiles of a forward: the arithmetic of `work.assign` on the host, to choose by."""
+
+from __future__ import annotations
+
+from heapq import heapreplace
+from math import ceil
+
+from flashtile.kernels.hopper.tile import ForwardLaunch
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.mask import key_range
+
+MOST_QUEUED = 4000  # tiles that `queued` plays through; with more the end is a small part of the whole
+
+
+def tile_lengths(problem: AttentionProblem, block_q: int, block_k: int) -> list[int]:
+    """Key tiles that each query tile of a head visits."""
+    p = problem
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    lengths: list[int] = []
+    for row in range(0, p.seqlen_q, block_q):
+        last = min(row + block_q, p.seqlen_q) - 1
+        lo, _, _, hi = key_range(
+            row + p.shift, last + p.shift, p.seqlen_k, band.left or 0, band.right or 0,
+            band.left is not None, band.right is not None, block_k,
+        )  # fmt: skip
+        lengths.append(max(ceil(hi / block_k) - lo // block_k, 1))
+    return lengths
+
+
+def busiest(costs: list[float], heads: int, swizzle: int, blocks: int) -> float:
+    """Cost of the block that gets most: `blocks` resident ones take tiles to and fro, `swizzle` heads together."""
+    order, load = _order(costs, heads, swizzle), [0.0] * blocks
+    for turn, first in enumerate(range(0, len(order), blocks)):
+        served = order[first : first + blocks]
+        served += [0.0] * (blocks - len(served))
+        load = [a + b for a, b in zip(load, reversed(served) if turn & 1 else served, strict=True)]
+    return max(load)
+
+
+def queued(costs: list[float], heads: int, swizzle: int, places: int) -> float:
+    """When the last tile is done if every tile has a block of its own, started as soon as one of `places` is free."""
+    if len(costs) * heads > MOST_QUEUED:
+        return sum(costs) * heads / places + max(costs) / 2
+    ends = [0.0] * places
+    for cost in _order(costs, heads, swizzle):
+        heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+def _order(costs: list[float], heads: int, swizzle: int) -> list[float]:
+    """Costs in the order of places (see `work.assign`): the last tile of a head first."""
+    order: list[float] = []
+    for first in range(0, heads, swizzle):
+        together = min(heads - first, swizzle)
+        for cost in reversed(costs):
+            order += [cost] * together
+    return order
+
+
+def tile_count(problem: AttentionProblem, launch: ForwardLaunch) -> int:
+    return ceil(problem.seqlen_q / launch.block_q) * problem.batch * problem.heads_q

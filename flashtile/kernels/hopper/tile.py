@@ -1,0 +1,154 @@
+"""Tiles of the Hopper kernels: everything that the compiler must know, as one constexpr, and what a tile costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.spec.attention import AttentionProblem
+
+WARPGROUP = 128  # threads that issue one matrix instruction
+GROUP_ROWS = 64  # query rows of a consumer warpgroup: the height of its matrix instruction
+REGISTERS = 65536  # of an SM, 32 bits wide
+
+
+@dataclass(frozen=True)
+class ForwardLaunch:
+    """A tile choice of the forward: what is measured."""
+
+    groups: int = 2  # consumer warpgroups of 64 query rows each
+    block_k: int = 128
+    stages: int = 2  # key and value tiles under way
+    swizzle: int = 2  # heads that go together, for the L2 cache
+    resident: bool = False  # as many blocks as SMs, each computing several tiles
+    turns: bool = True  # warpgroups take turns: one multiplies while another exponentiates
+    split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
+    staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
+    loader_warps: int = 4
+
+    @property
+    def block_q(self) -> int:
+        return self.groups * GROUP_ROWS
+
+    @property
+    def num_warps(self) -> int:
+        """Of the default role: what a launch calls num_warps."""
+        return 4
+
+    def spell(self) -> str:
+        words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages}", f"swizzle={self.swizzle}"]
+        words += [w for w in ("resident", "turns", "split_max", "staged") if getattr(self, w)]
+        return " ".join([*words, f"loader_warps={self.loader_warps}"])
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Compile-time part of the forward. Plain ints and bools only: Triton keys its cache by their text."""
+
+    groups: int
+    block_k: int
+    columns: int  # head_dim is cut into `parts` of so many columns (a power of two)
+    parts: int
+    columns_v: int
+    parts_v: int
+    stages: int
+    left: bool  # the band is bounded on the left
+    right: bool
+    pads_keys: bool  # the last key tile reaches beyond the keys
+    unseen: bool  # some keys are seen by no query: their values may be NaN
+    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    exact: bool  # float32 (never here; the device library asks)
+    swizzle: int
+    last_first: bool
+    zigzag: bool  # turns go to and fro over the blocks
+    skips: bool  # a warpgroup passes over key tiles that only others of its block see
+    turns: bool
+    split_max: bool
+    staged: bool
+    loader_warps: int
+    loader_registers: int
+    registers: int
+
+    @property
+    def block_q(self) -> int:
+        return self.groups * GROUP_ROWS
+
+    @property
+    def rows(self) -> int:
+        return GROUP_ROWS
+
+    @property
+    def masked(self) -> bool:
+        """Whether any key tile needs a mask."""
+        return self.left or self.right or self.pads_keys
+
+
+def cut(head_dim: int) -> tuple[int, int]:
+    """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256."""
+    if 128 < head_dim <= 192:
+        return 64, 3
+    return max(64, 1 << (head_dim - 1).bit_length()), 1
+
+
+def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> ForwardTile:
+    """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
+    p = problem
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    columns, parts = cut(p.head_dim)
+    columns_v, parts_v = cut(p.head_dim_v)
+    return ForwardTile(
+        groups=launch.groups,
+        block_k=launch.block_k,
+        columns=columns,
+        parts=parts,
+        columns_v=columns_v,
+        parts_v=parts_v,
+        stages=launch.stages,
+        left=band.left is not None,
+        right=band.right is not None,
+        pads_keys=p.seqlen_k % launch.block_k != 0,
+        unseen=has_unseen_keys(p),
+        prescale=bool(p.score) or p.scale_value <= 0,
+        exact=False,
+        swizzle=launch.swizzle,
+        last_first=band.right is not None,
+        zigzag=launch.resident and band.right is not None,
+        skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
+        turns=launch.turns and launch.groups > 1,
+        split_max=launch.split_max,
+        staged=launch.staged or (columns, parts) != (columns_v, parts_v),
+        loader_warps=launch.loader_warps,
+        loader_registers=24,
+        registers=consumer_registers(launch),
+    )
+
+
+def has_unseen_keys(problem: AttentionProblem) -> bool:
+    """Whether some key is hidden from every query."""
+    p = problem
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    first = 0 if band.left is None else p.shift - band.left
+    end = p.seqlen_k if band.right is None else p.seqlen_q - 1 + p.shift + band.right + 1
+    return first > 0 or end < p.seqlen_k
+
+
+def consumer_registers(launch: ForwardLaunch) -> int:
+    """Registers per consumer thread: what the loader leaves, a multiple of 8 (setmaxnreg), at most 240.
+
+    The hardware hands them out by whole warpgroups; a loader of one warp counts as one of four.
+    """
+    loader = 24 * WARPGROUP
+    return min((REGISTERS - loader) // (launch.groups * WARPGROUP) // 8 * 8, 240)
+
+
+def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
+    """Shared memory of a tile: queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
+    d, dv = (columns * parts for columns, parts in (cut(problem.head_dim), cut(problem.head_dim_v)))
+    own = launch.staged or d != dv
+    tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
+    return tiles * problem.dtype.size_bytes + 1024
+
+
+def forward_registers(problem: AttentionProblem, launch: ForwardLaunch) -> int:
+    """Registers per consumer thread for out, scores and probabilities alone; what the rest needs is some 40."""
+    columns, parts = cut(problem.head_dim_v)
+    return (GROUP_ROWS * columns * parts + launch.block_k * GROUP_ROWS * 3 // 2) // WARPGROUP

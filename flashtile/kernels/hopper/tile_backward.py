@@ -1,0 +1,141 @@
+"""Tiles of the Hopper backward: what the compiler must know, as one constexpr, and which tile a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from flashtile.kernels.hopper.tile import GROUP_ROWS, has_unseen_keys
+from flashtile.spec.attention import AttentionProblem
+
+MAX_HEAD_DIM = 128  # dk and dv of 64 keys take a register per thread and column each: 256 would take all 255
+PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `rows.ROWS` says
+
+
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """A tile choice of the backward: what is measured."""
+
+    block_q: int = 64
+    consumers: int = 2  # warpgroups of 64 keys each
+    stages: int = 2  # tiles of queries under way
+    stages_dout: int = 2
+    shares: bool = True  # two consumers share ds through shared memory, and each makes a half of dq
+    swizzle: int = 1  # heads that go together, for the L2 cache
+
+    @property
+    def block_k(self) -> int:
+        return GROUP_ROWS * self.consumers
+
+    @property
+    def num_warps(self) -> int:
+        """Of the default role: what a launch calls num_warps."""
+        return 4
+
+    def spell(self) -> str:
+        words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
+        return " ".join([*words, *(["shares"] if self.shares else [])])
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Plain ints, bools and strings only: Triton keys its cache by their text."""
+
+    block_q: int
+    consumers: int  # warpgroups of 64 keys
+    head_dim: int
+    head_dim_v: int
+    columns: int  # head_dim, padded to what a tile can have
+    columns_v: int
+    stages: int  # of queries
+    stages_dout: int
+    group: int  # query heads per key/value head
+    left: bool  # the band is bounded on the left
+    right: bool
+    pads_keys: bool  # the last key tile reaches beyond the keys
+    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    shares: bool  # two consumers share ds through shared memory, and each makes a half of dq
+    folds: bool  # the matrix unit adds level and delta
+    deterministic: bool
+    swizzle: int
+    halves: bool = False  # two consumers share 64 keys, and each has half of the columns of dk and dv
+    exact: bool = False  # as the portable tile has it: no fp32 here
+
+    @property
+    def block_k(self) -> int:
+        return GROUP_ROWS if self.halves else GROUP_ROWS * self.consumers
+
+    @property
+    def masks(self) -> bool:
+        return self.left or self.right or self.pads_keys
+
+    @property
+    def splits(self) -> bool:
+        """Whether each consumer makes another part of dq, from all keys."""
+        return self.shares or self.halves
+
+    @property
+    def columns_dq(self) -> int:
+        """Columns of a part of dq."""
+        return self.columns // 2 if self.splits and self.block_q == 64 else self.columns
+
+    @property
+    def last_first(self) -> bool:
+        """Whether the last key tile starts first: see `Walk.turn`. Otherwise the longest does."""
+        return self.deterministic and self.right
+
+
+# By the wider head dim of the tile; the reasons are in docs/hopper.md.
+BACKWARD = {
+    64: BackwardLaunch(consumers=3, shares=False),
+    128: BackwardLaunch(),
+}
+
+
+def columns_of(head_dim: int) -> int:
+    """Columns of a tile: a power of two; what lies beyond head_dim is zero."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def choose_backward(problem: AttentionProblem) -> BackwardLaunch:
+    return BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+
+
+def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> BackwardTile:
+    p = problem
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    prescale = bool(p.score) or p.scale_value <= 0
+    return BackwardTile(
+        block_q=launch.block_q,
+        consumers=launch.consumers,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        columns=columns_of(p.head_dim),
+        columns_v=columns_of(p.head_dim_v),
+        stages=launch.stages,
+        stages_dout=launch.stages_dout,
+        group=p.group,
+        left=band.left is not None,
+        right=band.right is not None,
+        pads_keys=p.seqlen_k % launch.block_k != 0,
+        prescale=prescale,
+        shares=launch.shares,
+        folds=not prescale,
+        deterministic=False,
+        swizzle=launch.swizzle,
+    )
+
+
+def backward_blocks(problem: AttentionProblem, launch: BackwardLaunch) -> int:
+    return ceil(problem.seqlen_k / launch.block_k) * problem.batch * problem.heads_kv
+
+
+def padded_queries(problem: AttentionProblem) -> int:
+    return ceil(problem.seqlen_q / PADDED_ROWS) * PADDED_ROWS
+
+
+def unseen(problem: AttentionProblem) -> bool:
+    """Whether some query or key sees nothing: what lies there may be NaN, and the products would spread it."""
+    p = problem
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    return has_unseen_keys(p) or (band.right is not None and p.shift + band.right < 0)

@@ -1,0 +1,28 @@
+"""Arguments that kernels of every GPU backend take, made from the problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtile.plan.call import Pointer, Strides
+from flashtile.spec.attention import AttentionProblem
+
+
+def integers(p: AttentionProblem) -> dict[str, int]:
+    """The plain integer arguments by name: lengths, heads, the band's bounds (0 where there is none)."""
+    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    return {
+        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "heads": p.heads_q, "group": p.group,
+        "left": band.left or 0, "right": band.right or 0,
+    }  # fmt: skip
+
+
+def score_args(p: AttentionProblem) -> tuple[Any, ...]:
+    """Per modifier its scalars, then pointer and strides of each captured tensor."""
+    chained: list[tuple[Any, ...]] = []
+    for i, spec in enumerate(p.score):
+        tensors: list[Any] = []
+        for j in range(len(spec.tensors)):
+            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}")]
+        chained.append((*spec.scalars, *tensors))
+    return tuple(chained)

@@ -1,0 +1,47 @@
+"""Compiles the Hopper forward of each spelling and prints, as JSON, what test_hopper.py judges."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from flashtile.export.compile import compile_call, resources
+from flashtile.export.sass import disassemble, matrix_loops
+from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.hopper.choose import choose_forward
+from flashtile.kernels.hopper.tile import forward_shared_bytes
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import H100
+from flashtile.spec.attention import AttentionProblem
+
+for spelling in sys.argv[1:]:
+    problem = AttentionProblem.parse(spelling)
+    assert BACKEND.unsupported(problem, H100) == []
+    plan = BACKEND.forward(problem, H100)
+    (call,) = plan.calls
+    assert isinstance(call, KernelCall)
+    compiled = compile_call(call, plan, H100)
+    used, ptx = resources(compiled, H100), compiled.asm["ptx"]
+    loops = [
+        {
+            "length": len(loop.opcodes),
+            "spills": loop.spills,
+            "products": loop.count("HGMMA"),
+            "exponentials": loop.places("MUFU.EX2"),
+            "waits": loop.places("WARPGROUP.DEPBAR"),
+        }
+        for loop in matrix_loops(disassemble(compiled))
+    ]
+    found = {
+        "spelling": spelling,
+        "registers": used.registers,
+        "spill_bytes": used.spill_bytes,
+        "shared_bytes": used.shared_bytes,
+        "priced_bytes": forward_shared_bytes(problem, choose_forward(problem, H100)),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
+        "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
+        "loops": loops,
+    }
+    print(json.dumps(found))

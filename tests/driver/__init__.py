@@ -1,0 +1,1 @@
+"""The executor's GPU launches, without a GPU."""

@@ -1,0 +1,53 @@
+"""Direct launches hand the driver what Triton's own launches do, bulk copy descriptors included.
+
+A recording stand-in for libcuda is compiled and given to Triton; what a GPU would get is compared word by word.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+COMPILER = shutil.which("cc")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here launches reach a GPU")
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the recording driver with")
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "attention(q=2x257x8x128,kv=300x2x128,bf16,band=:0,score=softcap(30.0))",
+        "attention(q=1x128x2x64,kv=128x2x64,fp16)",
+    ],
+)
+def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> None:
+    assert COMPILER is not None
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(library), str(HERE / "libcuda.c")], check=True)
+    (tmp_path / "libcuda.so").symlink_to(library.name)
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "LAUNCHES": str(tmp_path / "launches"),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "launches.py"), spelling]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen: list[str] = []
+    for line in done.stdout.splitlines():
+        backend, kernel, direct, text = line.split("|")
+        first, *others = ast.literal_eval(text)
+        assert direct == "True", f"{kernel} is still launched through the JIT"
+        assert others == [first, first], f"{backend} {kernel}"
+        seen.append(f"{backend} {kernel}")
+    assert {"hopper attention_forward", "hopper attention_backward", "triton attention_backward_keys"} <= set(seen)
