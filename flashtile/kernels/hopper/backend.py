@@ -98,6 +98,7 @@ class HopperBackend:
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
                 Pointer("lse"),
                 *integers(p).values(),
+                launch.swizzle,
                 p.scale_value,
                 score_args(p),
             ),

@@ -77,7 +77,7 @@ def load(q_desc, k_desc, v_desc, mem, size, T: gl.constexpr):
     tiles, heads = gl.cdiv(size.seqlen_q, T.block_q), size.batch * size.heads
     use = 0
     for turn in range(turns(tiles * heads, T)):
-        tile, batch_head = assign(turn, tiles, heads, T)
+        tile, batch_head = assign(turn, tiles, heads, size.swizzle, T)
         batch, head = batch_head // size.heads, batch_head % size.heads
         head_kv = head // size.group
         seen = walk(tile * T.block_q, T.block_q, size, T)
@@ -123,7 +123,7 @@ def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr
     use = 0
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
-    tile, batch_head = assign(0, tiles, heads, T)
+    tile, batch_head = assign(0, tiles, heads, size.swizzle, T)
     for turn in range(turns(tiles * heads, T)):
         at = Place(batch_head // size.heads, batch_head % size.heads, tile * T.block_q + GROUP * T.rows)
         loaded = walk(tile * T.block_q, T.block_q, size, T)
@@ -148,7 +148,7 @@ def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr
                 rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, GROUP, True, T, SCORE)
                 use += 1
         acc = add_values(rows, mem, use - 1, seen.first, size, T)
-        tile, batch_head = assign(turn + 1, tiles, heads, T)  # divisions, here hidden under the product
+        tile, batch_head = assign(turn + 1, tiles, heads, size.swizzle, T)  # divisions, here hidden under the product
         acc = settle(acc, T)
         mem.values.release(use - 1)
         if T.skips and T.left:
@@ -410,11 +410,12 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     return shift
 
 
-@gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_forward(q_desc, k_desc, v_desc, out_desc, lse_ptr, seqlen_q, seqlen_k, heads, group, left, right, scale,
-                      score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
+def attention_forward(q_desc, k_desc, v_desc, out_desc, lse_ptr, seqlen_q, seqlen_k, heads, group, left, right, swizzle,
+                      scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
+    `swizzle` heads are computed together (see `work.assign`); it depends on the sizes, so it is no part of T.
     lse is (batch, heads_q, seqlen_q), natural logarithm, float32, contiguous.
     """
     ROWS: gl.constexpr = T.rows
@@ -428,7 +429,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, lse_ptr, seqlen_q, seqle
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     mem = Memory(q, k, v, out, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
-    size = Size(q_desc.shape[0], heads, group, seqlen_q, seqlen_k, left, right)
+    size = Size(q_desc.shape[0], heads, group, seqlen_q, seqlen_k, left, right, swizzle)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
             (load, (q_desc, k_desc, v_desc, mem, size, T)),

@@ -57,7 +57,6 @@ class ForwardTile:
     unseen: bool  # some keys are seen by no query: their values may be NaN
     prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
     exact: bool  # float32 (never here; the device library asks)
-    swizzle: int
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
@@ -109,7 +108,6 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> Forwa
         unseen=has_unseen_keys(p),
         prescale=bool(p.score) or p.scale_value <= 0,
         exact=False,
-        swizzle=launch.swizzle,
         last_first=band.right is not None,
         zigzag=launch.resident and band.right is not None,
         skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,

@@ -7,7 +7,7 @@ from flashtile.kernels.lib.mask import key_range
 
 
 class Size(NamedTuple):
-    """A problem's runtime integers; left and right bound the band."""
+    """Runtime integers: the problem's, left and right bounding the band, and how many heads go together."""
 
     batch: gl.tensor
     heads: gl.tensor
@@ -16,6 +16,7 @@ class Size(NamedTuple):
     seqlen_k: gl.tensor
     left: gl.tensor
     right: gl.tensor
+    swizzle: gl.tensor
 
 
 class Walk(NamedTuple):
@@ -48,16 +49,16 @@ def turns(tiles, T: gl.constexpr):
 
 
 @gluon.jit
-def assign(turn, tiles, heads, T: gl.constexpr):
+def assign(turn, tiles, heads, swizzle, T: gl.constexpr):
     """(tile, batch * head) of a block's turn.
 
-    T.swizzle heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
+    `swizzle` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
     them come first.
     """
     place = turn * gl.num_programs(0) + rank(turn, T)
-    span = tiles * T.swizzle
-    first = place // span * T.swizzle
-    together = gl.maximum(gl.minimum(heads - first, T.swizzle), 1)
+    span = tiles * swizzle
+    first = place // span * swizzle
+    together = gl.maximum(gl.minimum(heads - first, swizzle), 1)
     tile = place % span // together
     if T.last_first:
         tile = tiles - 1 - tile
