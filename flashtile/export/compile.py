@@ -55,7 +55,8 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
             return tuple(describe(a, (*path, i)) for i, a in enumerate(arg))
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
-            return "*" + buffers[arg.name].dtype
+            dtype = buffers[arg.name].dtype
+            return "*" + ("i32" if dtype == "int32" else dtype)
         if isinstance(arg, Descriptor):
             return descriptor_type(arg, buffers[arg.name].dtype)
         if isinstance(arg, float):

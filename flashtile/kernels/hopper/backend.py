@@ -66,9 +66,7 @@ class HopperBackend:
         p = problem
         reasons = ["the backward compiles, but has not been proven on a GPU yet"]
         if variant == "split":
-            reasons.append("the backward adds dq atomically: it is 'fused'")
-        if p.deterministic:
-            reasons.append("the backward adds dq atomically and is not deterministic")
+            reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
         if max(p.head_dim, p.head_dim_v) > MAX_BACKWARD:
             reasons.append(f"head dims are {p.head_dim} and {p.head_dim_v}; the backward supports up to {MAX_BACKWARD}")
         if unseen(p):
@@ -128,15 +126,20 @@ class HopperBackend:
             Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
             Buffer("dq_sum", (p.batch, p.heads_q, padded, tile.columns), "fp32", "scratch"),
         ]
+        locks = ()
+        if tile.deterministic:
+            locks = (Pointer("locks"),)
+            per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
+            scratch.append(Buffer("locks", (p.batch, p.heads_q, *per_head), "int32", "scratch"))
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
-        row_programs = (padded // 64 * p.batch * p.heads_q, 1, 1)
+        row_programs = (padded // GROUP_ROWS * p.batch * p.heads_q, 1, 1)
         dlse = "dlse" if gradients.dlse else None
         rows = KernelCall(
             attention_rows,
             row_programs,
             (
                 (Pointer("out"), Pointer("dout"), Pointer("lse"), Pointer(dlse) if dlse else None),
-                (Pointer("rows"), Pointer("dq_sum")),
+                (Pointer("rows"), Pointer("dq_sum"), *locks),
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
@@ -153,7 +156,7 @@ class HopperBackend:
                 Descriptor("v", (1, 1, GROUP_ROWS, tile.columns_v)),
                 Descriptor("dout", (1, 1, tile.block_q, tile.columns_v)),
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                (Pointer("dq_sum"), Pointer("dk"), Pointer("dv")),
+                (Pointer("dq_sum"), Pointer("dk"), Pointer("dv"), *locks),
                 (Strides("dk"), Strides("dv")),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
                 p.scale_value,

@@ -142,13 +142,13 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: g
 
 
 @gluon.jit
-def add_dq(dq, grad_ptrs, step, head, start, part, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, grad_ptrs, head, start, part, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Every thread adds 16 contiguous bytes at a time, a warp 512. `rows.attention_dq` is the way back.
     """
     COLUMNS: gl.constexpr = T.columns_dq
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
     parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
     parts = gl.convert_layout(parts, flat, assert_trivial=True)
     place_of_part = part_of(head, start, part, place, sizes, T)
@@ -184,8 +184,9 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
     COLUMNS: gl.constexpr = x.shape[1]
     parts = x.reshape([64, COLUMNS // 8, 4, 2])
     L: gl.constexpr = parts.type.layout
-    column = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None] * 8
-    column = column + gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    column = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    column = column * 8 + pair
     offset = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 2
     key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
     aligned = stay(key - (sizes.k - sizes.q) - first_query)
@@ -239,7 +240,7 @@ def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
     Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
     """
     LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
-    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
     if T.folds:
         numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
         return numbers
@@ -301,7 +302,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
 
     ds = ds.to(dtype)
-    dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))
+    dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     if T.shares:
         # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
         memory.ds.index(step % 2 * 2 + W).store(ds)
@@ -322,7 +323,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
     memory.douts.release(step)
-    add_dq(dq, grad_ptrs, step, head, start, part, place, sizes, band, W, T)
+    add_dq(dq, grad_ptrs, head, start, part, place, sizes, band, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.queries.release(step)
     return dk, dv
@@ -385,13 +386,13 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
 
     p_all = memory.p.index(step % 2)
     ds_all = memory.ds.index(step % 2)
-    none = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)
+    none = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)  # pyright: ignore[reportCallIssue]
     keys = k.slice(W * (COLUMNS // 2), COLUMNS // 2, 1)
     dq_token = warpgroup_mma(ds_all.permute((1, 0)), keys, none, use_acc=False, is_async=True)
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, grad_ptrs, step, head, start, W, place, sizes, band, W, T)
+    add_dq(dq, grad_ptrs, head, start, W, place, sizes, band, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     memory.douts.release(step)
     memory.queries.release(step)
@@ -404,8 +405,8 @@ def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.co
     COLUMNS: gl.constexpr = T.columns // 2 if T.halves else T.columns
     COLUMNS_V: gl.constexpr = T.columns_v // 2 if T.halves else T.columns_v
     place = walk(sizes, band, T)
-    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))
-    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))
+    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
     memory.keys.wait(0)
     steps = place.tiles * T.group
     for step in range(steps):
@@ -435,6 +436,10 @@ def store_keys(ptr, strides, value, first, first_column, place, sizes, WIDTH: gl
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, grad_ptrs, strides, seqlen_q, seqlen_k, heads,
                        left, right, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
+
+    grad_ptrs = (sum for dq as `rows.attention_rows` cleared it, dk, dv, and locks if T.deterministic); strides of dk, dv.
+    """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -442,7 +447,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, grad_ptrs, 
     STAGES_DOUT: gl.constexpr = T.stages_dout
     CONSUMERS: gl.constexpr = T.consumers
     KEY_TILES: gl.constexpr = T.block_k // 64
-    DS_TILES: gl.constexpr = 4 if T.shares else 2 if T.halves else CONSUMERS
+    DS_TILES: gl.constexpr = 4 if T.shares else 2 if T.halves else CONSUMERS  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)

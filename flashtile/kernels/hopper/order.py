@@ -9,7 +9,8 @@ WARPS = gl.constexpr(4)  # of a role that adds: each reports for itself
 def await_turn(lock_ptr, turn):
     """Wait until `turn` adders have reported to the lock. Every thread looks for itself: what follows comes after."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 n;\nAGAIN: ld.acquire.gpu.global.b32 n, [$1]; setp.ne.s32 p, n, $2; @p bra AGAIN;\nmov.u32 $0, 0; }",
+        "{ .reg .pred p; .reg .b32 n;\nAGAIN: ld.acquire.gpu.global.b32 n, [$1]; setp.ne.s32 p, n, $2; @p bra AGAIN;\n"
+        "mov.u32 $0, 0; }",
         "=r,l,r", [lock_ptr.to(gl.int64), turn * WARPS], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

@@ -22,9 +22,10 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.con
     level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit starts from;
     T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
-    in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, locks or None); strides of out, dout, dlse (batch, heads_q, seqlen_q).
+    in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, and locks if T.deterministic); strides of out, dout,
+    dlse (batch, heads_q, seqlen_q).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
-    padded / 64, columns / columns_dq): the reports of `order`, if T.deterministic.
+    padded / 64, columns / columns_dq): how many have added (`order`).
     """
     COLUMNS: tl.constexpr = T.columns
     tile, batch_head = assign(padded_rows(seqlen_q) // 64, 1, False)

@@ -8,7 +8,7 @@ from math import ceil
 from flashtile.kernels.hopper.tile import GROUP_ROWS, has_unseen_keys
 from flashtile.spec.attention import AttentionProblem
 
-MAX_HEAD_DIM = 128  # dk and dv of 64 keys take a register per thread and column each: 256 would take all 255
+MAX_HEAD_DIM = 256  # dk and dv of 64 keys fill two consumers' registers (`halves`)
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `rows.ROWS` says
 
 
@@ -21,11 +21,12 @@ class BackwardLaunch:
     stages: int = 2  # tiles of queries under way
     stages_dout: int = 2
     shares: bool = True  # two consumers share ds through shared memory, and each makes a half of dq
+    halves: bool = False  # two consumers share 64 keys, and each has half of the columns of dk and dv
     swizzle: int = 1  # heads that go together, for the L2 cache
 
     @property
     def block_k(self) -> int:
-        return GROUP_ROWS * self.consumers
+        return GROUP_ROWS if self.halves else GROUP_ROWS * self.consumers
 
     @property
     def num_warps(self) -> int:
@@ -34,7 +35,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        return " ".join([*words, *(["shares"] if self.shares else [])])
+        return " ".join([*words, *(name for name in ("shares", "halves") if getattr(self, name))])
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class BackwardTile:
 BACKWARD = {
     64: BackwardLaunch(consumers=3, shares=False),
     128: BackwardLaunch(),
+    256: BackwardLaunch(shares=False, halves=True),
 }
 
 
@@ -121,8 +123,9 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> Bac
         prescale=prescale,
         shares=launch.shares,
         folds=not prescale,
-        deterministic=False,
+        deterministic=p.deterministic,
         swizzle=launch.swizzle,
+        halves=launch.halves,
     )
 
 
