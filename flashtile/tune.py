@@ -91,7 +91,7 @@ def plan_of(problem: AttentionProblem, place: Device, which: Pass, launch: Launc
     if which == "forward":
         return BACKEND.forward(problem, place, {which: launch}), 0
     variant = "fused" if which == "fused" else "split"
-    return BACKEND.backward(problem, place, Gradients(), variant, {which: launch}), 2 if which == "queries" else 1
+    return BACKEND.backward(problem, place, Gradients(), variant, {which: launch}), 2 if which == "keys" else 1
 
 
 def tune_pass(

@@ -1,7 +1,8 @@
-"""Mends bfloat16 in Triton's interpreter, and makes its function calls cheaper.
+"""Mends bfloat16 and fma in Triton's interpreter, and makes its function calls cheaper.
 
 The interpreter holds bfloat16 as its 16 bits in numpy's uint16. Its `tl.dot` multiplies those integers, and its
-conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9).
+conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9). Its fused
+multiply-add rounds the product too, which in `kernels/lib/exponential.py` costs several units in the last place.
 
 At every call of a `@jit` function inside a kernel it searches triton.language for builtins to replace, although the
 kernel's launch has replaced them: half of the tests' time. Once per module is enough.
@@ -48,6 +49,10 @@ def mend() -> None:
         a, b = (interpreter.TensorHandle(widen(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
         return multiply(self, a, b, *rest)
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     patched: set[str] = set()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +61,6 @@ def mend() -> None:
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    builder.cast_impl, builder.create_dot, builder.create_fma = cast_impl, create_dot, create_fma
     interpreter.InterpretedFunction.__call__ = call
     np.seterr(all="ignore")  # overflow to inf and 0 * inf are the business of the tests, not of numpy's warnings

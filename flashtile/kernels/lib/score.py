@@ -86,8 +86,8 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
 
 @jit
 def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
-            T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """Add what a tile sends to captured tensors: per-head sums to `totals`, indexed elements to memory.
+            INDEXED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+    """Add what a tile sends to captured tensors: sums to `totals` (rows, slots) and, if INDEXED, elements to memory.
 
     grad_args[i][j] = (slot, pointer): the place in `totals`, and where sums or elements are stored.
     """
@@ -101,7 +101,7 @@ def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
                 totals = capture_one(
                     totals, ds, score, at, keep, score_args[len(SCORE) // 2 - r], grad_args[len(SCORE) // 2 - r][j],
                     CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j],
-                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1], T,
+                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1], INDEXED, T,
                 )  # fmt: skip
         ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r])
         ds = tl.where(keep, ds, 0.0)
@@ -110,13 +110,13 @@ def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
 
 @jit
 def capture_one(totals, grad, score, at, keep, score_args, target,
-                CONTRIBUTION: tl.constexpr, INDEX: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                CONTRIBUTION: tl.constexpr, INDEX: tl.constexpr, INDEXED: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The totals after one captured tensor; without INDEX its contributions are summed, with it they go to memory."""
     SLOTS: tl.constexpr = T.slots
     share = tl.where(keep, CONTRIBUTION(grad, score, at, score_args), 0.0)
     if INDEX is None:
-        totals += tl.where(tl.arange(0, SLOTS) == target[0], tl.sum(share), 0.0)
-    else:
+        totals += tl.where(tl.arange(0, SLOTS)[None, :] == target[0], tl.sum(share, 1)[:, None], 0.0)
+    elif INDEXED:
         element = tl.broadcast_to(INDEX(at, score_args), share.shape)
         tl.atomic_add(target[1] + element, share, mask=keep, sem="relaxed")
     return totals
@@ -128,7 +128,7 @@ def store_totals(totals, at, grad_args, T: tl.constexpr, SCORE: tl.constexpr, CA
     SLOTS: tl.constexpr = T.slots
     for i in tl.static_range(len(SCORE) // 2):
         for j in tl.static_range(len(CAPTURED) // len(SCORE)):
-            if CAPTURED[i * (2 * len(CAPTURED) // len(SCORE)) + 2 * j] is not None:  # noqa: SIM102 (constexpr ifs nest)
+            if CAPTURED[i * (2 * len(CAPTURED) // len(SCORE)) + 2 * j] is not None:
                 if CAPTURED[i * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1] is None:
                     total = tl.sum(tl.where(tl.arange(0, SLOTS) == grad_args[i][j][0], totals, 0.0))
                     tl.store(grad_args[i][j][1] + at, total)

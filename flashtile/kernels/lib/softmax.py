@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
+from flashtile.kernels.lib.product import add_product, free_parts
 
 
 class Rows(NamedTuple):
@@ -46,7 +47,7 @@ def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
         decay = tl.exp2(rows.top * factor - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, rows.acc * decay[:, None], input_precision=T.precision)
+    acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
 
 

@@ -12,6 +12,7 @@ from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
+from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
@@ -29,7 +30,7 @@ class TritonBackend:
 
     name = "triton"
 
-    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant = "auto") -> list[str]:
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons: list[str] = []
         if _triton.VERSION is None:
             reasons.append("Triton is not installed")
@@ -57,7 +58,7 @@ class TritonBackend:
         call = _call(
             attention_forward, p, launch, "forward",
             (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
-            tail=(p.scale_value, _score_args(p)),
+            tail=(p.scale_value, score_args(p)),
         )  # fmt: skip
         return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
 
@@ -85,6 +86,17 @@ class TritonBackend:
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         sums: list[Buffer] = []
+        corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
+        if captured or (not fused and "q" in gradients.wanted):
+            launch = launches.get("queries") or choose(p, device, "queries")
+            capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
+            sums += capture.buffers
+            dq = "dq" if "q" in gradients.wanted and not fused else None
+            calls.append(_call(
+                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
+            ))  # fmt: skip
+            notes.append(f"queries pass tile {launch.spell()}")
         if wants_keys:
             launch = launches.get(key_pass) or choose(p, device, key_pass)
             outputs = (("dq" if _exact(p) else "dq_sum") if adds_dq else None,
@@ -92,7 +104,7 @@ class TritonBackend:
             strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, _score_args(p)),
+                tail=(p.scale_value, score_args(p)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
@@ -101,16 +113,6 @@ class TritonBackend:
                 bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        if captured or (not fused and "q" in gradients.wanted):
-            launch = launches.get("queries") or choose(p, device, "queries")
-            capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
-            sums += capture.buffers
-            dq = "dq" if "q" in gradients.wanted and not fused else None
-            calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
-                tail=(p.scale_value, _score_args(p), capture.args), slots=capture.slots,
-            ))  # fmt: skip
-            notes.append(f"queries pass tile {launch.spell()}")
         for partial in sums:
             rows, tiles = partial.shape
             args = (Pointer(partial.name), Pointer(partial.name.replace("partial", "dscore")), tiles)
@@ -123,18 +125,13 @@ BACKEND = TritonBackend()
 
 def _call(
     kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
-    *, tail: tuple[Any, ...] = (), slots: int = 0, score: bool = True,
+    *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     over_keys = which in ("keys", "fused")
     tiles = ceil(p.seqlen_k / launch.block_k) if over_keys else ceil(p.seqlen_q / launch.block_q)
     heads = p.heads_kv if over_keys else p.heads_q
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    integers = {
-        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "heads": p.heads_q, "group": p.group,
-        "left": band.left or 0, "right": band.right or 0,
-    }  # fmt: skip
-    constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots)),)
+    constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
         constants += (("SCORE", chain(p.score)),)
     if "CAPTURED" in kernel.arg_names:
@@ -142,32 +139,16 @@ def _call(
     args = (
         *(_pointer(n) for n in pointers),
         tuple(Strides(n) for n in strides),
-        *(integers[n] for n in _integers(kernel)),
+        *(value for name, value in integers(p).items() if name in kernel.arg_names),
         *tail,
     )
     return KernelCall(kernel, (tiles * p.batch * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
-
-
-def _integers(kernel: Any) -> tuple[str, ...]:
-    """The plain integers that a kernel takes, in its order."""
-    return tuple(n for n in kernel.arg_names if n in _triton.PLAIN_INTEGERS)
 
 
 def _pointer(name: Any) -> Any:
     if isinstance(name, tuple):
         return tuple(_pointer(n) for n in name)
     return None if name is None else Pointer(name)
-
-
-def _score_args(p: AttentionProblem) -> tuple[Any, ...]:
-    """Per modifier its scalars, then pointer and strides of each captured tensor."""
-    chained: list[tuple[Any, ...]] = []
-    for i, spec in enumerate(p.score):
-        tensors: list[Any] = []
-        for j in range(len(spec.tensors)):
-            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}")]
-        chained.append((*spec.scalars, *tensors))
-    return tuple(chained)
 
 
 class _Capture:
@@ -219,5 +200,5 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    rows = Buffer("rows", (p.batch, p.heads_q, 3, padded), "fp32", "scratch")
+    rows = Buffer("rows", (p.batch, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -1,8 +1,8 @@
 """Backward kernels (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
-split:  delta, then a pass over keys (dk, dv) and a pass over queries (dq); no atomics, bitwise repeatable.
+split:  delta, then a pass over queries (dq) and a pass over keys (dk, dv); no atomics, bitwise repeatable.
 fused:  delta, then the pass over keys alone, which adds its share of dq atomically in float32; then a conversion.
-Captured tensors' gradients are formed in the pass over queries, in both variants.
+Captured tensors' gradients are formed in the pass over queries, in both variants. It comes first: it corrects delta.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, inside, load_tile, row_offset, store_tile, tile_offsets
+from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 
 ROWS = constexpr(128)  # `rows` is padded to this many queries: a multiple of every block_q
@@ -18,10 +19,12 @@ ROWS = constexpr(128)  # `rows` is padded to this many queries: a multiple of ev
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr):
-    """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum).
+    """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
-    delta = sum(out * dout, head_dim_v) - dlse. rows is float32 (batch, heads_q, 3, padded), padded to whole tiles, so
-    that the passes load it unmasked and aligned; queries that do not exist or saw nothing get +inf first, hence p = 0.
+    delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
+    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
+    padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
+    +inf first, hence p = 0.
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -31,19 +34,25 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
     out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
+    delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1).to(tl.float32)
+    if T.lone:
+        delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
     here = index < seqlen_q
+    dlse = tl.zeros([BLOCK_Q], tl.float32)
     if in_ptrs[3] is not None:
         dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        delta -= tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q) + index
+        dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T) + index
     if T.exact:
         stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
         level = tl.load(stats, mask=here, other=float("-inf"))
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
         tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
+        tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
     else:
+        delta -= dlse
         level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
     tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
     tl.store(rows + padded_rows(seqlen_q), delta)
@@ -55,20 +64,41 @@ def padded_rows(seqlen_q):
 
 
 @jit
-def rows_offset(batch_head, seqlen_q):
+def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
     """Elements from the start of `rows` to those of a head."""
-    return batch_head.to(tl.int64) * (3 * padded_rows(seqlen_q))
+    count = 4 if T.exact else 2
+    return batch_head.to(tl.int64) * (count * padded_rows(seqlen_q))
 
 
 @jit
 def load_rows(rows_ptr, batch_head, index, seqlen_q, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or 1) of the queries `index`."""
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q) + index
+    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of the queries `index`."""
+    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T) + index
     level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
     if T.exact:
-        return level, delta, tl.load(rows + 2 * padded_rows(seqlen_q))
+        norm, slip = tl.load(rows + 2 * padded_rows(seqlen_q)), tl.load(rows + 3 * padded_rows(seqlen_q))
+        return level, delta, norm, slip
     else:
-        return level, delta, tl.full(level.shape, 1.0, tl.float32)
+        return level, delta, tl.full(level.shape, 1.0, tl.float32), tl.zeros_like(level)
+
+
+@jit
+def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
+    """The gradient of p, less its mean over the row: dp - delta, from parts of dout and v in either order.
+
+    Both may be ten times their difference, so where T.exact neither dp's rounding nor delta's is let into it.
+    A lone key has p = 1 whatever its score: but for dlse it is its own mean.
+    """
+    if T.exact:
+        dp, rest = product_and_rest(dout, v, T)
+        if T.lone:
+            dp, rest = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
+        return (dp - delta) + (rest - slip)
+    else:
+        dp = product(dout, v, T)
+        if T.lone:
+            dp = dp - dp
+        return dp - delta
 
 
 @jit
@@ -80,6 +110,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column).
     """
     BLOCK_Q: tl.constexpr = T.block_q
+    COLUMNS: tl.constexpr = T.columns
     batch, head = place[0], place[1]
     start = tl.multiple_of(start, BLOCK_Q)
     if T.grouped:
@@ -92,18 +123,19 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    level, delta, norm = load_rows(in_ptrs[4], batch * sizes.heads + head, index, sizes.q, T)
+    level, delta, norm, slip = load_rows(in_ptrs[4], batch * sizes.heads + head, index, sizes.q, T)
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
-    raw = tl.dot(k, tl.trans(q), input_precision=T.precision)
-    dp = tl.dot(v, tl.trans(dout), input_precision=T.precision)
-    row = (level[None, :], delta[None, :], norm[None, :])
+    q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
+    raw = product(k, transposed(q_parts, T), T)
+    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
+    row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=T.precision)
-    ds = ds.to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=T.precision)
+    dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
+    ds = free_parts(ds, q.dtype, T)
+    dk = add_product(dk, ds, q_parts, T)
     if T.adds_dq:
-        share = tl.dot(tl.trans(ds), k, input_precision=T.precision)
+        share = add_product(tl.zeros([BLOCK_Q, COLUMNS], tl.float32), transposed(ds, T), k, T)
         target = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
         if T.exact:  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
@@ -146,8 +178,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         key_first = tl.maximum(shift - left - column, 0)
     if T.right:
         key_end = tl.minimum(keys_here, keys_here + right)
-    k = load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True)
-    v = load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True)
+    k = aligned_parts(load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True), T)
+    v = aligned_parts(load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True), T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
     place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
@@ -176,10 +208,13 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
 
 
 @jit
-def query_step(dq, totals, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
+def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
                score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
                CAPTURED: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm) as columns."""
+    """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
+
+    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq; of totals).
+    """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
@@ -187,18 +222,35 @@ def query_step(dq, totals, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, pla
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
     keep = visible(place[2], key, sizes, band, T)
-    raw = tl.dot(q, tl.trans(k), input_precision=T.precision)
-    dp = tl.dot(dout, tl.trans(v), input_precision=T.precision)
+    k = aligned_parts(k, T)
+    raw = product(q, transposed(k, T), T)
+    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
+    row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
-        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, T, SCORE, CAPTURED)
-    _, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=T.precision), totals
+        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, T, SCORE, CAPTURED)
+    p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
+    if T.corrects:
+        excess = p * (dp + row[3])
+        if MASKED:
+            excess = tl.where(keep, excess, 0.0)
+        ones = tl.full(dp.shape, 1.0, tl.float32)
+        _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
+        units = off[2]
+        if T.slots > 0:
+            units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
+        off = (off[0] + tl.sum(excess, 1), tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), off[1]), units)
+    return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                                grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq."""
+    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq.
+
+    T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
+    far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
+    of the very dp: what has to cancel, cancels.)
+    """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
@@ -221,26 +273,33 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     k_head = k_ptr + head_offset(batch, head // group, strides[1])
     v_head = v_ptr + head_offset(batch, head // group, strides[2])
-    q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
-    dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    q = aligned_parts(load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True), T)
+    dout = aligned_parts(load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True), T)
     index = row + tl.arange(0, BLOCK_Q)
-    level, delta, norm = load_rows(rows_ptr, batch_head, index, seqlen_q, T)
-    row_state = (level[:, None], delta[:, None], norm[:, None])
+    level, delta, norm, slip = load_rows(rows_ptr, batch_head, index, seqlen_q, T)
+    totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    off = (delta, delta, totals)  # unused unless T.corrects
+    if T.corrects:
+        off = (tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+    row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    totals = tl.zeros([WIDTH], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
-            dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
-                                    scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
+                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
     for start in tl.range(full_lo, full_hi, BLOCK_K):
-        dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
-                                scale, band, score_args, grad_args, False, T, SCORE, CAPTURED)  # fmt: skip
+        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
+                                     start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED)  # fmt: skip
     for start in tl.range(full_hi, hi, BLOCK_K):
-        dq, totals = query_step(dq, totals, q, dout, row_state, k_head, v_head, strides, sizes, seen, place, start,
-                                scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
+        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
+                                     start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
+    if T.corrects:
+        dq -= off[0][:, None] * off[1]
+        totals -= off[0][:, None] * off[2]
+        tl.store(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 3 * padded_rows(seqlen_q) + index, slip + off[0])
     if T.slots > 0:
-        store_totals(totals, batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)
+        store_totals(tl.sum(totals, 0), batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
         dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row, strides[4])
         store_tile(dq_tile, strides[4], dq * scale, rows_here, T.head_dim, BLOCK_Q, T.columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from flashtile.kernels.triton.tile import Launch, Pass, padded
+from flashtile.kernels.triton.tile import Launch, Pass, padded, wants_parts
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -18,12 +18,17 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     """Shared memory of a tile: the resident operands once, the streamed ones per stage, and ds where it is shared."""
     d, dv, size = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), problem.dtype.size_bytes
     rows, columns = launch.block_q, launch.block_k
+    scratch = 0
+    if launch.parts:
+        # Three bf16 parts, and room to bring a streamed tile from the layout of loads to that of its parts (seen in
+        # compiled kernels: Triton 3.6.0 takes it in the pass over keys alone)
+        size, scratch = 6, 4 * rows * max(d, dv) if which in ("keys", "fused") else 0
     if which == "forward":
         return size * (rows * d + launch.num_stages * columns * (d + dv))
     if which == "queries":
         return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv))
     resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
-    return size * (resident + (rows * columns if which == "fused" else 0))
+    return size * (resident + (rows * columns if which == "fused" else 0)) + scratch
 
 
 def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
@@ -46,7 +51,7 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
     blocks = (16, 32, 64, 128)
     chosen: list[Launch] = []
     for block_q, block_k, warps, stages in product(blocks, blocks, (4, 8), (1, 2) if wide else (2, 3)):
-        launch = Launch(block_q, block_k, warps, stages)
+        launch = Launch(block_q, block_k, warps, stages, parts=wants_parts(problem))
         resident = block_k if which in ("keys", "fused") else block_q
         streamed = block_q if which in ("keys", "fused") else block_k
         if resident < (4 if wide else 8) * warps or streamed < (16 if wide else 32):

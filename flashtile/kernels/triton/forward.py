@@ -6,6 +6,7 @@ from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
+from flashtile.kernels.lib.product import aligned_parts, product, transposed
 from flashtile.kernels.lib.score import locate, logits
 from flashtile.kernels.lib.softmax import empty_rows, finish, fold
 
@@ -23,7 +24,7 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    score = logits(tl.dot(q, tl.trans(k), input_precision=T.precision), at, scale, score_args, T, SCORE)
+    score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
     if MASKED:
         score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
     return fold(rows, score, v, scale, MASKED or T.prescale, T)
@@ -53,7 +54,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1])
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2])
-    q = load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    q = aligned_parts(load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
     index = row + tl.arange(0, BLOCK_Q)
     place = (batch, head, index[:, None])
     rows = empty_rows(BLOCK_Q, T.columns_v)

@@ -1,0 +1,116 @@
+"""Products of two tiles: the matrix unit's own, or float32-grade ones of operands in three bf16 parts.
+
+Matrix units cut off what they add to an accumulator, once in every 16 terms and always towards zero. What is done about
+it, in units of 2^-24 of the result (rms, on an H100), for sums of 64 / 128 / 256 terms:
+
+    a float32 matmul of cuBLAS                             2.4 / 3.4 / 4.8
+    six products of freely rounded parts, one accumulator  1.3 / 2.1 / 3.9   and up to half of it a bias
+    six products of aligned parts, the largest by itself   0.8 / 0.9 / 0.9   no bias
+"""
+
+from __future__ import annotations
+
+from flashtile._triton import constexpr, jit, tl
+
+EXPONENT = constexpr(0x7F800000)
+SIXTEEN = constexpr(16 << 23)
+LARGEST = constexpr((127 + 110) << 23)  # beyond this power, and for inf, the anchor would overflow
+
+
+@jit
+def aligned_parts(x, T: tl.constexpr):
+    """x as a tuple of parts whose sum it is, to 2^-26 of a row's largest element; (x,) unless T.parts.
+
+    The first part counts in one unit per row, 2^-7 of the power of two in the row's largest element: at most 256 units,
+    which bf16 holds, so that a sum of 256 products of two such numbers stays within 2^24 and is exact. (Ozaki's scheme;
+    in integers: Ootomo, Ozaki and Yokota, arXiv 2306.11975.) Adding and subtracting the anchor rounds to the unit.
+    """
+    if T.parts:
+        top = tl.max(tl.abs(x), 1, keep_dims=True)
+        power = tl.minimum(top.to(tl.int32, bitcast=True) & EXPONENT, LARGEST)
+        anchor = (power + SIXTEEN).to(tl.float32, bitcast=True) * 1.5
+        high = ((x + anchor) - anchor).to(tl.bfloat16)
+        return (high,) + rest_parts(x, high)  # noqa: RUF005 (Triton knows no unpacking)
+    else:
+        return (x,)
+
+
+@jit
+def free_parts(x, KIND: tl.constexpr, T: tl.constexpr):
+    """x as a tuple of parts, each rounded to nearest; (x in type KIND,) unless T.parts."""
+    if T.parts:
+        high = x.to(tl.bfloat16)
+        return (high,) + rest_parts(x, high)  # noqa: RUF005
+    else:
+        return (x.to(KIND),)
+
+
+@jit
+def rest_parts(x, high):
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
+def transposed(x, T: tl.constexpr):
+    """The parts of the transposed tile."""
+    if T.parts:
+        return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
+    else:
+        return (tl.trans(x[0]),)
+
+
+@jit
+def small_products(a, b):
+    """All of a times b but the product of the highest parts, and what is below 2^-24; NaN stands for 0.
+
+    NaN comes of inf - inf in a lower part: `high` alone says what is infinite.
+    """
+    small = tl.dot(a[1], b[1])
+    small = tl.dot(a[2], b[0], small)
+    small = tl.dot(a[0], b[2], small)
+    small = tl.dot(a[1], b[0], small)
+    small = tl.dot(a[0], b[1], small)
+    return tl.where(small == small, small, 0.0)
+
+
+@jit
+def rounded_sum(fresh, acc):
+    """fresh + acc. Written as a sum, Triton would make acc the accumulator of the product that `fresh` is."""
+    return tl.fma(fresh, tl.full(fresh.shape, 1.0, tl.float32), acc)
+
+
+@jit
+def product_and_rest(a, b, T: tl.constexpr):
+    """`product`, and what rounding its two sums took off it (0 where it is made otherwise)."""
+    if T.parts:
+        small, high = small_products(a, b), tl.dot(a[0], b[0])
+        whole = rounded_sum(high, small)
+        return whole, small - (whole - high)
+    else:
+        whole = product(a, b, T)
+        return whole, tl.zeros_like(whole)
+
+
+@jit
+def product(a, b, T: tl.constexpr):
+    """Parts a (m, k) times parts b (k, n)."""
+    if T.parts:
+        small = small_products(a, b)
+        return rounded_sum(tl.dot(a[0], b[0]), small)
+    else:
+        return tl.dot(a[0], b[0], input_precision=T.precision)
+
+
+@jit
+def add_product(acc, a, b, T: tl.constexpr):
+    """acc + a b. With parts both sums start from zero and a rounding unit adds them to acc.
+
+    Of few terms, as in the first rows under a causal mask, the largest product is exact here too: 16 bits each.
+    """
+    if T.parts:
+        acc += small_products(a, b)
+        return rounded_sum(tl.dot(a[0], b[0]), acc)
+    else:
+        return tl.dot(a[0], b[0], acc, input_precision=T.precision)
