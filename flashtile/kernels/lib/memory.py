@@ -46,6 +46,18 @@ def load_tile(ptr, strides, first, end, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 
 
 @jit
+def hold(x, COLUMNS: tl.constexpr):
+    """x, multiplied by the unit matrix: exactly x, but laid out as an accumulator.
+
+    Triton leaves the left operand of a Hopper product in registers where it came from a product, and reads it from
+    shared memory anew for every instruction where it came from a load.
+    """
+    index = tl.arange(0, COLUMNS)
+    unit = (index[:, None] == index[None, :]).to(tl.float32).to(x.dtype)  # the interpreter casts no bool to bfloat16
+    return tl.dot(x, unit).to(x.dtype)
+
+
+@jit
 def store_tile(ptr, strides, value, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write rows r < end and columns below WIDTH of a tile, in the tensor's own type."""
     at = ptr + tile_offsets(strides, ROWS, COLUMNS)

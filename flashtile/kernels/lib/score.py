@@ -62,8 +62,8 @@ def stages(raw, at, scale, score_args, SCORE: tl.constexpr):
 def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
     """(p, ds) of a tile: probabilities, and the gradient of the scaled product.
 
-    dp is the gradient of p; row = (level, delta, norm) broadcasts along the keys, p = norm * exp(score - level); keep
-    says which scores exist.
+    dp is the gradient of p; row = (level, delta, norm) broadcasts along the keys, p = norm * exp(score - level), with
+    level in units of the base-2 exponential unless T.prescale; keep says which scores exist.
     """
     if T.prescale:
         scores = stages(raw, at, scale, score_args, SCORE)
@@ -71,7 +71,7 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
         if T.exact:
             p = p * row[2]
     else:
-        p = tl.exp2(raw * (scale * LOG2E) - row[0] * LOG2E)
+        p = tl.exp2(raw * (scale * LOG2E) - row[0])
     if MASKED:
         p = tl.where(keep, p, 0.0)
     ds = p * (dp - row[1])

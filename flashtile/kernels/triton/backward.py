@@ -8,9 +8,10 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
+from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
-from flashtile.kernels.lib.memory import head_offset, inside, load_tile, row_offset, store_tile, tile_offsets
+from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
 from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 
@@ -24,7 +25,8 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
     which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
     padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
-    +inf first, hence p = 0.
+    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
+    lie in rows of their own.
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -44,18 +46,24 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
     if in_ptrs[3] is not None:
         dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
         dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T) + index
+    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T)
     if T.exact:
+        rows += index
         stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
         level = tl.load(stats, mask=here, other=float("-inf"))
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
+        tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
+        tl.store(rows + padded_rows(seqlen_q), delta)
         tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
     else:
         delta -= dlse
         level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
-    tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
-    tl.store(rows + padded_rows(seqlen_q), delta)
+        level = tl.where(level == float("-inf"), float("inf"), level)
+        if not T.prescale:
+            level *= LOG2E
+        tl.store(rows + 2 * index, level)
+        tl.store(rows + 2 * index + 1, delta)
 
 
 @jit
@@ -71,14 +79,20 @@ def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
 
 
 @jit
-def load_rows(rows_ptr, batch_head, index, seqlen_q, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of the queries `index`."""
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T) + index
-    level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
+def load_rows(rows_ptr, batch_head, start, seqlen_q, T: tl.constexpr):
+    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of a tile of queries from `start`, a multiple of block_q."""
+    BLOCK_Q: tl.constexpr = T.block_q
+    rows, index = rows_ptr + rows_offset(batch_head, seqlen_q, T), tl.arange(0, BLOCK_Q)
     if T.exact:
+        rows += start + index
+        level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
         norm, slip = tl.load(rows + 2 * padded_rows(seqlen_q)), tl.load(rows + 3 * padded_rows(seqlen_q))
         return level, delta, norm, slip
     else:
+        # The hint is what lets a thread's neighbouring rows come in one load: `start` counts a loop and carries none.
+        rows = tl.multiple_of(rows + 2 * start, 16)
+        pairs = tl.load(rows + tl.arange(0, 2 * BLOCK_Q))
+        level, delta = tl.split(tl.reshape(pairs, [BLOCK_Q, 2]))
         return level, delta, tl.full(level.shape, 1.0, tl.float32), tl.zeros_like(level)
 
 
@@ -123,7 +137,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(in_ptrs[4], batch * sizes.heads + head, index, sizes.q, T)
+    level, delta, norm, slip = load_rows(in_ptrs[4], batch * sizes.heads + head, start, sizes.q, T)
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
@@ -178,8 +192,13 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         key_first = tl.maximum(shift - left - column, 0)
     if T.right:
         key_end = tl.minimum(keys_here, keys_here + right)
-    k = aligned_parts(load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True), T)
-    v = aligned_parts(load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True), T)
+    k = load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True)
+    v = load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True)
+    if T.held > 0:
+        v = hold(v, COLUMNS_V)
+    if T.held > 1:
+        k = hold(k, COLUMNS)
+    k, v = aligned_parts(k, T), aligned_parts(v, T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
     place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
@@ -273,10 +292,15 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     k_head = k_ptr + head_offset(batch, head // group, strides[1])
     v_head = v_ptr + head_offset(batch, head // group, strides[2])
-    q = aligned_parts(load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True), T)
-    dout = aligned_parts(load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True), T)
+    q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
+    dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    if T.held > 0:
+        q = hold(q, COLUMNS)
+    if T.held > 1:
+        dout = hold(dout, T.columns_v)
+    q, dout = aligned_parts(q, T), aligned_parts(dout, T)
     index = row + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(rows_ptr, batch_head, index, seqlen_q, T)
+    level, delta, norm, slip = load_rows(rows_ptr, batch_head, row, seqlen_q, T)
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from flashtile.kernels.triton.tile import Launch, Pass, padded, wants_parts
@@ -12,6 +13,7 @@ from flashtile.spec.dtype import DType
 # Accumulators and score tiles, in 32-bit registers per thread. Of 255, addresses and softmax state take the rest; tiles
 # above this spilled kilobytes when compiled for sm90 (Triton 3.6.0).
 MOST_REGISTERS = 208
+MOST_HELD = 224  # with operands that wait in registers, which ptxas fits more tightly than accumulators
 
 
 def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
@@ -45,6 +47,12 @@ def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     return words // (32 * launch.num_warps)
 
 
+def held_registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """32-bit registers per thread for one resident operand of a backward pass, where it waits in registers."""
+    d, dv = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype)
+    return (launch.block_q if which == "queries" else launch.block_k) * max(d, dv) // (64 * launch.num_warps)
+
+
 def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[Launch]:
     """Launches that fit the device, in a fixed order."""
     wide = problem.dtype is DType.FP32
@@ -63,4 +71,7 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
         if registers(problem, launch, which) < 40:  # too little work per thread to hide latency
             continue
         chosen.append(launch)
+        if device.target == "sm90" and not wide and which != "forward":  # only wgmma reads operands from registers
+            free = MOST_HELD - registers(problem, launch, which)
+            chosen += [replace(launch, held=n) for n in (1, 2) if n * held_registers(problem, launch, which) <= free]
     return chosen

@@ -20,7 +20,12 @@ from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
 DELTA = Launch(128, 128, 8, 1)  # the memory-bound passes: delta (whole padded rows), conversion of dq
-INTERPRETED = {"forward": Launch(16, 32), "keys": Launch(16, 32), "queries": Launch(32, 16), "fused": Launch(16, 32)}
+INTERPRETED = {
+    "forward": Launch(16, 32),
+    "keys": Launch(16, 32, held=2),
+    "queries": Launch(32, 16, held=1),
+    "fused": Launch(16, 32),
+}
 
 # Tiles in order of preference, by pass and by the wider head dim of the tile. The first whose shared memory fits is
 # taken. The leading entries won on an H100 (docs/tuning.md); the later ones are for devices with 99 KiB and 64 KiB.
@@ -149,4 +154,5 @@ def use_tuning(path: str | Path) -> None:
 
 def _read(table: dict[str, Any]) -> dict[str, Launch]:
     names = ("block_q", "block_k", "num_warps", "num_stages", "swizzle")
-    return {key: Launch(**{n: int(entry[n]) for n in names}) for key, entry in table["tiles"].items()}
+    tiles = table["tiles"].items()
+    return {key: Launch(*(int(entry[n]) for n in names), held=int(entry.get("held", 0))) for key, entry in tiles}

@@ -20,7 +20,10 @@ PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ie
 
 @dataclass(frozen=True)
 class Launch:
-    """A tile choice: what `tune` measures and the tuned files hold."""
+    """A tile choice: what `tune` measures and the tuned files hold.
+
+    held: how many of the two resident operands of a backward pass wait in registers instead of shared memory (`hold`).
+    """
 
     block_q: int
     block_k: int
@@ -28,10 +31,11 @@ class Launch:
     num_stages: int = 2
     swizzle: int = 1
     parts: bool = False  # products of aligned parts (lib/product.py); `choose` decides
+    held: int = 0
 
     def spell(self) -> str:
-        parts = " parts" if self.parts else ""
-        return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{parts}"
+        tail = (" parts" if self.parts else "") + (f" held={self.held}" if self.held else "")
+        return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{tail}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Tile:
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
     corrects: bool = False  # the pass over queries finds what delta is off by
+    held: int = 0  # as in Launch
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
@@ -109,5 +114,6 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
         corrects=corrects and not lone,
+        held=launch.held,
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )
