@@ -73,6 +73,7 @@ def problems() -> Iterator[str]:
         for precision in ("tf32x3", "tf32", "ieee"):
             for band in ("", ",band=:0"):
                 yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},fp32{band},{precision})"
+        yield f"attention(q=2x512x8x{head_dim},kv=512x8x{head_dim},fp32,band=:0,tf32x3)"  # small: other products
     for dims in ((80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
         for dtype in ("bf16", "fp32"):
             tail = ",tf32x3" if dtype == "fp32" else ""

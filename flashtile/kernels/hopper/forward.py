@@ -25,7 +25,7 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.work import Size, assign, turns, walk
+from flashtile.kernels.hopper.work import Size, assign, turns, walk, within
 from flashtile.kernels.lib.exponential import LN2, LOG2E
 from flashtile.kernels.lib.score import logits
 from flashtile.spec.score import Position
@@ -129,7 +129,7 @@ def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr
         loaded = walk(tile * T.block_q, T.block_q, size, T)
         seen = loaded
         if T.skips:
-            seen = walk(at.row, T.rows, size, T)
+            seen = within(walk(at.row, T.rows, size, T), loaded.end)
             for _ in range(loaded.end - seen.end):
                 skip(mem, use, GROUP, T)
                 use += 1

@@ -79,3 +79,14 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     low = gl.minimum(gl.cdiv(full_lo, BLOCK_K), end - 1)
     high = gl.minimum(gl.maximum(full_hi // BLOCK_K, low), end - 1)
     return Walk(first, low, high, end)
+
+
+@gluon.jit
+def within(visits, end):
+    """The same walk without the tiles from `end` on: queries that see nothing visit none that their block does not load."""
+    return Walk(
+        gl.minimum(visits.first, end - 1),
+        gl.minimum(visits.low, end - 1),
+        gl.minimum(visits.high, end - 1),
+        gl.minimum(visits.end, end),
+    )

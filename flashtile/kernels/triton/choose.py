@@ -74,7 +74,10 @@ FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     },
 }
 # Products of own parts hold two sums at once: 32 x 64 would spill 3 KB in the pass over keys, and take 7.0 ms, not 6.3.
-PARTS: dict[tuple[Pass, int], tuple[Launch, ...]] = {("keys", 128): (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8))}
+PARTS: dict[tuple[Pass, int], tuple[Launch, ...]] = {
+    ("keys", 128): (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    ("queries", 128): (Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+}
 # Without tensor cores ("ieee") every product is unrolled into scalar multiply-adds: only small tiles compile in time.
 IEEE: dict[int, tuple[Launch, ...]] = {
     64: (Launch(32, 32, 4, 1, 8),),
@@ -107,8 +110,10 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     else:
         own = PARTS.get((which, width)) if parts else None
         rules = own or (IEEE[width] if problem.precision == "ieee" else FP32[which][width])
-    if (problem.score or device.kind == "hip") and len(rules) > 1:
-        rules = rules[1:]  # modifiers need registers, and CDNA has fewer per accumulator: the widest tiles would spill
+    if (problem.score or device.kind == "hip" or (parts and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma the parts wait in registers: the
+        # widest tiles would spill.
+        rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
         rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]

@@ -1,0 +1,120 @@
+"""Runs Hopper plans in the emulator and prints, as JSON, how far their results are from float64's.
+
+python -m tests.hopper.emulated CASE ...
+
+A case is JSON: {"problem": its spelling, "pass": "forward" or "backward", "dlse": whether lse has a gradient, "launch":
+fields of the tile that is not the chosen one}. A line is {"errors": {name: largest error / largest element}}, or
+{"failure": ...} where the run ended early.
+"""
+
+# ruff: noqa: E402 (kernels are imported once the emulator stands under them)
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.hopper.emulator import install
+
+install()
+
+from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.hopper.choose import choose_forward
+from flashtile.kernels.hopper.tile_backward import choose_backward
+from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import shapes
+from flashtile.plan.call import Plan
+from flashtile.plan.device import H100
+from flashtile.reference.attention import attention_reference
+from flashtile.spec.attention import AttentionProblem
+from flashtile.torch.run import TORCH_DTYPES, Bound
+
+Tensors = dict[str, torch.Tensor]
+
+
+def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
+    """The plan that the case names."""
+    overrides = case.get("launch", {})
+    if case["pass"] == "forward":
+        return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
+    launch = replace(choose_backward(problem), **overrides)
+    return BACKEND.backward(problem, H100, Gradients(dlse=case.get("dlse", False)), "fused", launch)
+
+
+def draw(problem: AttentionProblem) -> Tensors:
+    """Random tensors under the names of a plan's inputs."""
+    torch.manual_seed(0)
+    size, dtype = shapes(problem), TORCH_DTYPES[problem.dtype.value]
+    made = {name: torch.randn(size[name]).to(dtype) for name in "qkv"}
+    made["dout"], made["dlse"] = torch.randn(size["out"]).to(dtype), torch.randn(size["lse"])
+    for i, spec in enumerate(problem.score):
+        for j, tensor in enumerate(spec.tensors):
+            made[f"score.{i}.{j}"] = torch.rand(tensor.shape) / 4
+    return made
+
+
+def expect(problem: AttentionProblem, tensors: Tensors, dlse: bool) -> Tensors:
+    """out, lse and the gradients in float64."""
+    inputs = [tensors[name].double().requires_grad_() for name in "qkv"]
+    score = [
+        spec.kind(*spec.scalars, *(tensors[f"score.{i}.{j}"] for j in range(len(spec.tensors))))
+        for i, spec in enumerate(problem.score)
+    ]
+    out, lse = attention_reference(*inputs, mask=problem.mask, score=score, scale=problem.scale)
+    outputs, arriving = [out], [tensors["dout"].double()]
+    if dlse:
+        outputs, arriving = [out, lse], [*arriving, tensors["dlse"].double()]
+    dq, dk, dv = torch.autograd.grad(outputs, inputs, arriving)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def poisoned(shape: Any, strides: Any, **options: Any) -> torch.Tensor:
+    """Uninitialised memory that shows in every result."""
+    made = EMPTY_STRIDED(shape, strides, **options)
+    return made.fill_(float("nan") if made.is_floating_point() else -9)
+
+
+EMPTY_STRIDED = torch.empty_strided
+
+
+def assess(case: dict[str, Any]) -> dict[str, Any]:
+    """The errors of a case's results."""
+    problem = AttentionProblem.parse(case["problem"])
+    tensors = draw(problem)
+    exact = expect(problem, tensors, case.get("dlse", False))
+    tensors["out"], tensors["lse"] = exact["out"].to(tensors["q"].dtype).contiguous(), exact["lse"].float().contiguous()
+    plan = plan_of(case, problem)
+    inputs = {buffer.name: tensors[buffer.name] for buffer in plan.named("input")}
+    with patch.object(torch, "empty_strided", poisoned):
+        results = Bound(plan, inputs, torch.device("cpu")).run(inputs)
+    return {buffer.name: error(results[buffer.name], exact[buffer.name]) for buffer in plan.named("output")}
+
+
+def error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error in units of the largest element; where nothing is seen, lse must be -inf. NaN is infinitely wrong."""
+    unseen = exact == -torch.inf
+    if not torch.equal(result == -torch.inf, unseen):
+        return float("inf")
+    if unseen.all():
+        return 0.0
+    off, size = (result.double() - exact)[~unseen].abs(), exact[~unseen].abs()
+    return float((off.max() / size.max().clamp(min=torch.finfo(torch.float16).tiny)).nan_to_num(nan=float("inf")))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for text in sys.argv[1:]:
+        try:
+            found = {"errors": assess(json.loads(text))}
+        except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
+            found = {"failure": f"{type(problem).__name__}: {problem}"}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

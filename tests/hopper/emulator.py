@@ -1,0 +1,219 @@
+"""Runs the Hopper kernels' sources as plain Python on the CPU, launched by the executor that launches them on a GPU.
+
+`install` puts `language` and the words below under the kernels before they are imported, for the whole process: a process
+that emulates does nothing else. Found are wrong indices, masks, phases and turns, deadlocks, tiles let go of too early,
+missing waits and fences, and wrong arguments of a plan. Not found is what layouts, registers and the compiler do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.hopper import language
+from tests.hopper.machine import Barrier, Block, Memory, NamedBarrier, Product, here
+
+REPORTS = 4  # warps of a role: each reports to a lock (flashtile/kernels/hopper/order.py)
+_DICE = random.Random(0)
+
+
+class Kernel:
+    """What `@jit` makes of a function: other kernels call it, the executor launches it with a grid."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.fn, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+            assert grid[1:] == (1, 1)
+            for index in range(grid[0]):
+                given = [argument(a) for a in args]
+                Block(index, grid[0], _DICE).run(lambda given=given: self.fn(*given, **constants))
+
+        return launch
+
+
+class Described:
+    """A tensor behind a descriptor."""
+
+    layout = None
+
+    def __init__(self, descriptor: Any):
+        base = descriptor.base
+        self.tensor = base.as_strided(descriptor.shape, descriptor.strides, base.storage_offset())
+        self.shape = [language.to_tensor(n) for n in descriptor.shape]
+        self.block, self.dtype = descriptor.block_shape, base.dtype
+        self.block_type = SimpleNamespace(nbytes=torch.Size(self.block).numel() * base.element_size())
+
+    def overlap(self, coordinates: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a block at these coordinates and the tensor meet: (in the tensor, in the block)."""
+        assert len(coordinates) == len(self.block) == self.tensor.dim()
+        outside, inside = [], []
+        for start, size, length in zip((int(c) for c in coordinates), self.tensor.shape, self.block, strict=True):
+            low, high = max(start, 0), max(min(start + length, size), max(start, 0))
+            outside.append(slice(low, high))
+            inside.append(slice(low - start, high - start))
+        return tuple(outside), tuple(inside)
+
+
+def argument(value: Any) -> Any:
+    """A launch's argument as the kernel sees it: addresses and integers become pointers and scalars."""
+    if isinstance(value, tuple):
+        return tuple(argument(v) for v in value)
+    if isinstance(value, torch.Tensor):
+        count = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
+        return language.Pointer(value.as_strided((count,), (1,), value.storage_offset()))
+    if hasattr(value, "block_shape"):
+        return Described(value)
+    return language.to_tensor(value) if isinstance(value, int) else value
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    return Kernel(function) if function is not None else Kernel
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+class mbarrier:  # noqa: N801 (as Gluon spells it)
+    """Gluon's words for barriers."""
+
+    MBarrierLayout = language.Layout
+
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.init(count)
+
+    @staticmethod
+    def expect(barrier: Barrier, nbytes: int) -> None:
+        barrier.arrive(1, nbytes)
+
+    @staticmethod
+    def arrive(barrier: Barrier, count: int) -> None:
+        barrier.arrive(count)
+
+    @staticmethod
+    def wait(barrier: Barrier, parity: Any) -> None:
+        barrier.wait(int(parity))
+
+
+def fence_async_shared() -> None:
+    here().unfenced.clear()
+
+
+def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
+    """The barrier, and which of its openings this arrival belongs to."""
+    barrier = here().block.named.setdefault(number, NamedBarrier())
+    return barrier, barrier.arrive(threads)
+
+
+def named_wait(number: int, threads: int) -> None:
+    barrier, opening = named_arrive(number, threads)
+    here().block.wait(lambda: barrier.opened > opening, f"named barrier {number}")
+
+
+def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: Memory) -> None:
+    outside, inside = source.overlap(coordinates)
+    target = tile.tensor.view(source.block)
+    target.fill_(float("nan"))
+
+    def fill() -> None:
+        target.zero_()
+        target[inside] = source.tensor[outside]
+
+    barrier.copies.append((source.block_type.nbytes, fill))
+    here().block.pause()
+
+
+def tma_store(target: Described, coordinates: list[Any], tile: Memory) -> None:
+    outside, inside = target.overlap(coordinates)
+    source = tile.tensor.view(target.block)
+    tile.check_fenced()
+
+    def write() -> None:
+        target.tensor[outside] = source[inside]
+
+    here().stores.append(write)
+
+
+def store_wait(pendings: int) -> None:
+    stores = here().stores
+    while len(stores) > pendings:
+        stores.pop(0)()
+
+
+def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(a, b, acc, bool(use_acc))
+    here().products.append(product)
+    here().block.pause()
+    return product
+
+
+def warpgroup_mma_wait(pendings: int, deps: list[Any]) -> Any:
+    """The values of deps, once all but the last `pendings` products are done."""
+    products = here().products
+    while len(products) > pendings:
+        products.pop(0).finish()
+    values = [x.value if isinstance(x, Product) else x for x in deps]
+    return tuple(values) if len(values) > 1 else values[0]
+
+
+def await_turn(lock: language.Pointer, turn: Any) -> None:
+    """Blocks run one after another here: who waits for a later one never goes on."""
+    wanted = int(turn) * REPORTS
+    what = f"turn {int(turn)} of lock {int(lock.offset)}"
+    here().block.wait(lambda: int(language.load(lock)) == wanted, what)
+
+
+def report(lock: language.Pointer) -> None:
+    language.store(lock, language.load(lock) + REPORTS)
+    here().block.pause()
+
+
+def install(seed: int = 0) -> None:
+    """Stand in for Triton and Gluon in this process."""
+    assert "flashtile.kernels.lib.mask" not in sys.modules, "kernels were imported before the emulator was installed"
+    from flashtile import _triton
+
+    assert not _triton.INTERPRETED
+    _DICE.seed(seed)
+    replace(_triton, jit=jit, tl=language, constexpr=unchanged, shared=unchanged)
+    from flashtile.kernels.hopper import gluon
+
+    replace(
+        gluon,
+        gl=language,
+        gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
+        aggregate=unchanged,
+        pack=lambda value, dtype: value.to(dtype),
+        **{word.__name__: word for word in WORDS},
+    )
+    from flashtile.kernels.hopper import order
+
+    replace(order, await_turn=await_turn, report=report)
+
+
+WORDS: tuple[Any, ...] = (
+    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_load, tma_store, warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+
+
+def replace(module: Any, **names: Any) -> None:
+    """Set names that a module has."""
+    for name, value in names.items():
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, value)

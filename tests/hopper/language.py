@@ -1,0 +1,180 @@
+"""What kernels call `tl` and `gl`, on PyTorch's CPU tensors: this module stands in for the language itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.hopper.machine import Barriers, Memory, Register, here
+
+float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+int32, int64 = torch.int32, torch.int64
+tensor = shared_memory_descriptor = object  # annotations
+static_range = range
+
+
+class Layout:
+    """Stands for every layout: where elements lie among threads makes no difference here."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    @staticmethod
+    def get_default_for(*args: Any) -> None:
+        return None
+
+
+BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = Layout
+
+
+class Pointer:
+    """An address, or a tile of them: elements from the start of a tensor."""
+
+    class Type:
+        """A pointer's type, which knows that of its element."""
+
+        def __init__(self, element_ty: torch.dtype):
+            self.element_ty = element_ty
+
+    def __init__(self, flat: torch.Tensor, offset: Any = 0):
+        self.flat, self.offset = flat, to_tensor(offset)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.flat, self.offset + offset)
+
+    @property
+    def dtype(self) -> Pointer.Type:
+        return Pointer.Type(self.flat.dtype)
+
+    def places(self, mask: Any = None) -> tuple[torch.Tensor, Any]:
+        """(offsets, mask), of one shape; every offset that is used lies inside the tensor."""
+        offset = plain(self.offset)
+        if mask is not None:
+            offset, mask = torch.broadcast_tensors(offset, plain(to_tensor(mask)))
+        used = offset if mask is None else offset[mask]
+        assert bool(((used >= 0) & (used < len(self.flat))).all()), "an address outside of its tensor"
+        return offset, mask
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(torch.Tensor)
+
+
+def constexpr(value: Any = None) -> Any:
+    return value
+
+
+def to_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value).as_subclass(Register)
+
+
+def cast(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    return to_tensor(value).to(dtype)
+
+
+def program_id(axis: int) -> torch.Tensor:
+    return to_tensor(here().block.index)
+
+
+def num_programs(axis: int) -> torch.Tensor:
+    return to_tensor(here().block.count)
+
+
+def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    offset, mask = pointer.places(mask)
+    if mask is None:
+        return pointer.flat[offset].as_subclass(Register)
+    result = torch.full(offset.shape, other, dtype=pointer.flat.dtype)
+    result[mask] = pointer.flat[offset[mask]]
+    return result.as_subclass(Register)
+
+
+def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+    offset, mask = pointer.places(mask)
+    value = plain(value).to(pointer.flat.dtype).broadcast_to(offset.shape)
+    if mask is None:
+        pointer.flat[offset] = value
+    else:
+        pointer.flat[offset[mask]] = value[mask]
+
+
+def atomic_add(pointer: Pointer, value: torch.Tensor, sem: str = "") -> None:
+    offset, _ = pointer.places()
+    pointer.flat.index_add_(0, offset.reshape(-1), plain(value).reshape(-1))
+
+
+def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object = None) -> Memory | Barriers:
+    """Barriers where 64-bit integers are asked for."""
+    if dtype == int64:
+        return Barriers(shape[0])
+    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[int]) -> None:
+    assert len(parts) - 1 == len(num_warps) == len(num_registers)
+    here().block.specialise(parts)
+
+
+def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **options: Any) -> Any:
+    assert asm == "mov.b32 $0, $1;", f"the emulator does not know {asm}"
+    return args[0]
+
+
+def arange(start: int, end: int, layout: object = None) -> torch.Tensor:
+    return torch.arange(start, end).as_subclass(Register)
+
+
+def full(shape: list[int], value: float, dtype: torch.dtype, layout: object = None) -> torch.Tensor:
+    return torch.full(shape, value, dtype=dtype).as_subclass(Register)
+
+
+def zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> torch.Tensor:
+    return full(shape, 0, dtype)
+
+
+def convert_layout(value: torch.Tensor, layout: object, assert_trivial: bool = False) -> torch.Tensor:
+    return value
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    return (a + b - 1) // b
+
+
+def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+    return torch.where(to_tensor(condition), a, b).as_subclass(Register)
+
+
+def minimum(a: Any, b: Any) -> torch.Tensor:
+    return torch.minimum(to_tensor(a), to_tensor(b))
+
+
+def maximum(a: Any, b: Any) -> torch.Tensor:
+    return torch.maximum(to_tensor(a), to_tensor(b))
+
+
+def fma(a: Any, b: Any, c: Any) -> torch.Tensor:
+    return a * b + c
+
+
+def max(value: torch.Tensor, axis: int) -> torch.Tensor:
+    return value.amax(axis)
+
+
+def sum(value: torch.Tensor, axis: int) -> torch.Tensor:
+    return value.sum(axis)
+
+
+def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return torch.broadcast_tensors(a, b)
+
+
+def reshape(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return value.reshape(shape)
+
+
+def permute(value: torch.Tensor, order: Any) -> torch.Tensor:
+    return value.permute(*order)
+
+
+abs, exp2, log2 = torch.abs, torch.exp2, torch.log2

@@ -1,0 +1,296 @@
+"""A Hopper block on the CPU: roles, barriers, shared memory, bulk copies and products, with everything as late as it may be.
+
+Every role is a thread, and one runs at a time: at each barrier, copy and product the first that can goes on, in an order of
+precedence that a seeded die changes now and then. So a run can be repeated, one role may get far ahead of the others, and
+roles that all wait for one another are known to be a deadlock at once. What is asynchronous happens at its extremes here:
+
+- a bulk load destroys its tile when it is issued and fills it when somebody waits for its barrier;
+- a bulk store reads its tile when it is waited for;
+- a product is computed when it is waited for, and its operands must not have changed since it was issued;
+- what registers wrote into shared memory must be fenced before the matrix unit or a bulk store reads it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+WARPGROUP = 128  # threads of a role that arrives at a named barrier
+NEW_ORDER = 0.1  # how often roles get another order of precedence: seldom, so that one may get far ahead of the others
+_CURRENT = threading.local()
+
+
+class Deadlock(Exception):
+    """Every role waits."""
+
+
+class Abandoned(Exception):
+    """Another role of the block has failed."""
+
+
+class Role:
+    """A thread of a block: what it waits for, and what it has under way."""
+
+    def __init__(self, block: Block, name: str):
+        self.block, self.name = block, name
+        self.baton = threading.Semaphore(0)
+        self.ready: Callable[[], bool] = lambda: True
+        self.waits_for = "its start"
+        self.products: list[Product] = []
+        self.stores: list[Callable[[], None]] = []
+        self.unfenced: list[torch.Tensor] = []
+
+    def finish(self) -> None:
+        """A role may leave nothing behind."""
+        assert not self.products, f"{self.name} ends with {len(self.products)} products under way"
+        assert not self.stores, f"{self.name} ends with {len(self.stores)} bulk stores under way"
+
+
+def here() -> Role:
+    """The role that is running."""
+    return _CURRENT.role
+
+
+class Block:
+    """One program of a grid."""
+
+    def __init__(self, index: int, count: int, dice: random.Random):
+        self.index, self.count, self.dice = index, count, dice
+        self.all_roles: list[Role] = []
+        self.running: list[Role] = []
+        self.barriers: list[Barrier] = []
+        self.named: dict[int, NamedBarrier] = {}
+        self.failure: BaseException | None = None
+
+    def run(self, program: Callable[[], None]) -> None:
+        _CURRENT.role = Role(self, "block")
+        program()
+        here().finish()
+        for barrier in self.barriers:
+            assert not barrier.copies, "the block ends with bulk loads that nobody waited for"
+
+    def specialise(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Run (function, arguments) as roles, side by side, to their end."""
+        self.all_roles = [Role(self, f"{function.__name__} {i}") for i, (function, _) in enumerate(parts)]
+        self.running = list(self.all_roles)
+        threads = [
+            threading.Thread(target=self._play, args=(role, *part), daemon=True)
+            for role, part in zip(self.all_roles, parts, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        self._proceed()
+        for thread in threads:
+            thread.join()
+        if self.failure:
+            raise self.failure
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run, and return when `ready` says so."""
+        role = here()
+        assert role in self.running, f"waits for {what} outside of a role"
+        role.ready, role.waits_for = ready, what
+        self._proceed()
+        role.baton.acquire()
+        if self.failure:
+            raise Abandoned
+
+    def pause(self) -> None:
+        """Let others run first, or not. Before roles begin there is nobody to let."""
+        if self.running:
+            self.wait(lambda: True, "its turn")
+
+    def _play(self, role: Role, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        _CURRENT.role = role
+        role.baton.acquire()
+        try:
+            if not self.failure:
+                function(*args)
+                role.finish()
+        except Abandoned:
+            pass
+        except BaseException as error:  # whatever went wrong in a role went wrong in the block
+            self.failure = self.failure or error
+        self.running.remove(role)
+        self._proceed()
+
+    def _proceed(self) -> None:
+        if self.dice.random() < NEW_ORDER:
+            self.dice.shuffle(self.running)
+        able = [role for role in self.running if self.failure or role.ready()]
+        if not able and self.running:
+            waiting = "; ".join(f"{role.name} waits for {role.waits_for}" for role in self.running)
+            self.failure = Deadlock(f"block {self.index} of {self.count}: {waiting}")
+            able = self.running
+        if able:
+            able[0].baton.release()
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all announced bytes are there."""
+
+    def __init__(self) -> None:
+        self.block = here().block
+        self.block.barriers.append(self)
+        self.count = self.missing = self.bytes = self.phase = 0
+        self.copies: list[tuple[int, Callable[[], None]]] = []  # (bytes, what fills the tile)
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, count: int, nbytes: int = 0) -> None:
+        """Arrivals, and bytes that are announced with them."""
+        self.bytes += nbytes
+        self.missing -= count
+        assert self.missing >= 0, "a barrier got more arrivals than it counts"
+        self._turn()
+        self.block.pause()
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of this parity has ended."""
+        self.block.wait(lambda: self._passes(parity), f"a barrier's phase {parity} ({self.missing} of {self.count} missing)")
+        if self.phase == parity:
+            for nbytes, fill in self.copies:
+                fill()
+                self.bytes -= nbytes
+            self.copies.clear()
+            self._turn()
+        assert self.phase != parity
+
+    def _passes(self, parity: int) -> bool:
+        """Whether the phase has ended, or ends when the loads under way arrive."""
+        arriving = sum(nbytes for nbytes, _ in self.copies)
+        return self.phase != parity or (self.missing == 0 and self.bytes == arriving)
+
+    def _turn(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.missing = self.count
+
+
+class Barriers:
+    """Shared memory that holds barriers."""
+
+    def __init__(self, count: int):
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.barriers[int(i)]
+
+
+class NamedBarrier:
+    """A hardware barrier: opens whenever `threads` have arrived."""
+
+    def __init__(self) -> None:
+        self.arrived = self.opened = 0
+
+    def arrive(self, threads: int) -> int:
+        """The opening that this arrival belongs to."""
+        mine = self.opened
+        self.arrived += WARPGROUP
+        if self.arrived == threads:
+            self.arrived, self.opened = 0, self.opened + 1
+        return mine
+
+
+class Memory:
+    """A tile in shared memory, or a view of one."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def index(self, i: Any) -> Memory:
+        assert 0 <= int(i) < len(self.tensor)
+        return Memory(self.tensor[int(i)])
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.tensor.view(shape))
+
+    def permute(self, order: Sequence[int]) -> Memory:
+        return Memory(self.tensor.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return Memory(self.tensor.narrow(dim, start, length))
+
+    def load(self, layout: object = None) -> torch.Tensor:
+        return self.tensor.clone().as_subclass(Register)
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.dtype == self.dtype
+        assert value.shape == self.shape
+        self.tensor.copy_(value)
+        here().unfenced.append(self.tensor)
+
+    def check_fenced(self) -> None:
+        """Before the matrix unit or the bulk copy engine reads: they do not see what registers wrote without a fence."""
+        first, end = _extent(self.tensor)
+        for role in here().block.all_roles:
+            for written in role.unfenced:
+                low, high = _extent(written)
+                assert high <= first or end <= low, f"{here().name} reads what {role.name} wrote and has not fenced"
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first element and behind the last."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+class _Type:
+    layout = None
+
+
+class Register(torch.Tensor):
+    """A tensor in registers: has a `type` with a layout, as kernels ask for it."""
+
+    @property
+    def type(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's is a conversion)
+        return _Type()
+
+
+class Product:
+    """A product of the matrix unit under way."""
+
+    def __init__(self, a: Memory | torch.Tensor, b: Memory, start: Product | torch.Tensor, use_acc: bool):
+        self.start = start if use_acc else None
+        self.operands = a, b
+        self.issued = [_bits(x).clone() for x in self.operands]
+        assert a.dtype == b.dtype
+        assert a.shape[1] == b.shape[0]
+        assert start.shape == (a.shape[0], b.shape[1])
+        for operand in self.operands:
+            if isinstance(operand, Memory):
+                operand.check_fenced()
+        self.shape = start.shape
+        self.result: torch.Tensor | None = None
+
+    def finish(self) -> None:
+        for operand, before in zip(self.operands, self.issued, strict=True):
+            assert torch.equal(_bits(operand), before), "an operand changed while its product was under way"
+        a, b = (x.tensor if isinstance(x, Memory) else x for x in self.operands)
+        self.result = (a.float() @ b.float()).as_subclass(Register)
+        if self.start is not None:
+            self.result = self.result + (self.start.value if isinstance(self.start, Product) else self.start)
+
+    @property
+    def value(self) -> torch.Tensor:
+        assert self.result is not None, "a product is used before it was waited for"
+        return self.result
+
+
+def _bits(operand: Memory | torch.Tensor) -> torch.Tensor:
+    """A 16-bit operand as integers, which compare where NaN does not."""
+    tensor = operand.tensor if isinstance(operand, Memory) else operand
+    return tensor.as_subclass(torch.Tensor).view(torch.int16)

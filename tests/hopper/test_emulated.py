@@ -1,0 +1,115 @@
+"""The Hopper kernels compute what they should, by a run of their sources on the CPU (`emulator`), in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 2e-3  # of the largest element; rounding inputs, probabilities and results to fp16 costs 3e-4 to 6e-4
+
+# batch x seqlen_q x heads_q and seqlen_k x heads_kv, what else the problem says, and whether lse has a gradient
+Sizes = tuple[str, str, str, bool]
+TINY: Sizes = ("1x5x1", "7x1", "", False)
+CAUSAL: Sizes = ("1x200x2", "333x2", ",band=:0", False)
+UNSEEN_QUERIES: Sizes = ("2x333x4", "200x2", ",band=:0", False)
+SHARED_HEADS: Sizes = ("1x257x4", "400x1", "", True)
+WINDOW: Sizes = ("1x300x2", "320x2", ",band=100:30", False)
+LEFT: Sizes = ("1x256x2", "384x1", ",band=64:", True)
+STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
+SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
+MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
+NEGATIVE: Sizes = ("1x130x1", "130x1", ",scale=-0.2", False)
+ALL = (TINY, CAUSAL, UNSEEN_QUERIES, SHARED_HEADS, WINDOW, LEFT, STRIPE, SOFTCAP, MODIFIERS, NEGATIVE)
+FEW = (CAUSAL, SHARED_HEADS, WINDOW, MODIFIERS)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile and what it has to compute. `launch` holds the fields that are not those of the shipped tile."""
+
+    sizes: tuple[Sizes, ...]
+    head_dim: int
+    head_dim_v: int | None = None
+    deterministic: bool = False
+    launch: dict[str, Any] = field(default_factory=dict)
+
+    def cases(self, direction: str) -> Iterator[dict[str, Any]]:
+        """What `emulated` is told to run."""
+        tail = ",deterministic" if self.deterministic else ""
+        for queries, keys, rest, dlse in self.sizes:
+            heads = f"q={queries}x{self.head_dim},kv={keys}x{self.head_dim_v or self.head_dim}"
+            spelling = f"attention({heads},fp16{rest}{tail})"
+            yield {"problem": spelling, "pass": direction, "launch": self.launch, "dlse": dlse}
+
+
+OWN = dict(consumers=2, shares=False)
+SHARES_128 = dict(consumers=2, shares=True, block_q=128)
+FORWARD = {
+    "head_dim64": (
+        Tile(ALL, 64),
+        Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
+    ),
+    "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3))),
+    "wide": (Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256), Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128)),
+}
+BACKWARD = {
+    "head_dim64": (
+        Tile(ALL, 64),
+        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 64, deterministic=True),
+        Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SHARES_128),
+        Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(OWN, stages=3, swizzle=2)),
+    ),
+    "head_dim128": (
+        Tile(ALL, 128),
+        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
+        Tile((CAUSAL, SHARED_HEADS), 128, launch=OWN),
+        Tile((CAUSAL, MODIFIERS), 80, 40),
+    ),
+    "wide": (
+        Tile(ALL, 256),
+        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 256, deterministic=True),
+        Tile(FEW, 192, 128),
+    ),
+}
+
+
+def judge(cases: list[dict[str, Any]]) -> None:
+    """Run cases in one process; all that is wrong in one message."""
+    command = [sys.executable, "-m", "tests.hopper.emulated", *map(json.dumps, cases)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wrong = [
+        f"{case['problem']} {case['launch']}: {result.get('failure') or result['errors']}"
+        for case, result in zip(cases, results, strict=True)
+        if "failure" in result or max(result["errors"].values()) > LIMIT
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("width", FORWARD)
+def test_the_forward_is_exact(width: str) -> None:
+    judge([case for tile in FORWARD[width] for case in tile.cases("forward")])
+
+
+@pytest.mark.parametrize("width", BACKWARD)
+def test_the_backward_is_exact(width: str) -> None:
+    judge([case for tile in BACKWARD[width] for case in tile.cases("backward")])
+
+
+def test_a_warpgroup_without_queries_lets_go_of_its_block_s_keys() -> None:
+    narrow: Sizes = ("1x130x1", "192x1", ",band=10:0", False)
+    blind: Sizes = ("1x130x1", "192x1", ",band=5:-40", False)  # no query sees anything
+    judge([*Tile((narrow, blind), 256).cases("forward"), *Tile((LEFT,), 64, launch=dict(groups=3)).cases("forward")])

@@ -1,0 +1,109 @@
+"""The emulated block notices what a GPU would answer with a hang or with wrong numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.hopper.machine import Barrier, Block, Deadlock, Memory, Product, here
+
+Program = Callable[[], None]
+
+
+def run(*roles: Program, before: Program = lambda: None, seed: int = 0) -> None:
+    """A block that prepares and then runs roles side by side."""
+    block = Block(0, 1, random.Random(seed))
+
+    def program() -> None:
+        before()
+        block.specialise([(role, ()) for role in roles])
+
+    block.run(program)
+
+
+def tile() -> Memory:
+    return Memory(torch.ones(16, 16, dtype=torch.float16))
+
+
+def test_roles_that_wait_for_one_another_are_a_deadlock() -> None:
+    barriers: list[Barrier] = []
+
+    def before() -> None:
+        barriers.extend([Barrier(), Barrier()])
+        for barrier in barriers:
+            barrier.init(1)
+
+    def one() -> None:
+        barriers[0].wait(0)
+        barriers[1].arrive(1)
+
+    def other() -> None:
+        barriers[1].wait(0)
+        barriers[0].arrive(1)
+
+    with pytest.raises(Deadlock, match="one 0 waits for a barrier's phase 0"):
+        run(one, other, before=before)
+
+
+def test_an_operand_that_changes_under_its_product_is_noticed() -> None:
+    shared = tile()
+
+    def multiply() -> None:
+        product = Product(shared, shared, torch.zeros(16, 16), True)
+        here().block.pause()
+        product.finish()
+
+    def overwrite() -> None:
+        shared.store(torch.zeros(16, 16, dtype=torch.float16))
+
+    def attempt(seed: int) -> bool:
+        shared.tensor.fill_(1.0)
+        try:
+            run(multiply, overwrite, seed=seed)
+        except AssertionError as error:
+            return "changed while" in str(error)
+        return False
+
+    assert any(attempt(seed) for seed in range(40))
+
+
+def test_a_product_must_be_waited_for() -> None:
+    product = Product.__new__(Product)
+    product.result = None
+    with pytest.raises(AssertionError, match="before it was waited for"):
+        _ = product.value
+
+
+def test_writes_must_be_fenced() -> None:
+    def role(fenced: bool) -> None:
+        shared = tile()
+        shared.store(torch.zeros(16, 16, dtype=torch.float16))
+        if fenced:
+            here().unfenced.clear()
+        Product(shared, shared, torch.zeros(16, 16), True).finish()
+
+    run(lambda: role(True))
+    with pytest.raises(AssertionError, match="has not fenced"):
+        run(lambda: role(False))
+
+
+def test_a_load_arrives_when_it_is_waited_for_and_not_before() -> None:
+    target, seen = torch.zeros(4), []
+
+    def fill() -> None:
+        target.fill_(7.0)
+
+    def role() -> None:
+        barrier = Barrier()
+        barrier.init(1)
+        barrier.arrive(1, 16)
+        barrier.copies.append((16, fill))
+        seen.append(target.sum().item())
+        barrier.wait(0)
+        seen.append(target.sum().item())
+
+    run(role)
+    assert seen == [0.0, 28.0]
