@@ -72,9 +72,7 @@ class Bound:
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
         self.staged = [
-            (name, staged_strides(inputs[name].shape, inputs[name].element_size()))
-            for name in sorted(plan.described & inputs.keys())
-            if not _addressable(inputs[name])
+            (name, staged_strides(inputs[name].shape, inputs[name].element_size())) for name in staged_inputs(plan, inputs)
         ]
         self.strides.update(self.staged)
         returned = {name for call in plan.calls if isinstance(call, HostCall) for name in call.outputs}
@@ -113,13 +111,10 @@ def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], 
     return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, plan, strides, device)
 
 
-def _addressable(tensor: torch.Tensor) -> bool:
-    return addressable(tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr())
-
-
 def staged_inputs(plan: Plan, inputs: dict[str, torch.Tensor]) -> list[str]:
     """Inputs that a run copies first, because the bulk copy engine cannot address them where they lie."""
-    return [name for name in sorted(plan.described & inputs.keys()) if not _addressable(inputs[name])]
+    described = {name: inputs[name] for name in sorted(plan.described & inputs.keys())}
+    return [n for n, t in described.items() if not addressable(t.shape, t.stride(), t.element_size(), t.data_ptr())]
 
 
 class HostStep:

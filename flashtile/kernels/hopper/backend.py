@@ -7,7 +7,6 @@ from functools import cache
 from flashtile import _triton
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
 from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
-from flashtile.kernels.hopper.tile_backward import MAX_HEAD_DIM as MAX_BACKWARD
 from flashtile.kernels.hopper.tile_backward import (
     BackwardLaunch,
     backward_blocks,
@@ -67,8 +66,6 @@ class HopperBackend:
         reasons = ["the backward compiles, but has not been proven on a GPU yet"]
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
-        if max(p.head_dim, p.head_dim_v) > MAX_BACKWARD:
-            reasons.append(f"head dims are {p.head_dim} and {p.head_dim_v}; the backward supports up to {MAX_BACKWARD}")
         if unseen(p):
             reasons.append("some query or key sees nothing; the backward would spread a NaN that lies there")
         for spec in p.score:

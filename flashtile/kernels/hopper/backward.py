@@ -14,9 +14,8 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.order import await_turn, report
-from flashtile.kernels.hopper.rows import padded_rows
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import Sizes, assign
+from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, row_offset
 from flashtile.kernels.lib.score import locate, probabilities

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton.experimental.gluon
-from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 
 try:
@@ -29,15 +27,9 @@ warpgroup_mma_wait: Any = hopper.warpgroup_mma_wait
 store_wait: Any = tma.store_wait
 
 if hasattr(tma, "async_load"):  # 3.9 renamed them; the old names remain and raise
-    tma_load, tma_store, tma_reduce_add = tma.async_load, tma.async_store, tma.async_atomic_add
+    tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
-
-    @builtin
-    def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-        """Add a shared-memory tile to global memory; awaited as a store is. 3.6 has the operation but no word for it."""
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.constexpr_function
@@ -73,5 +65,5 @@ def pack(x, DTYPE: gl.constexpr):
 
 __all__ = [
     "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "store_wait",
-    "tma_load", "tma_reduce_add", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
+from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import assign
+from flashtile.kernels.lib.grid import assign, padded_rows
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
-
-ROWS = constexpr(128)  # rows and dq's sum are padded to this many queries: a multiple of every block_q
-
-
-@jit
-def padded_rows(seqlen_q):
-    return tl.cdiv(seqlen_q, ROWS) * ROWS
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)

@@ -81,11 +81,16 @@ class ForwardTile:
         return self.left or self.right or self.pads_keys
 
 
+def columns_of(head_dim: int) -> int:
+    """Columns of a tile: a power of two, 64 at least; what lies beyond head_dim is zero."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
 def cut(head_dim: int) -> tuple[int, int]:
     """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256."""
     if 128 < head_dim <= 192:
         return 64, 3
-    return max(64, 1 << (head_dim - 1).bit_length()), 1
+    return columns_of(head_dim), 1
 
 
 def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> ForwardTile:
@@ -144,9 +149,3 @@ def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> in
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
     return tiles * problem.dtype.size_bytes + 1024
-
-
-def forward_registers(problem: AttentionProblem, launch: ForwardLaunch) -> int:
-    """Registers per consumer thread for out, scores and probabilities alone; what the rest needs is some 40."""
-    columns, parts = cut(problem.head_dim_v)
-    return (GROUP_ROWS * columns * parts + launch.block_k * GROUP_ROWS * 3 // 2) // WARPGROUP

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from flashtile.kernels.hopper.tile import GROUP_ROWS, has_unseen_keys
+from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
 from flashtile.spec.attention import AttentionProblem
 
-MAX_HEAD_DIM = 256  # dk and dv of 64 keys fill two consumers' registers (`halves`)
-PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `rows.ROWS` says
+PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,6 @@ BACKWARD = {
     128: BackwardLaunch(),
     256: BackwardLaunch(shares=False, halves=True),
 }
-
-
-def columns_of(head_dim: int) -> int:
-    """Columns of a tile: a power of two; what lies beyond head_dim is zero."""
-    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def choose_backward(problem: AttentionProblem) -> BackwardLaunch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile._triton import jit, tl
+from flashtile._triton import constexpr, jit, tl
 
 
 class Sizes(NamedTuple):
@@ -14,6 +14,15 @@ class Sizes(NamedTuple):
     k: tl.tensor  # seqlen_k
     heads: tl.tensor  # heads_q
     group: tl.tensor  # query heads per key/value head
+
+
+ROWS = constexpr(128)  # what a backward keeps of each query is padded to whole tiles: a multiple of every block_q
+
+
+@jit
+def padded_rows(seqlen_q):
+    """Queries of a head, padded."""
+    return tl.cdiv(seqlen_q, ROWS) * ROWS
 
 
 @jit

@@ -7,15 +7,13 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 
 from __future__ import annotations
 
-from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
+from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import Sizes, assign
+from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
 from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
-
-ROWS = constexpr(128)  # `rows` is padded to this many queries: a multiple of every block_q
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -64,11 +62,6 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
             level *= LOG2E
         tl.store(rows + 2 * index, level)
         tl.store(rows + 2 * index + 1, delta)
-
-
-@jit
-def padded_rows(seqlen_q):
-    return tl.cdiv(seqlen_q, ROWS) * ROWS
 
 
 @jit
