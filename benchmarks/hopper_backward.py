@@ -60,24 +60,23 @@ class Variant:
         return BACKEND.backward(problem, device, Gradients(dlse=dlse), "fused", self.launch)
 
 
-SHARES = BackwardLaunch()
-OWN_2 = BackwardLaunch(shares=False)
 OWN_3 = BackwardLaunch(consumers=3, shares=False)
+WIDE = BackwardLaunch(block_q=128)
 HALVES = BackwardLaunch(shares=False, halves=True)
 VARIANTS = {
+    "64-shares": Variant(64, BackwardLaunch()),
+    "64-128q": Variant(64, WIDE),
+    "64-128q-swizzle1": Variant(64, replace(WIDE, swizzle=1)),
+    "64-128q-deterministic": Variant(64, WIDE, True),
+    "64-128q-deterministic-swizzle8": Variant(64, replace(WIDE, swizzle=8), True),
     "64-own3": Variant(64, OWN_3),
-    "64-own3-stages4": Variant(64, replace(OWN_3, stages=4, stages_dout=4)),
-    "64-own3-deterministic": Variant(64, OWN_3, True),
-    "64-own2": Variant(64, OWN_2),
-    "64-shares": Variant(64, SHARES),
-    "64-shares-128-queries": Variant(64, replace(SHARES, block_q=128)),
-    "128-shares": Variant(128, SHARES),
-    "128-shares-stages3": Variant(128, replace(SHARES, stages=3)),
-    "128-shares-swizzle4": Variant(128, replace(SHARES, swizzle=4)),
-    "128-shares-deterministic": Variant(128, SHARES, True),
-    "128-own": Variant(128, OWN_2),
+    "128-stages2": Variant(128, BackwardLaunch()),
+    "128-stages3": Variant(128, BackwardLaunch(stages=3)),
+    "128-stages3-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16)),
+    "128-deterministic": Variant(128, BackwardLaunch(stages=3), True),
+    "128-deterministic-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16), True),
     "256-halves": Variant(256, HALVES),
-    "256-halves-swizzle4": Variant(256, replace(HALVES, swizzle=4)),
+    "256-halves-swizzle16": Variant(256, replace(HALVES, swizzle=16)),
     "256-halves-deterministic": Variant(256, HALVES, True),
 }
 

@@ -53,8 +53,8 @@ class Tile:
             yield {"problem": spelling, "pass": direction, "launch": self.launch, "dlse": dlse}
 
 
-OWN = dict(consumers=2, shares=False)
-SHARES_128 = dict(consumers=2, shares=True, block_q=128)
+OWN = dict(consumers=2, shares=False, block_q=64)
+SHARES_64 = dict(block_q=64)
 FORWARD = {
     "head_dim64": (
         Tile(ALL, 64),
@@ -67,7 +67,7 @@ BACKWARD = {
     "head_dim64": (
         Tile(ALL, 64),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 64, deterministic=True),
-        Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SHARES_128),
+        Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SHARES_64),
         Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(OWN, stages=3, swizzle=2)),
     ),
     "head_dim128": (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
@@ -21,7 +22,7 @@ class BackwardLaunch:
     stages_dout: int = 2
     shares: bool = True  # two consumers share ds through shared memory, and each makes a half of dq
     halves: bool = False  # two consumers share 64 keys, and each has half of the columns of dk and dv
-    swizzle: int = 1  # heads that go together, for the L2 cache
+    swizzle: int = 4  # heads that go together, for the L2 cache
 
     @property
     def block_k(self) -> int:
@@ -75,6 +76,11 @@ class BackwardTile:
         return self.shares or self.halves
 
     @property
+    def copies_dq(self) -> bool:
+        """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
+        return not self.halves
+
+    @property
     def columns_dq(self) -> int:
         """Columns of a part of dq."""
         return self.columns // 2 if self.splits and self.block_q == 64 else self.columns
@@ -87,14 +93,18 @@ class BackwardTile:
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
 BACKWARD = {
-    64: BackwardLaunch(consumers=3, shares=False),
-    128: BackwardLaunch(),
+    64: BackwardLaunch(block_q=128),
+    128: BackwardLaunch(stages=3),
     256: BackwardLaunch(shares=False, halves=True),
 }
 
 
-def choose_backward(problem: AttentionProblem) -> BackwardLaunch:
-    return BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
+    launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+    if not problem.deterministic:
+        return launch
+    # as many heads at a time as fill the device: then blocks end in the order in which the next ones have to begin
+    return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)))
 
 
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> BackwardTile:
