@@ -282,7 +282,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     if not T.folds:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -367,7 +367,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]

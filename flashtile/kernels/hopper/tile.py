@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -22,6 +23,7 @@ class ForwardLaunch:
     resident: bool = False  # as many blocks as SMs, each computing several tiles
     turns: bool = True  # warpgroups take turns: one multiplies while another exponentiates
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
+    early_curve: bool = True  # a modifier's curve is evaluated before the wait for the product with the values
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
 
@@ -55,13 +57,16 @@ class ForwardTile:
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
-    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
     turns: bool
     split_max: bool
+    early_curve: bool
     staged: bool
     loader_warps: int
     loader_registers: int
@@ -93,7 +98,7 @@ def cut(head_dim: int) -> tuple[int, int]:
     return columns_of(head_dim), 1
 
 
-def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> ForwardTile:
+def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
@@ -111,13 +116,16 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> Forwa
         right=band.right is not None,
         pads_keys=p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
-        prescale=bool(p.score) or p.scale_value <= 0,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and band.right is not None,
         skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
+        early_curve=launch.early_curve and form.curved,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),
         loader_warps=launch.loader_warps,
         loader_registers=24,

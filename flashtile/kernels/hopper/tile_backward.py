@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
@@ -53,7 +54,10 @@ class BackwardTile:
     left: bool  # the band is bounded on the left
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
-    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
+    modified: bool  # any of these: probabilities are formed as by the portable kernels
     shares: bool  # two consumers share ds through shared memory, and each makes a half of dq
     folds: bool  # the matrix unit adds level and delta
     deterministic: bool
@@ -97,10 +101,10 @@ def choose_backward(problem: AttentionProblem) -> BackwardLaunch:
     return BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
 
 
-def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> BackwardTile:
+def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    prescale = bool(p.score) or p.scale_value <= 0
+    modified = form.prescale or form.curved or form.adds > 0
     return BackwardTile(
         block_q=launch.block_q,
         consumers=launch.consumers,
@@ -114,9 +118,12 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> Bac
         left=band.left is not None,
         right=band.right is not None,
         pads_keys=p.seqlen_k % launch.block_k != 0,
-        prescale=prescale,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
+        modified=modified,
         shares=launch.shares,
-        folds=not prescale,
+        folds=not modified,
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         halves=launch.halves,
