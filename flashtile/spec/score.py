@@ -45,7 +45,7 @@ class Curve:
     """A modifier that makes width * function(score / width) of a score, function rising everywhere. All are `@jit` functions.
 
     `width(args)`: a positive scalar. `derivative(y)`: function's derivative where its value is y. `approximate`: as
-    `function`, on NVIDIA's GPUs, to 2^-11: for bf16, whose own rounding is coarser, where the caller does not see lse.
+    `function`, on NVIDIA's GPUs, to 2^-11, which rounding scores to 16 bits costs too: used where the caller does not see lse.
     """
 
     function: Callable[..., Any]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.score import Form, chain, form_of
-from flashtile.plan.device import H100
+from flashtile.plan.device import H100, MI300X
 from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward
 from flashtile.spec.attention import AttentionProblem
 
@@ -46,5 +49,8 @@ def test_gradients_of_captured_tensors_need_scaled_scores() -> None:
 def test_the_functions_of_a_form() -> None:
     p, curve = problem("fp16,score=softcap(2.0)"), Softcap.curve
     assert curve is not None
-    assert chain(p, H100, form_of(p)) == (curve.function, curve.derivative, curve.width)
+    coarse = curve.function if INTERPRETED else curve.approximate
+    assert chain(p, H100, form_of(p)) == (coarse, curve.derivative, curve.width)
+    assert chain(replace(p, returns_lse=True), H100, form_of(p)) == (curve.function, curve.derivative, curve.width)
+    assert chain(p, MI300X, form_of(p))[0] is curve.function
     assert chain(p, H100, ONE_BY_ONE) == (softcap_forward, softcap_backward)

@@ -52,7 +52,7 @@ def chain(p: AttentionProblem, device: Device, form: Form) -> JitTuple:
     if form.curved:
         curve = p.score[-1].kind.curve
         assert curve is not None
-        coarse = p.dtype is DType.BF16 and not p.returns_lse and device.kind == "cuda" and not INTERPRETED
+        coarse = not p.returns_lse and device.kind == "cuda" and not INTERPRETED
         functions += [(coarse and curve.approximate) or curve.function, curve.derivative, curve.width]
     return JitTuple(functions)
 
