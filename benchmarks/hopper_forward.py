@@ -86,6 +86,9 @@ def _rows() -> Iterator[tuple[str, Row]]:
         base = f"plain-128-{mask}"
         yield f"gqa-8-{mask}", Row(sizes, 128, f"bf16{tail}", base, heads_kv=2)
         yield f"head_dim-96-{mask}", Row(sizes, 96, f"bf16{tail}", base)
+        for stages in (2, 3):
+            thirds = dict(thirds=True, stages=stages)
+            yield f"head_dim-96-{mask}-thirds-{stages}", Row(sizes, 96, f"bf16{tail}", base, launch=thirds)
         yield f"head_dim-192-128-{mask}", Row(sizes, 192, f"bf16{tail}", base, head_dim_v=128)
     yield "softcap-128-fp16", Row(sizes, 128, f"fp16{SOFTCAP}", "plain-128-full")
     yield "softcap-128-with-lse", Row(sizes, 128, f"bf16{SOFTCAP}", "plain-128-full", returns_lse=True)

@@ -61,6 +61,10 @@ FORWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
     ),
     "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3))),
+    "thirds": (
+        Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96, launch=dict(thirds=True)),
+        Tile((CAUSAL,), 80, 40, launch=dict(thirds=True)),
+    ),
     "wide": (Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256), Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128)),
 }
 BACKWARD = {

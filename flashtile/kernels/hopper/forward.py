@@ -187,7 +187,7 @@ def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: g
     score, keep = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
     top = gl.max(score, 1)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    shift = pivot(top, scale, score_args, T.masked, T, SCORE)
+    shift = pivot(bent(top, scale, score_args, T, SCORE), factor, T.masked, T)
     p = gl.exp2(bent(score, scale, score_args, T, SCORE) * factor - shift[:, None])
     if T.curved and T.masked:  # a curve makes something of -inf
         p = gl.where(keep, p, 0.0)
@@ -215,7 +215,7 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     top = gl.maximum(rows.top, row_max(score, T))
     score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    shift = pivot(top, scale, score_args, MASKED, T, SCORE)
+    shift = pivot(bent(top, scale, score_args, T, SCORE), factor, MASKED, T)
     decay = gl.exp2(bent(rows.top, scale, score_args, T, SCORE) * factor - shift)
     if T.early_curve:
         mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
@@ -238,7 +238,8 @@ def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args,
     COLUMNS: gl.constexpr = T.columns_v
     total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
     safe = gl.where(total == 0.0, 1.0, total)
-    lse = bent(rows.top, scale, score_args, T, SCORE) * unit(scale, score_args, T, SCORE) + gl.log2(safe) * LN2
+    factor = unit(scale, score_args, T, SCORE) * LOG2E
+    lse = (bent(rows.top, scale, score_args, T, SCORE) * factor + gl.log2(safe)) * LN2
     if T.curved:
         lse = gl.where(total == 0.0, float("-inf"), lse)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
@@ -438,9 +439,9 @@ def weigh(p, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def pivot(top, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     """The exponent to subtract; finite for a row that has seen nothing so far (what a curve makes of -inf is)."""
-    shift = bent(top, scale, score_args, T, SCORE) * (unit(scale, score_args, T, SCORE) * LOG2E)
+    shift = top * factor
     if (MASKED or T.prescale) and not T.curved:
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
