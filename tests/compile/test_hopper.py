@@ -26,7 +26,7 @@ SOFTCAP, ALIBI = ",score=softcap(30.0)", ",score=alibi(4x16:fp32)"
 TUNED = {
     (64, ""): 407, (64, ",band=:0"): 410, (128, ""): 448, (128, ",band=:0"): 465,
     (192, ""): 405, (192, ",band=:0"): 401, (256, ""): 404, (256, ",band=:0"): 414,
-    (64, SOFTCAP): 544, (128, SOFTCAP): 585, (128, f",band=:0{SOFTCAP}"): 602, (64, ALIBI): 541, (128, ALIBI): 583,
+    (64, SOFTCAP): 544, (128, SOFTCAP): 585, (128, f",band=:0{SOFTCAP}"): 600, (64, ALIBI): 541, (128, ALIBI): 583,
 }  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def test_the_code_is_as_tuned(which: tuple[int, str]) -> None:
         # The wait for the values' product stands before most exponentials: rescaling, sums and packing hide under them.
         late = [place for place in loop["exponentials"] if place > max(loop["waits"])]
         assert 2 * len(late) > len(loop["exponentials"])
-        # A curve is evaluated before it, while the values are being added; two more per thread are of row maxima.
-        assert len(loop["curves"]) == (68 if SOFTCAP in which[1] else 0)
+        # A curve is evaluated before it, while the values are being added; two of them are of row maxima.
+        assert len(loop["curves"]) == (66 if SOFTCAP in which[1] else 0)
         assert all(place < max(loop["waits"]) for place in loop["curves"])
 
 

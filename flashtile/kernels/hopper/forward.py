@@ -67,7 +67,7 @@ class Rows(NamedTuple):
 
     acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added
-    top: gl.tensor  # maximum score
+    top: gl.tensor  # maximum score, in units of `unit`
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
 
 
@@ -184,13 +184,13 @@ def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: g
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
-    score, keep = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
     top = gl.max(score, 1)
+    if not T.masked:
+        top = bent(top, scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    shift = pivot(bent(top, scale, score_args, T, SCORE), factor, T.masked, T)
-    p = gl.exp2(bent(score, scale, score_args, T, SCORE) * factor - shift[:, None])
-    if T.curved and T.masked:  # a curve makes something of -inf
-        p = gl.where(keep, p, 0.0)
+    p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     return Rows(empty(T), weigh(p, mem, T), top, lane_sums(p, T))
 
 
@@ -211,19 +211,20 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
-    score, keep = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
-    top = gl.maximum(rows.top, row_max(score, T))
-    score = bent(score, scale, score_args, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
+    top = row_max(score, T)
+    if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
+        top = bent(top, scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
+    top = gl.maximum(rows.top, top)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    shift = pivot(bent(top, scale, score_args, T, SCORE), factor, MASKED, T)
-    decay = gl.exp2(bent(rows.top, scale, score_args, T, SCORE) * factor - shift)
+    shift = pivot(top, factor, MASKED, T)
+    decay = gl.exp2(rows.top * factor - shift)
     if T.early_curve:
         mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
     acc = settle(acc, T)
     mem.values.release(use - 1)
     p = gl.exp2(score * factor - shift[:, None])
-    if T.curved and MASKED:  # a curve makes something of -inf
-        p = gl.where(keep, p, 0.0)
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     return Rows(scaled(acc, decay, T), weigh(p, mem, T), top, total)
 
@@ -238,10 +239,7 @@ def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args,
     COLUMNS: gl.constexpr = T.columns_v
     total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
     safe = gl.where(total == 0.0, 1.0, total)
-    factor = unit(scale, score_args, T, SCORE) * LOG2E
-    lse = (bent(rows.top, scale, score_args, T, SCORE) * factor + gl.log2(safe)) * LN2
-    if T.curved:
-        lse = gl.where(total == 0.0, float("-inf"), lse)
+    lse = (rows.top * (unit(scale, score_args, T, SCORE) * LOG2E) + gl.log2(safe)) * LN2
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
     gl.store(lse_ptr + (at.batch * size.heads + at.head).to(gl.int64) * size.seqlen_q + index, lse, mask=index < size.seqlen_q)
     share = gl.convert_layout(1.0 / safe, row_layout(COLUMNS))[:, None]
@@ -390,12 +388,11 @@ def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """(scores, -inf where a query does not see a key; where it does, if MASKED), modified one by one if T.prescale."""
+    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     if T.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
-    keep = score
     if MASKED:  # one limit on either side, relative to the tile: a single comparison per score and side
         row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
         column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
@@ -407,8 +404,8 @@ def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr,
         keep = column[None, :] <= last[:, None]
         if T.left:
             keep = keep & (column[None, :] >= (position - size.left)[:, None])
-        score = gl.where(keep, score, float("-inf"))
-    return score, keep
+        score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
+    return score
 
 
 @gluon.jit
@@ -440,9 +437,9 @@ def weigh(p, mem, T: gl.constexpr):
 
 @gluon.jit
 def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
-    """The exponent to subtract; finite for a row that has seen nothing so far (what a curve makes of -inf is)."""
+    """The exponent to subtract; finite for a row that has seen nothing so far."""
     shift = top * factor
-    if (MASKED or T.prescale) and not T.curved:
+    if MASKED or T.prescale:
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
 

@@ -5,8 +5,8 @@ Kernels get the functions as flat constexpr tuples (Triton 3.6 cannot index a tu
 modifiers and, where T.curved, (function, derivative, width) of a last one; and `CAPTURED` = a pair (contribution, index)
 for each captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
 
-Unless T.prescale the softmax works on raw products: what modifiers add is added in units of the product, a row's maximum is
-taken before the curve, which rises, and all factors meet in the exponent's multiply-add.
+Unless T.prescale the softmax works on raw products: what modifiers add is added in units of the product, a row's maximum may
+be taken before the curve, which rises, and all factors meet in the exponent's multiply-add.
 """
 
 from __future__ import annotations

@@ -33,24 +33,27 @@ def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.co
 
     A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
     set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A row without any
-    visible score stays finite: its pivot is 0, or what the curve makes of -inf. Plain unmasked tiles have none.
+    visible score stays finite: its pivot is 0. Plain unmasked tiles have none. A curve rises: where nothing is hidden it is
+    evaluated while the maximum is being found.
     """
     if MASKED:
-        score = tl.where(keep, score, float("-inf"))
-    top = tl.maximum(rows.top, tl.max(score, 1))
+        score = tl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
+        top = tl.max(score, 1)
+    else:
+        top = bent(tl.max(score, 1), scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
+    top = tl.maximum(rows.top, top)
     pivot = top
-    if (MASKED or T.prescale) and not T.curved:
+    if MASKED or T.prescale:
         pivot = tl.where(top == float("-inf"), 0.0, top)
     if T.prescale:
         decay = exp(rows.top - pivot, T)
         p = exp(score - pivot[:, None], T)
     else:
         factor = unit(scale, score_args, T, SCORE) * LOG2E
-        pivot = bent(pivot, scale, score_args, T, SCORE) * factor
-        decay = tl.exp2(bent(rows.top, scale, score_args, T, SCORE) * factor - pivot)
-        p = tl.exp2(bent(score, scale, score_args, T, SCORE) * factor - pivot[:, None])
-        if T.curved and MASKED:  # a curve makes something of -inf
-            p = tl.where(keep, p, 0.0)
+        pivot = pivot * factor
+        decay = tl.exp2(rows.top * factor - pivot)
+        p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
@@ -60,7 +63,4 @@ def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.co
 def finish(rows, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
-    top = bent(rows.top, scale, score_args, T, SCORE) * unit(scale, score_args, T, SCORE)
-    if T.curved:
-        top = tl.where(rows.total == 0.0, float("-inf"), top)
-    return rows.acc / total[:, None], top + tl.log2(total) * LN2
+    return rows.acc / total[:, None], rows.top * unit(scale, score_args, T, SCORE) + tl.log2(total) * LN2
