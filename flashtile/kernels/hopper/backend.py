@@ -15,7 +15,7 @@ from flashtile.kernels.hopper.tile_backward import (
     padded_queries,
     unseen,
 )
-from flashtile.kernels.lib.score import chain
+from flashtile.kernels.lib.score import chain, form_of
 from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -82,7 +82,8 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_forward(p, device)
-        tile = make_forward_tile(p, launch)
+        form = form_of(p)
+        tile = make_forward_tile(p, launch, form)
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -97,7 +98,7 @@ class HopperBackend:
                 p.scale_value,
                 score_args(p),
             ),
-            (("T", tile), ("SCORE", chain(p.score))),
+            (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
         return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
@@ -116,7 +117,8 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_backward(p, device)
-        tile = make_backward_tile(p, launch)
+        form = form_of(p, backward=True)
+        tile = make_backward_tile(p, launch, form)
         padded = padded_queries(p)
         counts = integers(p)
         scratch = [
@@ -159,7 +161,7 @@ class HopperBackend:
                 p.scale_value,
                 score_args(p),
             ),
-            (("T", tile), ("SCORE", chain(p.score))),
+            (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
         calls = [rows, keys]

@@ -166,7 +166,6 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     dout = memory.dout.index(memory.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
     level_rows = memory.rows.index(2 * memory.queries.at(step)).reshape([BLOCK_Q])
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
-    part = W if T.splits else 0  # of the query tile's dq: half of the columns, or half of the queries, or all
 
     memory.queries.wait(step)
     raw = starts(level_rows, BLOCK_Q, T)
@@ -176,7 +175,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     if T.deterministic and not T.copies_dq:
         if step > 0:  # late, when the additions have long been performed
-            report_dq(grad_ptrs, step - 1, part, place, sizes, T)
+            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
     first_key = place.column + W * 64
     masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
     level = 0.0
@@ -184,7 +183,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     if not T.folds:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -204,27 +203,22 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
 
     ds = ds.to(dtype)
     dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
-    if T.shares:
-        # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
-        memory.ds.index(step % 2 * 2 + W).store(ds)
-        fence_async_shared()
-        named_wait(8, 256)
-        for i in gl.static_range(2):
-            if BLOCK_Q == 64:
-                share = memory.ds.index(step % 2 * 2 + i)
-                keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
-            else:
-                share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
-                keys = memory.k.index(i).reshape([64, COLUMNS])
-            dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
-    else:
-        memory.ds.index(W).store(ds)
-        fence_async_shared()
-        dq_token = warpgroup_mma(memory.ds.index(W).permute((1, 0)), k, dq_token, use_acc=False, is_async=True)
+    # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
+    memory.ds.index(step % 2 * 2 + W).store(ds)
+    fence_async_shared()
+    named_wait(8, 256)
+    for i in gl.static_range(2):
+        if BLOCK_Q == 64:
+            share = memory.ds.index(step % 2 * 2 + i)
+            keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+        else:
+            share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
+            keys = memory.k.index(i).reshape([64, COLUMNS])
+        dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
     memory.douts.release(step)
-    add_dq(dq, memory, grad_ptrs, head, start, step, part, place, sizes, band, W, T)
+    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.queries.release(step)
     return dk, dv
@@ -269,7 +263,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
@@ -293,7 +287,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, memory, grad_ptrs, head, start, step, W, place, sizes, band, W, T)
+    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     memory.douts.release(step)
     memory.queries.release(step)
@@ -317,7 +311,7 @@ def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.co
             dk, dv = step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
     if T.deterministic and not T.copies_dq:
         if steps > 0:
-            report_dq(grad_ptrs, steps - 1, W if T.splits else 0, place, sizes, T)
+            report_dq(grad_ptrs, steps - 1, W, place, sizes, T)
     first = 0 if T.halves else W * 64
     column = W if T.halves else 0
     store_keys(grad_ptrs[1], strides[0], dk * scale, first, column * COLUMNS, place, sizes, T.head_dim)
@@ -346,10 +340,9 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
     COLUMNS_V: gl.constexpr = T.columns_v
     STAGES: gl.constexpr = T.stages
     STAGES_DOUT: gl.constexpr = T.stages_dout
-    CONSUMERS: gl.constexpr = T.consumers
     COLUMNS_DQ: gl.constexpr = T.columns_dq
     KEY_TILES: gl.constexpr = T.block_k // 64
-    DS_TILES: gl.constexpr = 4 if T.shares else 2 if T.halves else CONSUMERS  # pyright: ignore[reportAssignmentType]
+    DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
@@ -360,7 +353,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
         p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     shares = ds
     if T.copies_dq:
-        shares = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, COLUMNS_DQ // 4, 256], sum_desc.layout)
+        shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, COLUMNS_DQ // 4, 256], sum_desc.layout)
     memory = Memory(
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS_V], v_desc.layout),
@@ -370,10 +363,10 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
         p,
         ds,
         shares,
-        make_channel(1, CONSUMERS),
-        make_channel(STAGES, CONSUMERS),
-        make_channel(STAGES_DOUT, CONSUMERS),
-        make_channel(CONSUMERS, 1),
+        make_channel(1, 2),
+        make_channel(STAGES, 2),
+        make_channel(STAGES_DOUT, 2),
+        make_channel(2, 1),
     )
     fence_async_shared()
     if T.halves:
@@ -382,18 +375,10 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
         ], [4, 1], [240, 24])  # fmt: skip
-    elif CONSUMERS == 2:
+    else:
         gl.warp_specialize([
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
             (add_shares, (sum_desc, grad_ptrs, memory, sizes, band, T)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 2, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-            (add_shares, (sum_desc, grad_ptrs, memory, sizes, band, T)),
-        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip

@@ -7,7 +7,7 @@ from flashtile.kernels.lib.grid import padded_rows
 
 
 @gluon.jit
-def add_dq(dq, memory, grad_ptrs, head, start, step, part, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
@@ -18,15 +18,15 @@ def add_dq(dq, memory, grad_ptrs, head, start, step, part, place, sizes, band, W
     shares = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
     shares = gl.convert_layout(shares, flat, assert_trivial=True)
     if T.copies_dq:
-        use = step * T.consumers + W
+        use = 2 * step + W
         memory.sums.claim(use)
         memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
         fence_async_shared()
         memory.sums.hand_over(use)
     else:
-        place_of_part = part_of(head, start, part, place, sizes, T)
+        place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + place_of_part, reports_before(start, W, place, sizes, band, T))
+            await_turn(grad_ptrs[3] + place_of_part, reports_before(start, place, sizes, band, T))
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
         gl.atomic_add(grad_ptrs[0] + at, shares, sem="relaxed")
 
@@ -36,14 +36,14 @@ def add_shares(sum_desc, grad_ptrs, memory, sizes, band, T: gl.constexpr):
     """The warp that adds what the consumers hand over to the sum, by the copy engine, and in turn if T.deterministic."""
     place = walk(sizes, band, T)
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    uses = place.tiles * T.group * T.consumers
+    uses = 2 * place.tiles * T.group
     for use in range(uses):
-        head, start = place.at(use // T.consumers, T)
-        W = use % T.consumers
-        at = part_of(head, start, W if T.splits else 0, place, sizes, T)
+        head, start = place.at(use // 2, T)
+        W = use % 2
+        at = part_of(head, start, W, place, sizes, T)
         memory.sums.wait(use)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + at, reports_before(start, W, place, sizes, band, T))
+            await_turn(grad_ptrs[3] + at, reports_before(start, place, sizes, band, T))
         tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
         store_wait(0)
         memory.sums.release(use)
@@ -60,16 +60,14 @@ def add_shares(sum_desc, grad_ptrs, memory, sizes, band, T: gl.constexpr):
 @gluon.jit
 def report_share(grad_ptrs, use, place, sizes, T: gl.constexpr):
     """Let the next block add where `add_shares` did."""
-    report_dq(grad_ptrs, use // T.consumers, use % T.consumers if T.splits else 0, place, sizes, T)
+    report_dq(grad_ptrs, use // 2, use % 2, place, sizes, T)
 
 
 @gluon.jit
-def reports_before(start, W, place, sizes, band, T: gl.constexpr):
+def reports_before(start, place, sizes, band, T: gl.constexpr):
     """How many reports the lock of a part has had when this consumer's share is to be added."""
     turn = place.turn(start, sizes, band, T)
-    if not T.splits:
-        turn = turn * T.consumers + W
-    return turn if T.copies_dq else turn * 4
+    return turn if T.copies_dq else turn * 4  # by the warp that adds, or by every warp of a consumer
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -22,6 +23,8 @@ class ForwardLaunch:
     resident: bool = False  # as many blocks as SMs, each computing several tiles
     turns: bool = True  # warpgroups take turns: one multiplies while another exponentiates
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
+    early_curve: bool = True  # a modifier's curve is evaluated before the wait for the product with the values
+    thirds: bool = False  # head dims of 72 to 96 are three parts of 32 columns, not padded to 128
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
 
@@ -36,7 +39,7 @@ class ForwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages}", f"swizzle={self.swizzle}"]
-        words += [w for w in ("resident", "turns", "split_max", "staged") if getattr(self, w)]
+        words += [w for w in ("resident", "turns", "split_max", "thirds", "staged") if getattr(self, w)]
         return " ".join([*words, f"loader_warps={self.loader_warps}"])
 
 
@@ -55,13 +58,16 @@ class ForwardTile:
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
-    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
     turns: bool
     split_max: bool
+    early_curve: bool
     staged: bool
     loader_warps: int
     loader_registers: int
@@ -86,19 +92,24 @@ def columns_of(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def cut(head_dim: int) -> tuple[int, int]:
-    """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256."""
+def cut(head_dim: int, thirds: bool = False) -> tuple[int, int]:
+    """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256.
+
+    thirds: 96 becomes 3 x 32.
+    """
     if 128 < head_dim <= 192:
         return 64, 3
+    if thirds and 64 < head_dim <= 96:
+        return 32, 3
     return columns_of(head_dim), 1
 
 
-def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> ForwardTile:
+def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    columns, parts = cut(p.head_dim)
-    columns_v, parts_v = cut(p.head_dim_v)
+    columns, parts = cut(p.head_dim, launch.thirds)
+    columns_v, parts_v = cut(p.head_dim_v, launch.thirds)
     return ForwardTile(
         groups=launch.groups,
         block_k=launch.block_k,
@@ -111,13 +122,16 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> Forwa
         right=band.right is not None,
         pads_keys=p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
-        prescale=bool(p.score) or p.scale_value <= 0,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and band.right is not None,
         skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
+        early_curve=launch.early_curve and form.curved,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),
         loader_warps=launch.loader_warps,
         loader_registers=24,
@@ -145,7 +159,7 @@ def consumer_registers(launch: ForwardLaunch) -> int:
 
 def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of a tile: queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
-    d, dv = (columns * parts for columns, parts in (cut(problem.head_dim), cut(problem.head_dim_v)))
+    d, dv = (columns * parts for columns, parts in (cut(n, launch.thirds) for n in (problem.head_dim, problem.head_dim_v)))
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
     return tiles * problem.dtype.size_bytes + 1024

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from flashtile import _triton
-from flashtile.kernels.lib.score import captures, chain
+from flashtile.kernels.lib.score import captures, chain, form_of
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
@@ -56,7 +56,7 @@ class TritonBackend:
         p = problem
         launch = launches.get("forward") or choose(p, device, "forward")
         call = _call(
-            attention_forward, p, launch, "forward",
+            attention_forward, p, device, launch, "forward",
             (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
             tail=(p.scale_value, score_args(p)),
         )  # fmt: skip
@@ -80,7 +80,7 @@ class TritonBackend:
         captured = any(spec.wants_grad for spec in p.score)
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         delta = _call(
-            bwd.attention_delta, p, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
+            bwd.attention_delta, p, device, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
             ("out", "dout", dlse or "lse"), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
@@ -93,7 +93,7 @@ class TritonBackend:
             sums += capture.buffers
             dq = "dq" if "q" in gradients.wanted and not fused else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                bwd.attention_backward_queries, p, device, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
                 tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
@@ -103,14 +103,14 @@ class TritonBackend:
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
+                bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
                 tail=(p.scale_value, score_args(p)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, p, device, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial in sums:
@@ -124,8 +124,8 @@ BACKEND = TritonBackend()
 
 
 def _call(
-    kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
-    *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
+    kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, pointers: tuple[Any, ...],
+    strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     over_keys = which in ("keys", "fused")
@@ -133,7 +133,7 @@ def _call(
     heads = p.heads_kv if over_keys else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
-        constants += (("SCORE", chain(p.score)),)
+        constants += (("SCORE", chain(p, device, form_of(p, backward=which != "forward"))),)
     if "CAPTURED" in kernel.arg_names:
         constants += (("CAPTURED", captures(p.score)),)
     args = (

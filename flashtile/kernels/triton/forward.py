@@ -25,9 +25,7 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
     score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    if MASKED:
-        score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
-    return fold(rows, score, v, scale, MASKED or T.prescale, T)
+    return fold(rows, score, visible(place[2], key, sizes, band, T), v, scale, score_args, MASKED, T, SCORE)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -69,7 +67,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
                             True, T, SCORE)  # fmt: skip
 
-    out, lse = finish(rows, scale, T)
+    out, lse = finish(rows, scale, score_args, T, SCORE)
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     store_tile(out_head, strides[3], out, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
     tl.store(out_ptrs[1] + batch_head.to(tl.int64) * seqlen_q + index, lse, mask=index < seqlen_q)

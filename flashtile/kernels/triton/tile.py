@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashtile._triton import INTERPRETED
+from flashtile.kernels.lib.score import form_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
@@ -52,7 +53,9 @@ class Tile:
     left: bool  # the band is bounded on the left
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
-    prescale: bool  # scores are scaled before the softmax: for modifiers, fp32's accuracy, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
     exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
@@ -94,6 +97,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
     lone = problem.seqlen_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    form = form_of(problem, backward=which != "forward")
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -105,7 +109,9 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         left=band.left is not None,
         right=band.right is not None,
         pads_keys=which in ("keys", "fused") and problem.seqlen_k % launch.block_k != 0,
-        prescale=bool(problem.score) or problem.dtype is DType.FP32 or problem.scale_value <= 0,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
         exact=problem.dtype is DType.FP32,
         precision=PRODUCTS[problem.precision],
         parts=launch.parts,
