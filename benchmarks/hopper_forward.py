@@ -78,17 +78,12 @@ def _rows() -> Iterator[tuple[str, Row]]:
             yield base, Row(sizes, head_dim, f"bf16{tail}", base)
             yield f"softcap-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base)
             if head_dim < 256:
-                late = dict(early_curve=False)
-                yield f"softcap-{head_dim}-{mask}-late", Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base, launch=late)
                 yield f"alibi-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{alibi}", base)
     sizes = "4x4096x16"
     for mask, tail in (("full", ""), ("causal", CAUSAL)):
         base = f"plain-128-{mask}"
         yield f"gqa-8-{mask}", Row(sizes, 128, f"bf16{tail}", base, heads_kv=2)
         yield f"head_dim-96-{mask}", Row(sizes, 96, f"bf16{tail}", base)
-        for stages in (2, 3):
-            thirds = dict(thirds=True, stages=stages)
-            yield f"head_dim-96-{mask}-thirds-{stages}", Row(sizes, 96, f"bf16{tail}", base, launch=thirds)
         yield f"head_dim-192-128-{mask}", Row(sizes, 192, f"bf16{tail}", base, head_dim_v=128)
     yield "softcap-128-fp16", Row(sizes, 128, f"fp16{SOFTCAP}", "plain-128-full")
     yield "softcap-128-with-lse", Row(sizes, 128, f"bf16{SOFTCAP}", "plain-128-full", returns_lse=True)

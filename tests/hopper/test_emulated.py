@@ -61,8 +61,8 @@ FORWARD = {
     ),
     "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3))),
     "thirds": (
-        Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96, launch=dict(thirds=True)),
-        Tile((CAUSAL,), 80, 40, launch=dict(thirds=True)),
+        Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96),
+        Tile((CAUSAL,), 80, 40),
     ),
     "wide": (Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256), Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128)),
 }
@@ -121,8 +121,5 @@ def test_a_warpgroup_without_queries_lets_go_of_its_block_s_keys() -> None:
 def test_modifiers_in_other_forms() -> None:
     biased: Sizes = ("1x140x2", "150x2", ",band=:0,score=alibi(1x2:fp32)+softcap(30.0)", False)
     twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one
-    forward = [
-        *Tile((biased, twice), 64).cases("forward"),
-        *Tile((SOFTCAP,), 64, launch=dict(early_curve=False)).cases("forward"),
-    ]
-    judge([*forward, *Tile((biased, twice), 64).cases("backward")])
+    tile = Tile((biased, twice), 64)
+    judge([*tile.cases("forward"), *tile.cases("backward")])

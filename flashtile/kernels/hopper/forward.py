@@ -220,7 +220,7 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     shift = pivot(top, factor, MASKED, T)
     decay = gl.exp2(rows.top * factor - shift)
-    if T.early_curve:
+    if T.curved:
         mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
     acc = settle(acc, T)
     mem.values.release(use - 1)

@@ -23,8 +23,6 @@ class ForwardLaunch:
     resident: bool = False  # as many blocks as SMs, each computing several tiles
     turns: bool = True  # warpgroups take turns: one multiplies while another exponentiates
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
-    early_curve: bool = True  # a modifier's curve is evaluated before the wait for the product with the values
-    thirds: bool = False  # head dims of 72 to 96 are three parts of 32 columns, not padded to 128
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
 
@@ -39,7 +37,7 @@ class ForwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages}", f"swizzle={self.swizzle}"]
-        words += [w for w in ("resident", "turns", "split_max", "thirds", "staged") if getattr(self, w)]
+        words += [w for w in ("resident", "turns", "split_max", "staged") if getattr(self, w)]
         return " ".join([*words, f"loader_warps={self.loader_warps}"])
 
 
@@ -67,7 +65,6 @@ class ForwardTile:
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
     turns: bool
     split_max: bool
-    early_curve: bool
     staged: bool
     loader_warps: int
     loader_registers: int
@@ -92,14 +89,11 @@ def columns_of(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def cut(head_dim: int, thirds: bool = False) -> tuple[int, int]:
-    """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256.
-
-    thirds: 96 becomes 3 x 32.
-    """
+def cut(head_dim: int) -> tuple[int, int]:
+    """(columns, parts) of a head dim. Tile widths are powers of two: 96 and 192 become thirds, others 64, 128 or 256."""
     if 128 < head_dim <= 192:
         return 64, 3
-    if thirds and 64 < head_dim <= 96:
+    if 64 < head_dim <= 96:
         return 32, 3
     return columns_of(head_dim), 1
 
@@ -108,8 +102,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    columns, parts = cut(p.head_dim, launch.thirds)
-    columns_v, parts_v = cut(p.head_dim_v, launch.thirds)
+    columns, parts = cut(p.head_dim)
+    columns_v, parts_v = cut(p.head_dim_v)
     return ForwardTile(
         groups=launch.groups,
         block_k=launch.block_k,
@@ -131,7 +125,6 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
-        early_curve=launch.early_curve and form.curved,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),
         loader_warps=launch.loader_warps,
         loader_registers=24,
@@ -159,7 +152,7 @@ def consumer_registers(launch: ForwardLaunch) -> int:
 
 def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of a tile: queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
-    d, dv = (columns * parts for columns, parts in (cut(n, launch.thirds) for n in (problem.head_dim, problem.head_dim_v)))
+    d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
     return tiles * problem.dtype.size_bytes + 1024
