@@ -105,12 +105,11 @@ def product(a, b, T: tl.constexpr):
 
 @jit
 def add_product(acc, a, b, T: tl.constexpr):
-    """acc + a b. With parts both sums start from zero and a rounding unit adds them to acc.
+    """acc + a b. With parts the two sums start from zero, and rounding units add them up: acc, the largest, comes last.
 
     Of few terms, as in the first rows under a causal mask, the largest product is exact here too: 16 bits each.
     """
     if T.parts:
-        acc += small_products(a, b)
-        return rounded_sum(tl.dot(a[0], b[0]), acc)
+        return rounded_sum(product(a, b, T), acc)
     else:
         return tl.dot(a[0], b[0], acc, input_precision=T.precision)

@@ -52,7 +52,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
         tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
         tl.store(rows + padded_rows(seqlen_q), delta)
-        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
+        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
     else:
         delta -= dlse
