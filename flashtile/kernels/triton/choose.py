@@ -93,7 +93,8 @@ def family(problem: AttentionProblem, which: Pass) -> str:
         (band.left is not None, band.right is not None)
     ]
     kind = problem.precision if problem.dtype is DType.FP32 else "16bit"
-    return f"{which}/{kind}/{padded(problem.head_dim, problem.dtype)}x{padded(problem.head_dim_v, problem.dtype)}/{mask}"
+    columns, columns_v = padded(problem)
+    return f"{which}/{kind}/{columns}x{columns_v}/{mask}"
 
 
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
@@ -104,7 +105,7 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     tuned = tiles_of(device.target).get(family(problem, which))
     if tuned is not None and not problem.score and not parts:
         return tuned
-    width = max(padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), 64)
+    width = max(*padded(problem), 64)
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
