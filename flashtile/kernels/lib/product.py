@@ -108,8 +108,9 @@ def add_product(acc, a, b, T: tl.constexpr):
     """acc + a b. With parts the two sums start from zero, and rounding units add them up: acc, the largest, comes last.
 
     Of few terms, as in the first rows under a causal mask, the largest product is exact here too: 16 bits each.
+    "ieee" is a chain of multiply-adds, a rounding of the accumulator each: there too it starts from zero.
     """
-    if T.parts:
+    if T.parts or T.precision == "ieee":
         return rounded_sum(product(a, b, T), acc)
     else:
         return tl.dot(a[0], b[0], acc, input_precision=T.precision)
