@@ -104,6 +104,15 @@ def product(a, b, T: tl.constexpr):
 
 
 @jit
+def score_product(a, b, T: tl.constexpr):
+    """Parts of q (m, k) times parts of k (k, n), or the other way round: exact enough for lse, whatever the precision."""
+    if T.parts:
+        return product(a, b, T)
+    else:
+        return tl.dot(a[0], b[0], input_precision=T.score_precision)
+
+
+@jit
 def add_product(acc, a, b, T: tl.constexpr):
     """acc + a b. With parts the two sums start from zero, and rounding units add them up: acc, the largest, comes last.
 

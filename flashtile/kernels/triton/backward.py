@@ -12,7 +12,9 @@ from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
-from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
+from flashtile.kernels.lib.product import (
+    add_product, aligned_parts, free_parts, product, product_and_rest, score_product, transposed,
+)  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 
 
@@ -141,7 +143,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
-    raw = product(k, transposed(q_parts, T), T)
+    raw = score_product(k, transposed(q_parts, T), T)
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
@@ -243,7 +245,7 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
     at = locate(place[0], place[1], place[2], key, sizes)
     keep = visible(place[2], key, sizes, band, T)
     k = aligned_parts(k, T)
-    raw = product(q, transposed(k, T), T)
+    raw = score_product(q, transposed(k, T), T)
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:

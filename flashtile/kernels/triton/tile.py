@@ -58,6 +58,7 @@ class Tile:
     curved: bool  # and a last one that is a curve
     exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
+    score_precision: str  # that of q k^T
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
     lone: bool  # no query sees more than one key
     swizzle: int
@@ -119,6 +120,8 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         curved=form.curved,
         exact=problem.dtype is DType.FP32,
         precision=PRODUCTS[problem.precision],
+        # With one tf32 product lse would be off by 5e-4, and probabilities with it.
+        score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         parts=launch.parts,
         lone=lone,
         swizzle=launch.swizzle,
