@@ -17,7 +17,8 @@ from flashtile.spec.options import DEFAULT, Options
 AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
-# three products for one, of which "tf32" too makes q k^T. "ieee" does not use the matrix units, whose peak is the only one known here.
+# three products for one; so does q k^T under "tf32". "ieee" does not use the matrix units, whose peak is the only one
+# known here.
 FP32_RATE = {"tf32": 1 / 2, "tf32x3": 1 / 6}
 
 

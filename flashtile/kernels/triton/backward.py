@@ -13,7 +13,13 @@ from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
 from flashtile.kernels.lib.product import (
-    add_product, aligned_parts, free_parts, product, product_and_rest, score_product, transposed,
+    add_product,
+    aligned_parts,
+    free_parts,
+    product,
+    product_and_rest,
+    score_product,
+    transposed,
 )  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 

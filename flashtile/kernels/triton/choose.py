@@ -111,9 +111,10 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     else:
         own = PARTS.get((which, width)) if parts else None
         rules = own or (IEEE[width] if problem.precision == "ieee" else FP32[which][width])
-    if (problem.score or device.kind == "hip" or (parts and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma the parts wait in registers: the
-        # widest tiles would spill.
+    split = parts or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
+    if (problem.score or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
+        # registers: the widest tiles would spill.
         rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
