@@ -84,6 +84,7 @@ IEEE: dict[int, tuple[Launch, ...]] = {
     128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     256: (Launch(16, 16, 8, 1, 8),),
 }
+IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),)}  # its correction of delta beside them: 32 x 32 would spill 11 KB on sm90
 
 
 def family(problem: AttentionProblem, which: Pass) -> str:
@@ -109,8 +110,11 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
-        own = PARTS.get((which, width)) if parts else None
-        rules = own or (IEEE[width] if problem.precision == "ieee" else FP32[which][width])
+        rules = FP32[which][width]
+        if parts:
+            rules = PARTS.get((which, width), rules)
+        elif problem.precision == "ieee":
+            rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
     split = parts or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
     if (problem.score or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
         # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
