@@ -63,4 +63,8 @@ def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.co
 def finish(rows, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
-    return rows.acc / total[:, None], rows.top * unit(scale, score_args, T, SCORE) + tl.log2(total) * LN2
+    if T.exact:  # a plain division may be two units off
+        out = tl.div_rn(rows.acc, total[:, None])
+    else:
+        out = rows.acc / total[:, None]
+    return out, rows.top * unit(scale, score_args, T, SCORE) + tl.log2(total) * LN2

@@ -86,14 +86,17 @@ class TritonBackend:
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         sums: list[Buffer] = []
-        corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
+        # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
+        corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
             capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
             sums += capture.buffers
             dq = "dq" if "q" in gradients.wanted and not fused else None
+            slip = dlse if corrects and not _exact(p) else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, device, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip), dq),
+                ("q", "k", "v", "dout", dq or "q", slip or "q"),
                 tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
@@ -176,6 +179,11 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
             slots += 1
         args.append(tuple(entries))
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+
+
+def _sums_captured(p: AttentionProblem) -> bool:
+    """Whether a captured tensor wants a gradient that is one sum per head."""
+    return any(t.grad and c.index is None for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True))
 
 
 def _exact(p: AttentionProblem) -> bool:

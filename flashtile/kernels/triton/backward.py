@@ -12,7 +12,15 @@ from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
-from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
+from flashtile.kernels.lib.product import (
+    add_product,
+    aligned_parts,
+    free_parts,
+    product,
+    product_and_rest,
+    score_product,
+    transposed,
+)  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 
 
@@ -40,10 +48,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
         delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
     here = index < seqlen_q
-    dlse = tl.zeros([BLOCK_Q], tl.float32)
-    if in_ptrs[3] is not None:
-        dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    dlse = load_dlse(in_ptrs[3], strides[2], batch, head, index, seqlen_q)
     rows = rows_ptr + rows_offset(batch_head, seqlen_q, T)
     if T.exact:
         rows += index
@@ -52,7 +57,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
         tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
         tl.store(rows + padded_rows(seqlen_q), delta)
-        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
+        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
     else:
         delta -= dlse
@@ -62,6 +67,16 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
             level *= LOG2E
         tl.store(rows + 2 * index, level)
         tl.store(rows + 2 * index + 1, delta)
+
+
+@jit
+def load_dlse(ptr, strides, batch, head, index, seqlen_q):
+    """The gradient of lse for the queries `index`, 0 where ptr is None; strides (batch, heads_q, seqlen_q)."""
+    dlse = tl.zeros(index.shape, tl.float32)
+    if ptr is not None:
+        first = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        dlse = tl.load(first + index.to(tl.int64) * strides[2], mask=index < seqlen_q, other=0.0)
+    return dlse
 
 
 @jit
@@ -134,7 +149,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
-    raw = product(k, transposed(q_parts, T), T)
+    raw = score_product(k, transposed(q_parts, T), T)
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
@@ -225,7 +240,8 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
                CAPTURED: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
-    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq; of totals).
+    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
+    totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
@@ -235,7 +251,7 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
     at = locate(place[0], place[1], place[2], key, sizes)
     keep = visible(place[2], key, sizes, band, T)
     k = aligned_parts(k, T)
-    raw = product(q, transposed(k, T), T)
+    raw = score_product(q, transposed(k, T), T)
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
@@ -246,28 +262,32 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
         if MASKED:
             excess = tl.where(keep, excess, 0.0)
         ones = tl.full(dp.shape, 1.0, tl.float32)
-        _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
-        units = off[2]
+        units, turn = off[2], off[1]
+        if T.exact:
+            _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
+            turn = tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), turn)
         if T.slots > 0:
             units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
-        off = (off[0] + tl.sum(excess, 1), tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), off[1]), units)
+        off = (off[0] + tl.sum(excess, 1), turn, units)
     return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                                grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq.
+    """One program: dq of one query tile of one head.
+
+    in_ptrs = (q, k, v, dout, rows, dlse or None); strides of q, k, v, dout, dq, dlse.
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
-    far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
-    of the very dp: what has to cancel, cancels.)
+    far the two are apart. What is summed over many rows for a captured tensor is corrected by that; where T.exact dq too,
+    and slip in `rows` for the pass over keys. (Plain PyTorch forms delta of the very dp: what has to cancel, cancels.)
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr = in_ptrs
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr = in_ptrs
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
     tiles = tl.cdiv(seqlen_q, BLOCK_Q)
     tile, batch_head = assign(tiles, T.swizzle, T.last_first)
@@ -297,7 +317,11 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
-        off = (tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        off = (tl.zeros([BLOCK_Q], tl.float32), delta, totals)
+        if T.exact:
+            off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        else:  # delta holds dlse already
+            slip = -load_dlse(dlse_ptr, strides[5], batch, head, index, seqlen_q)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
@@ -312,8 +336,9 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
         dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
                                      start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
     if T.corrects:
-        dq -= off[0][:, None] * off[1]
         totals -= off[0][:, None] * off[2]
+    if T.corrects and T.exact:
+        dq -= off[0][:, None] * off[1]
         tl.store(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 3 * padded_rows(seqlen_q) + index, slip + off[0])
     if T.slots > 0:
         store_totals(tl.sum(totals, 0), batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)

@@ -6,7 +6,7 @@ from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.lib.product import aligned_parts, product, transposed
+from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import locate, logits
 from flashtile.kernels.lib.softmax import empty_rows, finish, fold
 
@@ -24,7 +24,7 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
+    score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
     return fold(rows, score, visible(place[2], key, sizes, band, T), v, scale, score_args, MASKED, T, SCORE)
 
 
