@@ -1,0 +1,5 @@
+"""Modules of the ops in `flashtile.ops`."""
+
+from flashtile.nn.norm import LayerNorm, RMSNorm
+
+__all__ = ["LayerNorm", "RMSNorm"]

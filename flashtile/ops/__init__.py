@@ -1,0 +1,5 @@
+"""The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch."""
+
+from flashtile.ops.norm import Branch, Dropout, Subset, layer_norm, rms_norm
+
+__all__ = ["Branch", "Dropout", "Subset", "layer_norm", "rms_norm"]
