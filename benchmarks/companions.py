@@ -369,7 +369,67 @@ def launches(norm: Any, direction: str, block: int, rows: int) -> Iterator[Any]:
             yield norm.Launch(warps * 32 * lane // block, block, warps, per_sm, stages, block <= 8192)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Cell]]] = {"norm": norms}
+# -- cross-entropy --------------------------------------------------------------------------------------------------------
+
+
+def cross_entropies() -> Iterator[Cell]:
+    for rows, classes in ((8192, 131072), (8192, 32768), (4096, 262144), (32768, 32768), (8192, 50257)):
+        x, labels = normal(rows, classes, grad=True), torch.randint(classes, (rows,), device="cuda")
+        n, case = 2.0 * rows * classes, f"{rows}x{classes}"
+
+        def plain(x: Any, labels: Any) -> Any:
+            return F.cross_entropy(x.float(), labels)
+
+        def exact(x: Any, labels: Any) -> Any:
+            return F.cross_entropy(x, labels)
+
+        found = {"flashtile": ops.cross_entropy, "compiled": torch.compile(plain, dynamic=False)}
+        yield from rows_in_steps("loss", case, found, x, labels, n, exact, False)
+        if HAS_LIGER:  # writes the gradient over the logits: not checked after the first call
+            found["liger/inplace"] = lambda x, labels: LigerCrossEntropyFunction.apply(
+                x, labels, None, -100, 0.0, 0.0, "mean", None
+            )[0]
+        yield from rows_in_steps("train", case, found, x, labels, 2 * n, exact, True)
+
+
+def rows_in_steps(
+    what: str, case: str, functions: dict[str, Callable[..., Any]], x: Any, labels: Any, size: float, exact: Any, train: bool
+) -> Iterator[Cell]:
+    """A cell of the loss, or of loss and gradient; the truth is computed a few rows at a time."""
+    rows = x.shape[0]
+    step = max(1, 2**28 // x.shape[1])
+
+    def truth() -> tuple[torch.Tensor, ...]:
+        losses, grads = [], []
+        for first in range(0, rows, step):
+            part = x[first : first + step].detach().float().requires_grad_()
+            loss = exact(part, labels[first : first + step]) * (len(part) / rows)
+            losses.append(loss.detach())
+            if train:
+                grads.append(torch.autograd.grad(loss, part)[0].to(BF16))
+        return (torch.stack(losses).sum(), torch.cat(grads)) if train else (torch.stack(losses).sum(),)
+
+    def entrants() -> dict[str, Entrant]:
+        def entrant(name: str, function: Callable[..., Any]) -> Entrant:
+            def call() -> tuple[torch.Tensor, ...]:
+                if not train:
+                    return (function(x.detach(), labels),)
+                loss = function(x, labels)
+                return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+            def on_a_copy() -> tuple[torch.Tensor, ...]:
+                copy = x.detach().clone().requires_grad_()
+                loss = function(copy, labels)
+                return loss.detach(), torch.autograd.grad(loss, copy)[0]
+
+            return Entrant(call, on_a_copy if name.endswith("inplace") else None)
+
+        return {name: entrant(name, function) for name, function in functions.items()}
+
+    yield Cell("ce", f"cross_entropy {case}", what, entrants, truth, size, memory=train)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Cell]]] = {"norm": norms, "ce": cross_entropies}
 
 
 def main() -> int:

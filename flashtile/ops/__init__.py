@@ -1,5 +1,6 @@
 """The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch."""
 
+from flashtile.ops.cross_entropy import cross_entropy
 from flashtile.ops.norm import Branch, Dropout, Subset, layer_norm, rms_norm
 
-__all__ = ["Branch", "Dropout", "Subset", "layer_norm", "rms_norm"]
+__all__ = ["Branch", "Dropout", "Subset", "cross_entropy", "layer_norm", "rms_norm"]

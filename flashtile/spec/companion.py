@@ -73,6 +73,10 @@ class Companion:
         """The outputs that the caller gets."""
         return tuple(self.outputs())[: self.results]
 
+    def constant(self) -> tuple[str, ...]:
+        """The caller's outputs that have no gradient."""
+        return ()
+
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Described | None:

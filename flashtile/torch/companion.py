@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
@@ -69,6 +69,10 @@ class Call:
         self.names = tuple(name for name, _ in problem.given)
         self.public = problem.public()
         self.kept = self.op.kept(problem, wanted) if wanted else ()
+        over = self.op.over(problem)
+        self.overwritten = [source for name, source in over.items() if wanted and name in problem.outputs()]
+        self.consumes = [source for name, source in over.items() if wanted and name not in problem.outputs()]
+        self.constant = problem.constant()
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
 
@@ -98,17 +102,25 @@ class _Differentiable(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         results = [made[name] for name in call.public]
-        ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+        ctx.mark_non_differentiable(*(made[name] for name in call.constant))
+        for name in call.overwritten:  # whoever kept that input for a backward of its own hears of it
+            torch.autograd.graph.increment_version(given[name])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: Call = ctx.call
+        if call.consumes and getattr(ctx, "consumed", False):
+            reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"
+            raise NotSupported(f"a second backward of {call.problem.spell()}", {call.backend: [reason]})
+        ctx.consumed = True
         tensors = dict(zip(call.kept, ctx.saved_tensors, strict=True))
         with torch.no_grad():
             tensors.update(arriving(call.problem, grads, call.device))
             made = call.backward(tensors)
             given = tuple(made[f"d{name}"] if name in call.wanted else None for name in call.names)
+        for name in call.consumes:
+            torch.autograd.graph.increment_version(tensors[name])
         return (None, *first_derivatives(call, given))
 
 

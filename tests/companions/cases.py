@@ -11,6 +11,7 @@ import torch
 
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.kernels.companions.host import keep_elements
+from flashtile.reference.cross_entropy import cross_entropy_reference
 from flashtile.reference.norm import norm_reference
 from flashtile.spec.companion import Companion
 from flashtile.torch.run import TORCH_DTYPES
@@ -58,7 +59,7 @@ class Case:
                 made[name] = self._normal(described.shape, described.dtype, generator, device)
         for name in problem.public():
             described = problem.outputs()[name]
-            if name not in self.silent and described.dtype in ("fp16", "bf16", "fp32"):
+            if name not in self.silent and name not in problem.constant():
                 made[f"d{name}"] = self._normal(described.shape, described.dtype, generator, device, self.layout == "expanded")
         return made
 
@@ -151,14 +152,74 @@ def _norms() -> Iterator[Case]:
         yield Case(parts, silent=silent)
 
 
+# -- cross-entropy --------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(problem: Any, tensors: Tensors) -> Tensors:
+    options = problem.options()
+    for name in ("eager_gradient", "inplace"):
+        options.pop(name, None)
+    if not options.pop("shard", False):
+        loss, lse = cross_entropy_reference(tensors["logits"], tensors["labels"], **options)
+        made = {"loss": loss, "lse": lse}
+    else:
+        x = tensors["logits"] * problem.logit_scale
+        column = tensors["labels"].long() - problem.first_class
+        here = (column >= 0) & (column < problem.columns)
+        at_label = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0.0)
+        share = -(1.0 - problem.smoothing) * at_label - problem.smoothing / problem.classes * x.sum(1)
+        made = {"share": share.where(tensors["labels"] != problem.ignore_index, 0.0), "lse": x.logsumexp(1)}
+    return made if x_is_exact(tensors) else {name: tensor.float() for name, tensor in made.items()}
+
+
+def x_is_exact(tensors: Tensors) -> bool:
+    return any(tensor.dtype == torch.float64 for tensor in tensors.values())
+
+
+def _labels(problem: Any, generator: torch.Generator) -> torch.Tensor:
+    """Class numbers, every fourth row ignored."""
+    labels = torch.randint(problem.classes or problem.columns, (problem.rows,), generator=generator)
+    labels[3::4] = problem.ignore_index
+    return labels
+
+
+def ce(rows: int, columns: int, dtype: str, options: str = "", labels: str = "int64") -> str:
+    return f"cross_entropy(logits={rows}x{columns}:{dtype},labels={rows}:{labels}{';' if options else ''}{options})"
+
+
+def _cross_entropies() -> Iterator[Case]:
+    for dtype in ("fp32", "fp16", "bf16"):
+        yield Case(ce(9, 40, dtype))
+        yield Case(ce(9, 40, dtype, "reduction='mean';smoothing=0.1;z_loss=0.01;logit_scale=0.7", "int32"))
+        yield Case(ce(9, 41, dtype, "reduction='mean';smoothing=0.1;z_loss=0.01;eager_gradient=True"))
+        yield Case(ce(9, 40, dtype, "reduction='sum';eager_gradient=True;inplace=True"))
+        yield Case(ce(6, 16, dtype, "smoothing=0.2;shard=True;first_class=16;classes=40"))
+        yield Case(ce(6, 17, dtype, "logit_scale=2.0;shard=True;classes=17"))
+    yield Case(ce(3, 1, "bf16"))
+    for columns in (2, 7, 255, 1000, 5003, 8192, 20000, 20003):
+        yield Case(ce(3, columns, "bf16", "smoothing=0.1"))
+        yield Case(ce(3, columns, "fp32", "reduction='mean';eager_gradient=True;smoothing=0.1"))
+    for rows in (0, 1, 2):
+        yield Case(ce(rows, 24, "fp32", "reduction='sum'"))
+    yield Case(ce(5, 24, "fp32", "inplace=True;ignore_index=7"))
+    yield Case(ce(5, 24, "fp32", "z_loss=0.1;smoothing=1.0"))
+    for layout in ("gaps", "transposed", "expanded"):
+        yield Case(ce(5, 40, "fp32", "smoothing=0.1"), layout)  # type: ignore[arg-type]
+        yield Case(ce(5, 41, "bf16"), layout)  # type: ignore[arg-type]
+        yield Case(ce(5, 41, "bf16", "reduction='sum';eager_gradient=True"), layout)  # type: ignore[arg-type]
+    yield Case(ce(6, 16, "fp32", "shard=True;classes=16"), silent=("lse",))
+    yield Case(ce(6, 16, "fp32", "shard=True;classes=16"), silent=("share",))
+
+
 SPECIAL: dict[tuple[str, str], Callable[[Any, torch.Generator], torch.Tensor]] = {
+    ("cross_entropy", "labels"): _labels,
     ("norm", "seed"): lambda p, g: torch.randint(2**62, (1,), generator=g),
     ("norm", "rowscale"): lambda p, g: torch.rand(p.rows, generator=g) + 0.5,
     ("norm", "x_subset"): lambda p, g: _subset(p, g, p["x"].shape[0]),
     ("norm", "out_subset"): lambda p, g: _subset(p, g, p.out_rows),
 }
-REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {"norm": _norm}
-GROUPS = (_norms,)
+REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {"norm": _norm, "cross_entropy": _cross_entropy}
+GROUPS = (_norms, _cross_entropies)
 CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"
 assert {case.problem.op for case in CASES} == set(OPS) == set(REFERENCES)

@@ -14,7 +14,8 @@ from tests.judge import FACTOR, FLOOR_SUM_ULP, FLOOR_ULP
 def evaluate(function: Callable[[Tensors], Tensors], case: Case, tensors: Tensors) -> Tensors:
     """The public outputs and the wanted gradients, by name."""
     names = [name for name, _ in case.problem.given]
-    given = {name: tensors[name].detach() for name in names}
+    overwrites = getattr(case.problem, "inplace", False)
+    given = {name: tensors[name].clone() if overwrites else tensors[name].detach() for name in names}
     for name in case.wanted:
         given[name].requires_grad_()
     made = function(given)

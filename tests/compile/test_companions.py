@@ -25,7 +25,13 @@ NORMS = {
     "norm(x=8192x16384:bf16,weight=16384:bf16,bias=16384:bf16)": 96,  # sums of two gradients fill half of the registers
     "norm(x=8192x4096:bf16,residual=8192x4096:bf16,weight=4096:bf16,bias=4096:bf16,seed=1:int64;dropout_p=0.1;prenorm=True)": 0,
 }
-SPELLINGS = {**NORMS}
+ENTROPIES = {
+    "cross_entropy(logits=8192x131072:bf16,labels=8192:int64)": 0,
+    "cross_entropy(logits=8192x131072:bf16,labels=8192:int64;reduction='mean';eager_gradient=True)": 0,
+    "cross_entropy(logits=8192x50257:bf16,labels=8192:int64;reduction='mean';eager_gradient=True)": 0,
+    "cross_entropy(logits=8192x32000:fp32,labels=8192:int64;smoothing=0.1;z_loss=0.0001)": 16,
+}
+SPELLINGS = {**NORMS, **ENTROPIES}
 
 
 @cache

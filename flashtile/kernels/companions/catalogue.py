@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.kernels.companions.cross_entropy import CROSS_ENTROPY
 from flashtile.kernels.companions.norm import NORM
 from flashtile.plan.companion import Op
 from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion
 
-OPS: dict[str, Op] = {op.kind.op: op for op in (NORM,)}
+OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY)}
 BACKENDS = ("triton", "cpu")
 
 
