@@ -2,5 +2,6 @@
 
 from flashtile.ops.cross_entropy import cross_entropy
 from flashtile.ops.norm import Branch, Dropout, Subset, layer_norm, rms_norm
+from flashtile.ops.rotary import rotary
 
-__all__ = ["Branch", "Dropout", "Subset", "cross_entropy", "layer_norm", "rms_norm"]
+__all__ = ["Branch", "Dropout", "Subset", "cross_entropy", "layer_norm", "rms_norm", "rotary"]

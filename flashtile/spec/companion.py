@@ -77,6 +77,10 @@ class Companion:
         """The caller's outputs that have no gradient."""
         return ()
 
+    def always_arrive(self) -> tuple[str, ...]:
+        """Outputs whose gradient a backward needs: zero where none arrives."""
+        return self.public()[:1]
+
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Described | None:

@@ -70,7 +70,7 @@ class Call:
         self.public = problem.public()
         self.kept = self.op.kept(problem, wanted) if wanted else ()
         over = self.op.over(problem)
-        self.overwritten = [source for name, source in over.items() if wanted and name in problem.outputs()]
+        self.overwritten = {name: source for name, source in over.items() if name in problem.outputs()}
         self.consumes = [source for name, source in over.items() if wanted and name not in problem.outputs()]
         self.constant = problem.constant()
         self.bound_forward: Bound | None = None
@@ -103,8 +103,10 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = [made[name] for name in call.public]
         ctx.mark_non_differentiable(*(made[name] for name in call.constant))
-        for name in call.overwritten:  # whoever kept that input for a backward of its own hears of it
-            torch.autograd.graph.increment_version(given[name])
+        ctx.mark_dirty(*(made[name] for name in call.public if name in call.overwritten))
+        for name, source in call.overwritten.items():  # whoever kept that input for a backward of its own hears of it
+            if name not in call.public:
+                torch.autograd.graph.increment_version(given[source])
         return tuple(results)
 
     @staticmethod
@@ -125,12 +127,15 @@ class _Differentiable(torch.autograd.Function):
 
 
 def arriving(problem: Companion, grads: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """The gradients that arrive, by name; the first output's is zero where it does not arrive."""
-    found = {f"d{n}": g.resolve_neg() for n, g in zip(problem.public(), grads, strict=True) if g is not None}
-    first, described = next(iter(problem.outputs().items()))
-    if f"d{first}" not in found:
-        zero = torch.zeros((), dtype=TORCH_DTYPES[described.dtype], device=device)
-        found = {f"d{first}": zero.expand(described.shape), **found}
+    """The gradients that arrive, by name; zero where one that is needed does not."""
+    outputs, needed = problem.outputs(), problem.always_arrive()
+    found: dict[str, torch.Tensor] = {}
+    for name, grad in zip(problem.public(), grads, strict=True):
+        if grad is not None:
+            found[f"d{name}"] = grad.resolve_neg()
+        elif name in needed:
+            zero = torch.zeros((), dtype=TORCH_DTYPES[outputs[name].dtype], device=device)
+            found[f"d{name}"] = zero.expand(outputs[name].shape)
     return found
 
 

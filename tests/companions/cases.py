@@ -13,6 +13,7 @@ from flashtile.kernels.companions.catalogue import OPS
 from flashtile.kernels.companions.host import keep_elements
 from flashtile.reference.cross_entropy import cross_entropy_reference
 from flashtile.reference.norm import norm_reference
+from flashtile.reference.rotary import rotary_reference
 from flashtile.spec.companion import Companion
 from flashtile.torch.run import TORCH_DTYPES
 from tests.cases import lay_out
@@ -211,15 +212,53 @@ def _cross_entropies() -> Iterator[Case]:
     yield Case(ce(6, 16, "fp32", "shard=True;classes=16"), silent=("share",))
 
 
+# -- rotary ---------------------------------------------------------------------------------------------------------------
+
+
+def _rotary(problem: Any, tensors: Tensors) -> Tensors:
+    positions = tensors.get("positions")
+    if positions is None:
+        batch, seqlen = tensors["q"].shape[:2]
+        positions = torch.arange(problem.offset, problem.offset + seqlen, device=tensors["q"].device).expand(batch, -1)
+    tables = (tensors["cos"], tensors["sin"], positions, problem.interleaved, problem.conjugate)
+    return {name: rotary_reference(tensors[name.removeprefix("out_")], *tables) for name in problem.public()}
+
+
+def rope(batch: int, seqlen: int, heads: tuple[int, int], dim: int, half: int, dtype: str, options: str = "", more: str = "") -> str:
+    k = f",k={batch}x{seqlen}x{heads[1]}x{dim}:{dtype}" if heads[1] else ""
+    tables = "".join(f",{name}={more or '40'}x{half}:{'fp32' if dtype != 'fp16' else 'fp16'}" for name in ("cos", "sin"))
+    return f"rotary(q={batch}x{seqlen}x{heads[0]}x{dim}:{dtype}{k}{tables}{options})"
+
+
+def _rotaries() -> Iterator[Case]:
+    places = ",positions=2x9:int64"
+    for dtype in ("fp32", "fp16", "bf16"):
+        for kind in ("", "interleaved=True"):
+            yield Case(rope(2, 9, (3, 1), 16, 8, dtype, ";" + kind if kind else ""))
+            yield Case(rope(2, 9, (2, 0), 24, 5, dtype, f"{places}{';' + kind if kind else ''}"))
+    for kind in ("", ";interleaved=True"):
+        yield Case(rope(1, 33, (2, 2), 64, 20, "fp32", f";offset=7{kind.replace(';', ';')}" if kind else ";offset=7"))
+        yield Case(rope(2, 9, (1, 2), 10, 3, "bf16", (kind or "") + (";conjugate=True")))
+        yield Case(rope(2, 9, (2, 1), 16, 4, "fp32", (kind or "") + ";inplace=True"))
+        for layout in ("gaps", "transposed", "expanded"):
+            yield Case(rope(2, 5, (2, 1), 16, 6, "fp32", kind), layout)  # type: ignore[arg-type]
+    yield Case(rope(2, 0, (2, 1), 16, 6, "fp32"))
+    yield Case(rope(0, 5, (2, 1), 16, 6, "fp32"))
+    for which in ("q", "k"):
+        yield Case(rope(2, 5, (2, 1), 16, 6, "fp32"), fixed=(which,))
+        yield Case(rope(2, 5, (2, 1), 16, 6, "fp32"), silent=(f"out_{which}",))
+
+
 SPECIAL: dict[tuple[str, str], Callable[[Any, torch.Generator], torch.Tensor]] = {
     ("cross_entropy", "labels"): _labels,
+    ("rotary", "positions"): lambda p, g: torch.randint(p["cos"].shape[0], p["positions"].shape, generator=g),
     ("norm", "seed"): lambda p, g: torch.randint(2**62, (1,), generator=g),
     ("norm", "rowscale"): lambda p, g: torch.rand(p.rows, generator=g) + 0.5,
     ("norm", "x_subset"): lambda p, g: _subset(p, g, p["x"].shape[0]),
     ("norm", "out_subset"): lambda p, g: _subset(p, g, p.out_rows),
 }
-REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {"norm": _norm, "cross_entropy": _cross_entropy}
-GROUPS = (_norms, _cross_entropies)
+REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {"norm": _norm, "cross_entropy": _cross_entropy, "rotary": _rotary}
+GROUPS = (_norms, _cross_entropies, _rotaries)
 CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"
 assert {case.problem.op for case in CASES} == set(OPS) == set(REFERENCES)

@@ -18,7 +18,7 @@ def evaluate(function: Callable[[Tensors], Tensors], case: Case, tensors: Tensor
     given = {name: tensors[name].clone() if overwrites else tensors[name].detach() for name in names}
     for name in case.wanted:
         given[name].requires_grad_()
-    made = function(given)
+    made = function({n: t.clone() if overwrites and t.requires_grad else t for n, t in given.items()})
     flowing = [name for name in made if f"d{name}" in tensors and made[name].requires_grad]
     leaves = [given[name] for name in case.wanted]
     grads = torch.autograd.grad(

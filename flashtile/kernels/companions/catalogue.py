@@ -6,11 +6,12 @@ from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.cross_entropy import CROSS_ENTROPY
 from flashtile.kernels.companions.norm import NORM
+from flashtile.kernels.companions.rotary import ROTARY
 from flashtile.plan.companion import Op
 from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion
 
-OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY)}
+OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY, ROTARY)}
 BACKENDS = ("triton", "cpu")
 
 
