@@ -3,5 +3,6 @@
 from flashtile.ops.cross_entropy import cross_entropy
 from flashtile.ops.norm import Branch, Dropout, Subset, layer_norm, rms_norm
 from flashtile.ops.rotary import rotary
+from flashtile.ops.softmax import softmax
 
-__all__ = ["Branch", "Dropout", "Subset", "cross_entropy", "layer_norm", "rms_norm", "rotary"]
+__all__ = ["Branch", "Dropout", "Subset", "cross_entropy", "layer_norm", "rms_norm", "rotary", "softmax"]

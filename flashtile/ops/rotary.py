@@ -70,9 +70,7 @@ def rotary(
     return made[0] if k is None else (made[0], made[1])
 
 
-def _positions(
-    seqlen: int, offset: int | torch.Tensor, cu_seqlens: torch.Tensor | None, q: torch.Tensor
-) -> torch.Tensor:
+def _positions(seqlen: int, offset: int | torch.Tensor, cu_seqlens: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
     """(batch, seqlen), or (1, total) of packed sequences, without synchronisation."""
     index = torch.arange(seqlen, device=q.device)
     if isinstance(offset, torch.Tensor):
@@ -83,7 +81,9 @@ def _positions(
         assert isinstance(offset, torch.Tensor)
         return offset[:, None] + index
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-        raise InvalidProblem(f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be ints (batch + 1,).")
+        raise InvalidProblem(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be ints (batch + 1,)."
+        )
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index.to(cu_seqlens.dtype), right=True)
     sequence = sequence.clamp(max=len(cu_seqlens) - 2)  # tokens past the last sequence
     begins = index - cu_seqlens[sequence]

@@ -14,6 +14,7 @@ from flashtile.kernels.companions.host import keep_elements
 from flashtile.reference.cross_entropy import cross_entropy_reference
 from flashtile.reference.norm import norm_reference
 from flashtile.reference.rotary import rotary_reference
+from flashtile.reference.softmax import softmax_reference
 from flashtile.spec.companion import Companion
 from flashtile.torch.run import TORCH_DTYPES
 from tests.cases import lay_out
@@ -224,7 +225,9 @@ def _rotary(problem: Any, tensors: Tensors) -> Tensors:
     return {name: rotary_reference(tensors[name.removeprefix("out_")], *tables) for name in problem.public()}
 
 
-def rope(batch: int, seqlen: int, heads: tuple[int, int], dim: int, half: int, dtype: str, options: str = "", more: str = "") -> str:
+def rope(
+    batch: int, seqlen: int, heads: tuple[int, int], dim: int, half: int, dtype: str, options: str = "", more: str = ""
+) -> str:
     k = f",k={batch}x{seqlen}x{heads[1]}x{dim}:{dtype}" if heads[1] else ""
     tables = "".join(f",{name}={more or '40'}x{half}:{'fp32' if dtype != 'fp16' else 'fp16'}" for name in ("cos", "sin"))
     return f"rotary(q={batch}x{seqlen}x{heads[0]}x{dim}:{dtype}{k}{tables}{options})"
@@ -249,16 +252,45 @@ def _rotaries() -> Iterator[Case]:
         yield Case(rope(2, 5, (2, 1), 16, 6, "fp32"), silent=(f"out_{which}",))
 
 
+# -- softmax --------------------------------------------------------------------------------------------------------------
+
+
+def _softmax(problem: Any, tensors: Tensors) -> Tensors:
+    return {"y": softmax_reference(tensors["x"], tensors.get("mask"), **problem.options())}
+
+
+def _softmaxes() -> Iterator[Case]:
+    def spell(shape: str, dtype: str, options: str = "", mask: str = "") -> str:
+        return f"softmax(x={shape}:{dtype}{f',mask={shape}:{mask}' if mask else ''}{';' if options else ''}{options})"
+
+    for dtype in ("fp32", "fp16", "bf16"):
+        yield Case(spell("2x3x5x24", dtype, "scale=0.5", "bool"))
+        yield Case(spell("2x3x9x9", dtype, "causal=True"))
+        yield Case(spell("1x2x4x33", dtype, "masked_score=-10000.0", "uint8"))
+    for shape in ("1x1x3x1", "1x2x7x5", "1x2x3x300", "2x1x20x36", "1x1x2x17000", "0x2x3x4", "2x2x0x4"):
+        yield Case(spell(shape, "fp32", "causal=True;scale=2.0"))
+        yield Case(spell(shape, "bf16", "", "bool"))
+    yield Case(spell("2x2x6x10", "fp32", "causal=True;masked_score=-10000.0", "bool"))
+    for layout in ("gaps", "transposed", "expanded"):
+        yield Case(spell("2x2x6x10", "fp32", "causal=True", "bool"), layout)  # type: ignore[arg-type]
+
+
 SPECIAL: dict[tuple[str, str], Callable[[Any, torch.Generator], torch.Tensor]] = {
     ("cross_entropy", "labels"): _labels,
     ("rotary", "positions"): lambda p, g: torch.randint(p["cos"].shape[0], p["positions"].shape, generator=g),
+    ("softmax", "mask"): lambda p, g: torch.rand(p["x"].shape, generator=g) < torch.rand(p["x"].shape[2], 1, generator=g) * 1.3,
     ("norm", "seed"): lambda p, g: torch.randint(2**62, (1,), generator=g),
     ("norm", "rowscale"): lambda p, g: torch.rand(p.rows, generator=g) + 0.5,
     ("norm", "x_subset"): lambda p, g: _subset(p, g, p["x"].shape[0]),
     ("norm", "out_subset"): lambda p, g: _subset(p, g, p.out_rows),
 }
-REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {"norm": _norm, "cross_entropy": _cross_entropy, "rotary": _rotary}
-GROUPS = (_norms, _cross_entropies, _rotaries)
+REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {
+    "norm": _norm,
+    "cross_entropy": _cross_entropy,
+    "rotary": _rotary,
+    "softmax": _softmax,
+}
+GROUPS = (_norms, _cross_entropies, _rotaries, _softmaxes)
 CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"
 assert {case.problem.op for case in CASES} == set(OPS) == set(REFERENCES)

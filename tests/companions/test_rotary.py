@@ -39,7 +39,9 @@ def test_positions_in_every_form(backend: str, place: torch.device) -> None:
     q = torch.randn(3, 6, 2, 8, device=place)
     cos, sin = tables(40, 4, place)
     begins = torch.tensor([0, 7, 30], device=place, dtype=torch.int32)
-    expected = torch.stack([ops.rotary(q[i : i + 1], None, cos, sin, offset=int(b), backend=backend)[0] for i, b in enumerate(begins)])
+    expected = torch.stack(
+        [ops.rotary(q[i : i + 1], None, cos, sin, offset=int(b), backend=backend)[0] for i, b in enumerate(begins)]
+    )
     positions = begins[:, None] + torch.arange(6, device=place)
     assert torch.equal(ops.rotary(q, None, cos, sin, offset=begins, backend=backend), expected)
     assert torch.equal(ops.rotary(q, None, cos, sin, positions=positions, backend=backend), expected)

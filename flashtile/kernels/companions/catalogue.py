@@ -7,11 +7,12 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.cross_entropy import CROSS_ENTROPY
 from flashtile.kernels.companions.norm import NORM
 from flashtile.kernels.companions.rotary import ROTARY
+from flashtile.kernels.companions.softmax import SOFTMAX
 from flashtile.plan.companion import Op
 from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion
 
-OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY, ROTARY)}
+OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY, ROTARY, SOFTMAX)}
 BACKENDS = ("triton", "cpu")
 
 

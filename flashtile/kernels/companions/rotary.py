@@ -48,7 +48,9 @@ class Rotary(Companion):
         if not self.has("sin") or self["sin"] != self["cos"]:
             raise InvalidProblem(f"sin must have the shape and dtype of cos, {self['cos'].spell()}.")
         if not 1 <= self.half or 2 * self.half > head_dim:
-            raise InvalidProblem(f"cos has {self.half} columns; they must be 1 to {head_dim // 2}, half of head_dim {head_dim}.")
+            raise InvalidProblem(
+                f"cos has {self.half} columns; they must be 1 to {head_dim // 2}, half of head_dim {head_dim}."
+            )
         self.expect("positions", (batch, seqlen), "(batch, seqlen)", ("int32", "int64"))
         self.expect_bool("interleaved", "conjugate", "inplace")
         if isinstance(self.offset, bool) or not isinstance(self.offset, int) or self.offset < 0:
@@ -146,7 +148,9 @@ def rotary(tables, positions_ptr, inputs, outputs, strides, sizes, offset, tiles
     """q and, from tile `tiles` on, k. strides of (q, k, out_q, out_k, positions); HEADS of (q, k)."""
     tile = tl.program_id(0)
     if tile < tiles:
-        rotate(tables, positions_ptr, inputs[0], outputs[0], (strides[0], strides[2], strides[4]), sizes, offset, tile, HEADS[0], T)
+        rotate(
+            tables, positions_ptr, inputs[0], outputs[0], (strides[0], strides[2], strides[4]), sizes, offset, tile, HEADS[0], T
+        )
     else:
         if inputs[1] is not None:
             rotate(tables, positions_ptr, inputs[1], outputs[1], (strides[1], strides[3], strides[4]), sizes, offset,
@@ -160,7 +164,9 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _steps(p: Rotary, inputs: tuple[str, ...], outputs: tuple[str, ...], conjugate: bool, rows: int | None, copies: bool) -> Steps:
+def _steps(
+    p: Rotary, inputs: tuple[str, ...], outputs: tuple[str, ...], conjugate: bool, rows: int | None, copies: bool
+) -> Steps:
     """One launch; four 16-byte loads of q or k in flight per thread."""
     batch, seqlen, _, head_dim = p["q"].shape
     block, rest = max(_power(p.half), 4), head_dim - 2 * p.half if copies else 0
