@@ -429,7 +429,129 @@ def rows_in_steps(
     yield Cell("ce", f"cross_entropy {case}", what, entrants, truth, size, memory=train)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Cell]]] = {"norm": norms, "ce": cross_entropies}
+# -- rotary, softmax, head ------------------------------------------------------------------------------------------------
+
+
+def rotaries() -> Iterator[Cell]:
+    batch, seqlen, heads, heads_kv, dim = 2, 8192, 32, 8, 128
+    angle = torch.arange(seqlen, device="cuda")[:, None] / 10000 ** (torch.arange(0, dim, 2, device="cuda") / dim)
+    cos, sin = angle.cos(), angle.sin()
+    q, k = normal(batch, seqlen, heads, dim, grad=True), normal(batch, seqlen, heads_kv, dim, grad=True)
+    size = 4.0 * (q.numel() + k.numel()) + 8.0 * cos.numel()
+    for interleaved in (False, True):
+
+        def turn(x: Any, interleaved: bool = interleaved) -> Any:
+            c, s = cos[None, :, None], sin[None, :, None]
+            first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+            both = first * c - second * s, first * s + second * c
+            return (torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)).to(x.dtype)
+
+        def plain(q: Any, k: Any, turn: Any = turn) -> Any:
+            return turn(q), turn(k)
+
+        def ours(q: Any, k: Any, interleaved: bool = interleaved) -> Any:
+            return ops.rotary(q, k, cos, sin, interleaved=interleaved)
+
+        def over(q: Any, k: Any, interleaved: bool = interleaved) -> Any:
+            with torch.no_grad():
+                return ops.rotary(q, k, cos, sin, interleaved=interleaved, inplace=True)
+
+        found = {"flashtile": ours, "compiled": torch.compile(plain, dynamic=False)}
+        case = f"{'interleaved' if interleaved else 'neox'} {batch}x{seqlen} {heads}/{heads_kv}x{dim}"
+        forward, backward = both("rotary", case, found, (q, k), (size, size), plain)
+        make = forward.entrants
+
+        def in_place(make: Any = make, over: Any = over, interleaved: bool = interleaved) -> dict[str, Entrant]:
+            """Those that write over q and k turn copies, again and again: checked on fresh ones."""
+            found, copies = make(), [t.detach().clone() for t in (q, k)]
+            fresh = Entrant(lambda: over(*copies), lambda: over(q.detach().clone(), k.detach().clone()))
+            found["flashtile/inplace"] = fresh
+            if HAS_LIGER and not interleaved:
+                c2, s2 = (torch.cat((t, t), -1)[None].to(BF16) for t in (cos, sin))
+
+                def liger(q: Any, k: Any) -> Any:
+                    made = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), c2, s2)
+                    return tuple(t.transpose(1, 2) for t in made)
+
+                found["liger/inplace"] = Entrant(lambda: liger(*copies), lambda: liger(q.detach().clone(), k.detach().clone()))
+            return found
+
+        forward.entrants = in_place
+        yield forward
+        yield backward
+
+
+def softmaxes() -> Iterator[Cell]:
+    for batch, heads, length in ((4, 16, 2048), (1, 16, 4096)):
+        x = normal(batch, heads, length, length, grad=True)
+        mask = torch.rand(batch, 1, length, length, device="cuda") < 0.2
+        above = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)
+        n, case = 2.0 * x.numel(), f"{batch}x{heads}x{length}"
+
+        def masked(x: Any, mask: Any = mask) -> Any:
+            return torch.softmax((x.float() * 0.5).masked_fill(mask, -10000.0), -1).to(x.dtype)
+
+        def causal(x: Any, above: Any = above) -> Any:
+            return torch.softmax((x.float() * 0.5).masked_fill(above, -torch.inf), -1).to(x.dtype)
+
+        def ours_masked(x: Any, mask: Any = mask) -> Any:
+            return ops.softmax(x, mask, scale=0.5, masked_score=-10000.0)
+
+        found = {"flashtile": ours_masked, "compiled": torch.compile(masked, dynamic=False)}
+        yield from both("softmax", f"masked {case}", found, (x,), (2 * n + mask.numel(), 3 * n), masked)
+        found = {
+            "flashtile": lambda x: ops.softmax(x, scale=0.5, causal=True),
+            "compiled": torch.compile(causal, dynamic=False),
+        }
+        yield from both("softmax", f"causal {case}", found, (x,), (1.5 * n, 2 * n), causal)
+
+
+def heads() -> Iterator[Cell]:
+    rows, hidden, classes = 8192, 4096, 128256
+    x, weight = normal(rows, hidden, grad=True, scale=0.1), normal(classes, hidden, grad=True, scale=0.02)
+    labels = torch.randint(classes, (rows,), device="cuda")
+
+    def plain(x: Any, weight: Any) -> Any:
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    def step(function: Callable[..., Any]) -> Entrant:
+        def call() -> tuple[torch.Tensor, ...]:
+            loss = function(x, weight)
+            return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+        return Entrant(call)
+
+    def exact() -> tuple[torch.Tensor, ...]:
+        wide, losses, dx = weight.detach().float(), [], []
+        dweight = torch.zeros_like(wide)
+        for first in range(0, rows, 512):
+            part = x[first : first + 512].detach().float()
+            logits = (part @ wide.t()).requires_grad_()
+            loss = F.cross_entropy(logits, labels[first : first + 512], reduction="sum") / rows
+            (grad,) = torch.autograd.grad(loss, logits)
+            losses.append(loss.detach())
+            dx.append(grad @ wide)
+            dweight += grad.t() @ part
+        return torch.stack(losses).sum(), torch.cat(dx), dweight
+
+    def entrants() -> dict[str, Entrant]:
+        found = {"flashtile": step(lambda x, w: ops.linear_cross_entropy(x, w, labels))}
+        found["compiled"] = step(torch.compile(plain, dynamic=False))
+        if HAS_LIGER:
+            found["liger"] = step(lambda x, w: LigerFusedLinearCrossEntropyFunction.apply(x, w, labels)[0])
+        return found
+
+    case = f"linear_cross_entropy {rows}x{hidden}x{classes}"
+    yield Cell("head", case, "train", entrants, exact, flops=6.0 * rows * hidden * classes, memory=True, tolerance=4e-2)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Cell]]] = {
+    "norm": norms,
+    "ce": cross_entropies,
+    "rotary": rotaries,
+    "softmax": softmaxes,
+    "head": heads,
+}
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile.ops.cross_entropy import cross_entropy
+from flashtile.ops.loss import cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.Module):

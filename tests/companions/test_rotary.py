@@ -116,7 +116,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "offset-float": ({"offset": 1.0}, "offset is 1.0; it must be an int of at least 0"),
     "offset-shape": ({"offset": t(2, 5, dtype=torch.int64)}, r"offset is torch.int64 of shape \(2, 5\); it must be ints"),
     "offset-twice": ({"offset": 1, "positions": t(2, 5, dtype=torch.int64)}, "offset is 1 and positions are given"),
-    "positions-shape": ({"positions": t(2, 4, dtype=torch.int64)}, r"positions has shape \(2, 4\); it must be \(batch, seqlen\)"),
+    "positions-shape": ({"positions": t(2, 4, dtype=torch.int64)}, r"positions has shape \(2, 4\); it must be \(batch, seq"),
     "positions-float": ({"positions": t(2, 5)}, "positions is fp32; it must be int32 or int64"),
     "interleaved": ({"interleaved": 1}, "interleaved is 1; it must be True or False"),
     "inplace": ({"inplace": 1}, "inplace is 1; it must be True or False"),
