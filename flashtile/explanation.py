@@ -35,9 +35,13 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self.problem.spell(), f"on {_name(self.device)}"]
-        lines += ["", f"forward: {self.forward.backend}", *_pass_lines(self.forward, self.device, "forward")]
+        lines += ["", f"forward: {self.forward.backend}", *_pass_lines(self.forward, self.problem, self.device, "forward")]
         ways = (self.backward.backend, self.backward.variant)
-        lines += ["", f"backward: {', '.join(w for w in ways if w)}", *_pass_lines(self.backward, self.device, "backward")]
+        lines += [
+            "",
+            f"backward: {', '.join(w for w in ways if w)}",
+            *_pass_lines(self.backward, self.problem, self.device, "backward"),
+        ]
         if self.refusals:
             lines += ["", "other backends", *(f"  {name}: {line}" for name, why in self.refusals.items() for line in why)]
         if self.layout:
@@ -147,9 +151,9 @@ def _refusal(backend: Any, problem: AttentionProblem, place: Device, options: Op
     return (f"could run it, but {chosen.name} comes first",)
 
 
-def _pass_lines(plan: Plan, device: Device, direction: Literal["forward", "backward"]) -> list[str]:
+def _pass_lines(plan: Plan, problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> list[str]:
     lines = [_call_line(call) for call in plan.calls] + list(plan.notes)
-    lines.append(_cost_line(plan.problem, device, direction))
+    lines.append(_cost_line(problem, device, direction))
     if any(isinstance(call, KernelCall) for call in plan.calls):
         lines.append(f"scratch {_scaled(plan.scratch_bytes, 'B')}")
     return [f"  {line}" for line in lines]
