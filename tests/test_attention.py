@@ -18,6 +18,8 @@ from tests.judge import expected, judge, run
 @pytest.mark.parametrize("backend", [backend.name for backend in dispatch.BACKENDS])
 def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
+    for name, tensor in tensors.items():  # as `run` has them
+        tensor.requires_grad_(name.startswith("score") and not case.fixed_slopes)
     arguments, options = {**case.arguments, "score": case.modifiers(tensors)}, case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem, _ = make_problem(*inputs, **arguments, options=options)

@@ -77,7 +77,7 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
         signature[name] = "constexpr"
         constants[(names.index(name),)] = value
     source = source_class(call.kernel)(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = dict(num_warps=call.num_warps, num_stages=call.num_stages)
+    options = call.options
     return triton.compile(source, target=gpu_target(device), options=options)
 
 

@@ -157,7 +157,7 @@ def jobs(targets: list[str], every: int = 1) -> list[Job]:
                 call = plan_of(job).calls[job.index]
                 assert isinstance(call, KernelCall)
                 dtype = AttentionProblem.parse(spelling).dtype
-                identity = (target, call.kernel.fn.__name__, call.constants, call.num_warps, call.num_stages, dtype)
+                identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), dtype)
                 seen.setdefault((job.backend, *identity), job)
     return list(seen.values())[::every]
 

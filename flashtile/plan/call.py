@@ -78,6 +78,13 @@ class KernelCall:
     constants: tuple[tuple[str, Any], ...] = ()
     num_warps: int = 4
     num_stages: int = 2
+    contracts: bool = True  # the compiler may round a product and a sum once
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told beside the constants."""
+        chosen: dict[str, Any] = dict(num_warps=self.num_warps, num_stages=self.num_stages)
+        return chosen if self.contracts else {**chosen, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)

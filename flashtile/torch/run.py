@@ -188,8 +188,8 @@ class KernelLaunch:
             args = [_fill(a, tensors, False) for a in self.args]
             self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
 
-    def options(self) -> dict[str, int]:
-        return {} if _triton.INTERPRETED else dict(num_warps=self.call.num_warps, num_stages=self.call.num_stages)
+    def options(self) -> dict[str, Any]:
+        return {} if _triton.INTERPRETED else self.call.options
 
     def launch_first(self, tensors: dict[str, torch.Tensor]) -> None:
         """Launch through the JIT, which specialises on the values, and keep what it compiled."""
