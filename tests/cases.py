@@ -29,7 +29,7 @@ class Case:
     """One call of `flashtile.attention`, with what flows back into it.
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    need no gradient.
+    and sinks need no gradient.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Case:
     precision: Literal["tf32x3", "ieee", "tf32"] = "tf32x3"
     upstream: Literal["both", "out", "lse"] = "both"
     fixed_slopes: bool = False
+    sink: str | None = None  # its dtype
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -79,11 +80,20 @@ class Case:
         if self.layout == "packed":
             made["q"], made["k"], made["v"] = torch.stack([made["q"], made["k"], made["v"]], 2).unbind(2)
         made["dlse"] = normal(self.batch, self.heads_q, self.seqlen_q).to(device)
+        if self.sink is not None:
+            made["sink"] = normal(self.heads_q).mul(2.0).to(device, DTYPES[self.sink])
         for i, name in enumerate(self.score):
             shape = MODIFIERS[name][0]
             if shape is not None:
                 made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q)).abs() / 4).to(device)
         return made
+
+    def given(self, tensors: Tensors) -> dict[str, Any]:
+        """`arguments`, and those made of tensors."""
+        made = {"score": self.modifiers(tensors)}
+        if self.sink is not None:
+            made["sink"] = tensors["sink"]
+        return {**self.arguments, **made}
 
     def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:
         return tuple(MODIFIERS[name][1](tensors.get(f"score.{i}")) for i, name in enumerate(self.score))
@@ -177,6 +187,17 @@ def _scores() -> Iterator[Case]:
     yield Case("softcap-head_dim5", score=("softcap",), head_dim=5, head_dim_v=24, dtype="bf16")
 
 
+def _sinks() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("sink-gqa", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
+    yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
+    yield from variants(Case("sink-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, sink="bf16"))
+    yield from variants(Case("sink-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, sink="fp16"))
+    yield from variants(Case("sink-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, sink="fp32", dtype="fp16"))
+    yield Case("sink-tiny-scale", scale=1e-30, seqlen_k=70, sink="fp32", dtype="bf16")
+    yield Case("sink-fixed", sink="fp32", dtype="fp16", fixed_slopes=True, seqlen_q=70, deterministic=True)
+    yield Case("sink-lse", sink="fp32", upstream="lse", seqlen_q=70, seqlen_k=30, causal=True)
+
+
 def _scales() -> Iterator[Case]:
     for name, scale in (("zero", 0.0), ("negative", -0.3), ("large", 4.0), ("tiny", 1e-6)):
         yield Case(f"scale-{name}", scale=scale, seqlen_k=70)
@@ -206,7 +227,7 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _precisions)
+    for group in (_heads, _head_dims, _lengths, _masks, _scores, _sinks, _scales, _gradients, _layouts, _precisions)
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

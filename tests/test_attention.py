@@ -18,7 +18,7 @@ from tests.judge import expected, judge, run
 @pytest.mark.parametrize("backend", [backend.name for backend in dispatch.BACKENDS])
 def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
-    arguments, options = {**case.arguments, "score": case.modifiers(tensors)}, case.options(backend)
+    arguments, options = case.given(tensors), case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem, _ = make_problem(*inputs, **arguments, options=options)
     reasons = dispatch.backend_named(backend).unsupported(problem, device_of(place), case.backward)

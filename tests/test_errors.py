@@ -14,7 +14,7 @@ import torch
 import flashtile
 from flashtile import Alibi, AttentionProblem, Band, Captured, InvalidProblem, NotSupported, Options, Score, Softcap
 from flashtile.spec.dtype import DType
-from flashtile.spec.score import ScoreSpec
+from flashtile.spec.score import ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
 
 HALF = torch.float16
@@ -156,6 +156,12 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"score": (OneTensor(grad(torch.ones(4))),)},
         "errors_one_tensor's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
     ),
+    "sink-list": ({"sink": [0.0] * 4}, "sink is a list; it must be a torch.Tensor or None"),
+    "sink-number": ({"sink": 0.5}, "sink is a float; it must be a torch.Tensor or None"),
+    "sink-shape": ({"sink": torch.zeros(2)}, "sink has shape (2,); it must be (heads_q,) = (4,)"),
+    "sink-batch": ({"sink": torch.zeros(2, 4)}, "sink has shape (2, 4); it must be (heads_q,) = (4,)"),
+    "sink-dtype": ({"sink": torch.zeros(4).double()}, "sink is torch.float64; it must be float16, bfloat16 or float32"),
+    "sink-meta": ({"sink": torch.zeros(4, device="meta")}, "sink is on meta and q is on cpu; they must be on one device"),
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "scale-inf": ({"scale": -math.inf}, "scale is -inf; it must be finite"),
     "scale-text": ({"scale": "auto"}, "scale is 'auto'; it must be a number or None"),
@@ -259,6 +265,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "precision": ({"precision": "high"}, "precision is 'high'; it must be one of tf32x3, ieee, tf32"),
     "deterministic": ({"deterministic": None}, "deterministic is None; it must be True or False"),
+    "sink": ({"sink": (4,)}, "sink is (4,); it must be a TensorSpec or None"),
+    "sink-shape": ({"sink": TensorSpec((3,), "fp32")}, "sink has shape (3,); it must be (heads_q,) = (4,)"),
 }
 
 
@@ -289,6 +297,8 @@ SPELLINGS = {
     "band": ("attention(q=2x6x4x16,kv=8x2x16,fp16,band=3)", "not enough values to unpack"),
     "scale": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=big)", "could not convert string to float"),
     "scale-inf": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=inf)", "scale is inf; it must be finite"),
+    "sink": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=3:fp32)", "sink has shape (3,); it must be (heads_q,) = (4,)"),
+    "sink-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=fp32)", "not enough values to unpack"),
     "score": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=hardcap(3.0))", "score modifier is 'hardcap'; known are"),
     "score-unopened": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap)", "'softcap'; it must be 'name(...)'"),
     "score-unclosed": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(3.0)", "'softcap(3.0'; it must be 'name(...)'"),

@@ -83,6 +83,8 @@ def problems() -> Iterator[str]:
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+    for dtype in ("bf16", "fp32"):
+        yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
 
 
 def plan_of(job: Job) -> Plan:

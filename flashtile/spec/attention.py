@@ -12,7 +12,7 @@ from typing import Literal
 from flashtile.errors import InvalidProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.mask import FULL, Band
-from flashtile.spec.score import ScoreSpec
+from flashtile.spec.score import ScoreSpec, TensorSpec
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
@@ -27,6 +27,7 @@ class AttentionProblem:
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
+    `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero.
     """
 
     batch: int
@@ -43,6 +44,7 @@ class AttentionProblem:
     precision: Precision = "tf32x3"
     deterministic: bool = False
     returns_lse: bool = False
+    sink: TensorSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -61,6 +63,7 @@ class AttentionProblem:
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         for spec in self.score:
             _check_tensors(spec, (self.batch, self.heads_q))
+        _check_sink(self.sink, self.heads_q)
         for name in ("deterministic", "returns_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
@@ -129,6 +132,8 @@ class AttentionProblem:
             parts.append(f"band={left}:{right}")
         if self.score:
             parts.append("score=" + "+".join(s.spell() for s in self.score))
+        if self.sink is not None:
+            parts.append(f"sink={self.sink.spell()}")
         if self.scale != 1.0 / math.sqrt(self.head_dim):
             parts.append(f"scale={self.scale!r}")
         if self.dtype is DType.FP32:
@@ -176,6 +181,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(mask=Band(left, right))
     if name == "score":
         return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
+    if name == "sink":
+        return dict(sink=TensorSpec.parse(value))
     if name == "scale":
         return dict(scale=float(value))
     if name == "deterministic" and not value:
@@ -196,6 +203,15 @@ def _check_tensors(spec: ScoreSpec, rows: tuple[int, int]) -> None:
                 f"{spec.kind.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
                 f"(batch, heads_q) = {rows}."
             )
+
+
+def _check_sink(sink: object, heads_q: int) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, TensorSpec):
+        raise InvalidProblem(f"sink is {sink!r}; it must be a TensorSpec or None.")
+    if sink.shape != (heads_q,):
+        raise InvalidProblem(f"sink has shape {sink.shape}; it must be (heads_q,) = ({heads_q},).")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -52,6 +52,16 @@ def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
 
 
 @jit
+def add_sink(rows, sink, scale, T: tl.constexpr):
+    """The state after one more key, whose logit is `sink` and whose value is zero; its maximum is in natural units."""
+    top = rows.top if T.prescale else rows.top * scale
+    level = tl.maximum(top, sink)
+    pivot = tl.where(level == float("-inf"), 0.0, level)
+    decay = exp(top - pivot, T)
+    return Rows(rows.acc * decay[:, None], level, rows.total * decay + exp(sink - pivot, T))
+
+
+@jit
 def finish(rows, scale, T: tl.constexpr):
     """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)

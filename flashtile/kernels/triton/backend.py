@@ -54,10 +54,10 @@ class TritonBackend:
     def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
-        launch = launches.get("forward") or choose(p, device, "forward")
+        launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
         call = _call(
             attention_forward, p, launch, "forward",
-            (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
+            (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
             tail=(p.scale_value, score_args(p)),
         )  # fmt: skip
         return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
@@ -79,13 +79,14 @@ class TritonBackend:
         buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
         captured = any(spec.wants_grad for spec in p.score)
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
+        sink, sums = None if p.sink is None else "sink", _sink_partials(p)
         delta = _call(
-            bwd.attention_delta, p, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
-            ("out", "dout", dlse or "lse"), score=False,
+            bwd.attention_delta, p, DELTA, "queries",
+            (("out", "dout", "lse", dlse, stats, sink), ("rows", sums[0].name if sums else None)),
+            ("out", "dout", dlse or "lse", sink or "lse"), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        sums: list[Buffer] = []
         corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
@@ -115,7 +116,7 @@ class TritonBackend:
             ))  # fmt: skip
         for partial in sums:
             rows, tiles = partial.shape
-            args = (Pointer(partial.name), Pointer(partial.name.replace("partial", "dscore")), tiles)
+            args = (Pointer(partial.name), Pointer(partial.name.replace("partial.", "d")), tiles)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
         return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
 
@@ -169,13 +170,20 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
                 entries.append((0, None))
                 continue
             if captured.index is None:
-                buffers.append(Buffer(f"partial.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
-                entries.append((slots, Pointer(f"partial.{i}.{j}")))
+                buffers.append(Buffer(f"partial.score.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
+                entries.append((slots, Pointer(f"partial.score.{i}.{j}")))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
             slots += 1
         args.append(tuple(entries))
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+
+
+def _sink_partials(p: AttentionProblem) -> list[Buffer]:
+    """Where the programs of `attention_delta` leave their sums for the gradient of sink; empty where it is not wanted."""
+    if p.sink is None or not p.sink.grad:
+        return []
+    return [Buffer("partial.sink", (p.heads_q, p.batch * ceil(p.seqlen_q / DELTA.block_q)), "fp32", "scratch")]
 
 
 def _exact(p: AttentionProblem) -> bool:
@@ -200,5 +208,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    rows = Buffer("rows", (p.batch, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
+    per_row = 2 if not _exact(p) else 4 if p.sink is None else 5
+    rows = Buffer("rows", (p.batch, p.heads_q, per_row, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -8,7 +8,7 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
-from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
@@ -17,25 +17,29 @@ from flashtile.kernels.lib.score import capture, locate, probabilities, store_to
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr):
+def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
-    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
+    which the pass over queries corrects; it needs a fifth number where T.sink: the sink's probability times the sum. Where
+    T.lone there is no sum. rows is float32 (batch, heads_q, 2, 4 or 5, padded),
     padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
     +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
     lie in rows of their own.
-    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
+    in_ptrs = (out, dout, lse, dlse or None, stats, sink or None); out_ptrs = (rows, what each program adds to the gradient of
+    sink (heads_q, batch x tiles), or None); strides of out, dout, dlse (batch, heads_q, seqlen_q), sink (heads_q,).
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), 1, False)
+    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+    tile, batch_head = assign(tiles, 1, False)
     batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
     out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
-    delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1).to(tl.float32)
+    wide_delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1)
+    delta = wide_delta.to(tl.float32)
     if T.lone:
         delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
@@ -44,7 +48,10 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
     if in_ptrs[3] is not None:
         dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
         dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T)
+    rows = out_ptrs[0] + rows_offset(batch_head, seqlen_q, T)
+    sink, sunk = 0.0, tl.zeros([BLOCK_Q], tl.float32)  # sunk: the probability that the sink takes
+    if T.sink:
+        sink = tl.load(in_ptrs[5] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
     if T.exact:
         rows += index
         stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
@@ -54,20 +61,30 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
         tl.store(rows + padded_rows(seqlen_q), delta)
         tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
+        if T.sink:
+            sunk = tl.where(total == 0.0, 0.0, exp(sink - level, T) / total)
+            tl.store(rows + 4 * padded_rows(seqlen_q), (sunk.to(WIDE) * wide_delta).to(tl.float32))
     else:
         delta -= dlse
         level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
+        if T.sink:
+            sunk = exp(sink - level, T)
         if not T.prescale:
             level *= LOG2E
         tl.store(rows + 2 * index, level)
         tl.store(rows + 2 * index + 1, delta)
+    if T.sink:
+        if out_ptrs[1] is not None:
+            given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
+            batches = tl.num_programs(0) // (tiles * heads)
+            tl.store(out_ptrs[1] + (head.to(tl.int64) * batches + batch) * tiles + tile, tl.sum(given).to(tl.float32))
 
 
 @jit
 def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
     """Elements from the start of `rows` to those of a head."""
-    count = 4 if T.exact else 2
+    count = (5 if T.sink else 4) if T.exact else 2
     return batch_head.to(tl.int64) * (count * padded_rows(seqlen_q))
 
 
@@ -260,8 +277,8 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq.
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
-    far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
-    of the very dp: what has to cancel, cancels.)
+    far the two are apart (less the fifth of `rows` where T.sink); dq is corrected by that, and slip in `rows` for the pass
+    over keys. (Plain PyTorch forms delta of the very dp: what has to cancel, cancels.)
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
@@ -297,7 +314,10 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
-        off = (tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        excess = tl.zeros([BLOCK_Q], tl.float32)
+        if T.sink:  # the keys' probabilities add up to 1 less the sink's
+            excess -= tl.load(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 4 * padded_rows(seqlen_q) + index)
+        off = (excess, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)

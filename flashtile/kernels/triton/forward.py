@@ -8,7 +8,7 @@ from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.lib.product import aligned_parts, product, transposed
 from flashtile.kernels.lib.score import locate, logits
-from flashtile.kernels.lib.softmax import empty_rows, finish, fold
+from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold
 
 
 @jit
@@ -33,7 +33,7 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """in_ptrs = (q, k, v); out_ptrs = (out, lse, stats); strides of q, k, v, out.
+    """in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
 
     lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
     and sum, from which the backward forms probabilities without the rounding of a logarithm.
@@ -69,7 +69,12 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
                             True, T, SCORE)  # fmt: skip
 
-    out, lse = finish(rows, scale, T)
+    if T.sink:
+        sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, tl.float32) * sink, scale, T)
+        out, lse = finish(rows, 1.0, T)
+    else:
+        out, lse = finish(rows, scale, T)
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     store_tile(out_head, strides[3], out, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
     tl.store(out_ptrs[1] + batch_head.to(tl.int64) * seqlen_q + index, lse, mask=index < seqlen_q)

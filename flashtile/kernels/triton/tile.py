@@ -56,7 +56,8 @@ class Tile:
     exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
-    lone: bool  # no query sees more than one key
+    lone: bool  # no query sees more than one key, and there is no sink
+    sink: bool  # one more logit per head joins the softmax
     swizzle: int
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
@@ -94,6 +95,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
     lone = problem.seqlen_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    lone = lone and problem.sink is None
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -110,6 +112,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         precision=PRODUCTS[problem.precision],
         parts=launch.parts,
         lone=lone,
+        sink=problem.sink is not None,
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
