@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from flashtile.score.alibi import Alibi
     from flashtile.score.softcap import Softcap
     from flashtile.spec.attention import AttentionProblem
+    from flashtile.spec.dropout import Dropout
     from flashtile.spec.mask import Band
     from flashtile.spec.options import Options
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
+    from flashtile.torch.dropout import dropout_mask
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,7 @@ _HOMES = {
     "AttentionProblem": "flashtile.spec.attention",
     "Band": "flashtile.spec.mask",
     "Captured": "flashtile.spec.score",
+    "Dropout": "flashtile.spec.dropout",
     "InvalidProblem": "flashtile.errors",
     "NotSupported": "flashtile.errors",
     "Options": "flashtile.spec.options",
@@ -34,6 +37,7 @@ _HOMES = {
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
+    "dropout_mask": "flashtile.torch.dropout",
     "explain": "flashtile.explanation",
     "use_tuning": "flashtile.kernels.triton.choose",
 }
@@ -43,6 +47,7 @@ __all__ = [
     "AttentionProblem",
     "Band",
     "Captured",
+    "Dropout",
     "InvalidProblem",
     "NotSupported",
     "Options",
@@ -50,6 +55,7 @@ __all__ = [
     "Score",
     "Softcap",
     "attention",
+    "dropout_mask",
     "explain",
     "use_tuning",
 ]

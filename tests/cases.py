@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Options, Softcap
+from flashtile import Alibi, Band, Dropout, Options, Softcap
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
@@ -53,6 +53,7 @@ class Case:
     upstream: Literal["both", "out", "lse"] = "both"
     fixed_slopes: bool = False
     sink: str | None = None  # its dtype
+    dropout: float | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -93,6 +94,8 @@ class Case:
         made = {"score": self.modifiers(tensors)}
         if self.sink is not None:
             made["sink"] = tensors["sink"]
+        if self.dropout is not None:
+            made["dropout"] = Dropout(self.dropout, seed=zlib.crc32(self.name.encode()) << 20)
         return {**self.arguments, **made}
 
     def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:
@@ -198,6 +201,18 @@ def _sinks() -> Iterator[Case]:
     yield Case("sink-lse", sink="fp32", upstream="lse", seqlen_q=70, seqlen_k=30, causal=True)
 
 
+def _dropouts() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("dropout", batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, dropout=0.2)))
+    yield from variants(*dtypes(Case("dropout-causal", causal=True, seqlen_q=70, seqlen_k=70, dropout=0.5)))
+    yield from variants(Case("dropout-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, dropout=0.1))
+    yield from variants(Case("dropout-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, dropout=0.3))
+    yield from variants(Case("dropout-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, dropout=0.1))
+    yield from variants(*dtypes(Case("dropout-and-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
+    yield Case("dropout-most", dropout=0.9, seqlen_k=70, dtype="fp16")
+    yield Case("dropout-lse", dropout=0.5, upstream="lse", seqlen_k=70)
+    yield Case("dropout-long-keys", dropout=0.1, seqlen_q=20, seqlen_k=600, batch=2)
+
+
 def _scales() -> Iterator[Case]:
     for name, scale in (("zero", 0.0), ("negative", -0.3), ("large", 4.0), ("tiny", 1e-6)):
         yield Case(f"scale-{name}", scale=scale, seqlen_k=70)
@@ -227,7 +242,7 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _sinks, _scales, _gradients, _layouts, _precisions)
+    for group in (_heads, _head_dims, _lengths, _masks, _scores, _sinks, _dropouts, _scales, _gradients, _layouts, _precisions)
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, AttentionProblem, Band, Captured, InvalidProblem, NotSupported, Options, Score, Softcap
+from flashtile import Alibi, AttentionProblem, Band, Captured, Dropout, InvalidProblem, NotSupported, Options, Score, Softcap
 from flashtile.spec.dtype import DType
 from flashtile.spec.score import ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
@@ -162,6 +162,17 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "sink-batch": ({"sink": torch.zeros(2, 4)}, "sink has shape (2, 4); it must be (heads_q,) = (4,)"),
     "sink-dtype": ({"sink": torch.zeros(4).double()}, "sink is torch.float64; it must be float16, bfloat16 or float32"),
     "sink-meta": ({"sink": torch.zeros(4, device="meta")}, "sink is on meta and q is on cpu; they must be on one device"),
+    "dropout-number": ({"dropout": 0.1}, "dropout is 0.1; it must be a flashtile.Dropout or None"),
+    "dropout-seed-dtype": (
+        {"dropout": Dropout(0.1, torch.zeros(2, dtype=torch.int32))},
+        "dropout seed has shape (2,) and is torch.int32; it must be an int64 tensor (2,): (seed, offset)",
+    ),
+    "dropout-seed-shape": ({"dropout": Dropout(0.1, torch.zeros(3).long())}, "dropout seed has shape (3,) and is torch.int64"),
+    "dropout-seed-numpy": ({"dropout": Dropout(0.1, np.zeros(2, np.int64))}, "dropout seed has shape (2,) and is int64"),
+    "dropout-seed-meta": (
+        {"dropout": Dropout(0.1, torch.zeros(2, device="meta").long())},
+        "dropout seed is on meta and q is on cpu; they must be on one device",
+    ),
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "scale-inf": ({"scale": -math.inf}, "scale is -inf; it must be finite"),
     "scale-text": ({"scale": "auto"}, "scale is 'auto'; it must be a number or None"),
@@ -222,6 +233,15 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "alibi-number": (lambda: Alibi(0.5), "alibi slopes are a float; they must be a tensor"),
     "alibi-numpy": (lambda: Alibi(np.ones(4)), "alibi slopes are a ndarray; they must be a tensor"),
     "alibi-rank": (lambda: Alibi(torch.ones(1, 2, 4)), "alibi slopes have shape (1, 2, 4); it must be (heads_q,) or"),
+    "dropout-1": (lambda: Dropout(1), "dropout p is 1; it must be a number, at least 0 and below 1"),
+    "dropout-almost-1": (lambda: Dropout(1 - 2**-40), "it must be a number, at least 0 and below 1"),
+    "dropout-negative": (lambda: Dropout(-0.1), "dropout p is -0.1; it must be a number"),
+    "dropout-nan": (lambda: Dropout(math.nan), "dropout p is nan; it must be a number"),
+    "dropout-bool": (lambda: Dropout(False), "dropout p is False; it must be a number"),
+    "dropout-text": (lambda: Dropout("0.1"), "dropout p is '0.1'; it must be a number"),
+    "dropout-seed-float": (lambda: Dropout(0.1, 3.0), "dropout seed is 3.0; it must be an int, an int64 tensor (2,) or None"),
+    "dropout-seed-bool": (lambda: Dropout(0.1, True), "dropout seed is True; it must be an int"),
+    "dropout-seed-wide": (lambda: Dropout(0.1, 2**63), "dropout seed is 9223372036854775808; it must lie within 64 bits"),
     "band-text": (lambda: Band("3"), "Band left is '3'; it must be an int or None"),
     "band-float": (lambda: Band(right=0.0), "Band right is 0.0; it must be an int or None"),
     "band-bool": (lambda: Band(True), "Band left is True; it must be an int or None"),
@@ -265,6 +285,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "precision": ({"precision": "high"}, "precision is 'high'; it must be one of tf32x3, ieee, tf32"),
     "deterministic": ({"deterministic": None}, "deterministic is None; it must be True or False"),
+    "dropout": ({"dropout": 1.0}, "dropout p is 1.0; it must be a number, at least 0 and below 1"),
+    "dropout-object": ({"dropout": Dropout(0.1)}, "dropout p is Dropout(p=0.1, seed=None); it must be a number"),
     "sink": ({"sink": (4,)}, "sink is (4,); it must be a TensorSpec or None"),
     "sink-shape": ({"sink": TensorSpec((3,), "fp32")}, "sink has shape (3,); it must be (heads_q,) = (4,)"),
 }
@@ -297,6 +319,7 @@ SPELLINGS = {
     "band": ("attention(q=2x6x4x16,kv=8x2x16,fp16,band=3)", "not enough values to unpack"),
     "scale": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=big)", "could not convert string to float"),
     "scale-inf": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=inf)", "scale is inf; it must be finite"),
+    "dropout": ("attention(q=2x6x4x16,kv=8x2x16,fp16,dropout=2)", "dropout p is 2.0; it must be a number"),
     "sink": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=3:fp32)", "sink has shape (3,); it must be (heads_q,) = (4,)"),
     "sink-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=fp32)", "not enough values to unpack"),
     "score": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=hardcap(3.0))", "score modifier is 'hardcap'; known are"),

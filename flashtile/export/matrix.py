@@ -85,6 +85,8 @@ def problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
     for dtype in ("bf16", "fp32"):
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
+        for head_dim in (64, 128, 256):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},{dtype},band=:0,dropout=0.1)"
 
 
 def plan_of(job: Job) -> Plan:
@@ -111,7 +113,7 @@ def jobs_of(spelling: str, target: str) -> Iterator[Job]:
 def kind(problem: AttentionProblem) -> str:
     """The line of SPILL_BUDGETS that a problem falls under."""
     if problem.dtype is not DType.FP32:
-        return "modifiers" if problem.score else "16bit"
+        return "modifiers" if problem.score or problem.dropout is not None else "16bit"
     if problem.precision == "ieee":
         return "ieee"
     return "fp32 beyond 128" if max(problem.head_dim, problem.head_dim_v) > 128 else "fp32"

@@ -21,7 +21,7 @@ def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v, the captured tensors `score.I.J`, and `sink`."""
+    """q, k, v, the captured tensors `score.I.J`, `sink`, and `seed`: the words of dropout's (seed, offset)."""
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
         for i, spec in enumerate(p.score)
@@ -29,6 +29,8 @@ def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     ]
     if p.sink is not None:
         captured.append(Buffer("sink", p.sink.shape, p.sink.dtype, "input"))
+    if p.dropout is not None:
+        captured.append(Buffer("seed", (4,), "int32", "input"))
     return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.dropout import check_chance, threshold
 from flashtile.spec.dtype import DType
 from flashtile.spec.mask import FULL, Band
 from flashtile.spec.score import ScoreSpec, TensorSpec
@@ -27,7 +28,8 @@ class AttentionProblem:
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
-    `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero.
+    `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
+    probability is dropped; None for 0.
     """
 
     batch: int
@@ -45,6 +47,7 @@ class AttentionProblem:
     deterministic: bool = False
     returns_lse: bool = False
     sink: TensorSpec | None = None
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -64,6 +67,9 @@ class AttentionProblem:
         for spec in self.score:
             _check_tensors(spec, (self.batch, self.heads_q))
         _check_sink(self.sink, self.heads_q)
+        if self.dropout is not None:
+            check_chance(self.dropout)
+            object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
         for name in ("deterministic", "returns_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
@@ -134,6 +140,8 @@ class AttentionProblem:
             parts.append("score=" + "+".join(s.spell() for s in self.score))
         if self.sink is not None:
             parts.append(f"sink={self.sink.spell()}")
+        if self.dropout is not None:
+            parts.append(f"dropout={self.dropout!r}")
         if self.scale != 1.0 / math.sqrt(self.head_dim):
             parts.append(f"scale={self.scale!r}")
         if self.dtype is DType.FP32:
@@ -183,6 +191,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
     if name == "sink":
         return dict(sink=TensorSpec.parse(value))
+    if name == "dropout":
+        return dict(dropout=float(value))
     if name == "scale":
         return dict(scale=float(value))
     if name == "deterministic" and not value:

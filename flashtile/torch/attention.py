@@ -13,9 +13,11 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.run import DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -32,6 +34,7 @@ def attention(
     score: Sequence[Score] = (),
     scale: float | None = None,
     sink: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = False,
     options: Options | None = None,
 ) -> Any:
@@ -45,6 +48,8 @@ def attention(
     scale: factor of q k^T, 1 / sqrt(head_dim) by default.
     sink: (heads_q,), fp16, bf16 or fp32: a logit per head that joins every row's softmax as one more key, whose value is
         zero. lse includes it; a query that sees no key then has lse = sink.
+    dropout: `Dropout(p)`; the probabilities that it keeps depend on its seed and on (batch, head, query, key) alone. lse is
+        that of the scores before it.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
@@ -54,7 +59,7 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, sink)
+    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
     ):
@@ -188,6 +193,7 @@ _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 def prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False, sink: Any = None,
+    dropout: Any = None,
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
     captured: tuple[torch.Tensor, ...] = ()
@@ -205,11 +211,13 @@ def prepare(
         if sink is not None:
             captured += (sink,)
             key += ("sink", sink.shape, _layout(sink), sink.dtype, sink.device, _wants_grad(sink), sink.is_neg())
+        if dropout is not None:
+            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or _seed_key(dropout.seed))
         call = _CALLS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse, sink)
+        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
         captured, _ = _capture(score, q.shape)
         captured += () if sink is None else (sink,)
         call = PreparedCall(problem, options, q.device)
@@ -217,12 +225,14 @@ def prepare(
             if len(_CALLS) >= _MOST_CALLS:
                 _CALLS.clear()
             _CALLS[key] = call
+    if dropout is not None and call.problem.dropout is not None:
+        captured += (draw_seed(dropout, call.device),)
     return call, captured
 
 
 def make_problem(
     q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
-    return_lse: Any = False, sink: Any = None,
+    return_lse: Any = False, sink: Any = None, dropout: Any = None,
 ) -> tuple[AttentionProblem, Options]:  # fmt: skip
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     options = DEFAULT if options is None else options
@@ -262,7 +272,7 @@ def make_problem(
         batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
         score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
-        returns_lse=return_lse, sink=_sink_spec(sink, q),
+        returns_lse=return_lse, sink=_sink_spec(sink, q), dropout=_chance(dropout, q),
     )  # fmt: skip
     return problem, options
 
@@ -296,6 +306,21 @@ def _sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
         raise InvalidProblem(f"sink is a {type(sink).__name__}; it must be a torch.Tensor or None.")
     _check_captured("sink", sink, q)
     return TensorSpec(tuple(sink.shape), DTYPES[sink.dtype].value, _wants_grad(sink))
+
+
+def _chance(dropout: Any, q: torch.Tensor) -> float | None:
+    if dropout is None:
+        return None
+    if not isinstance(dropout, Dropout):
+        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
+    if not (dropout.seed is None or isinstance(dropout.seed, int)):
+        check_seed(dropout.seed, q.device)
+    return dropout.p
+
+
+def _seed_key(seed: Any) -> Any:
+    """What of a seed decides whether it is a good one."""
+    return isinstance(seed, int) or (seed.shape, seed.dtype, seed.device)
 
 
 def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:

@@ -67,6 +67,7 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
         sink=draw(
             st.none() | st.builds(TensorSpec, st.just((heads_kv * group,)), st.sampled_from(["fp16", "fp32"]), st.booleans())
         ),
+        dropout=draw(st.none() | st.floats(0, 1 - 2**-30)),
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.modifiers import Modifiers
 from flashtile.kernels.cpu.products import Scratch, headroom, product_dtype, score_dtype
 from flashtile.kernels.cpu.region import Tile
@@ -36,12 +37,12 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch = score_dtype(p), Scratch()
-    modifiers = Modifiers(p, tensors, wide)
+    modifiers, drop = Modifiers(p, tensors, wide), Drop(p, tensors)
     for strip in strips(p):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         for rows in strip.runs():
             q = rows.load(tensors["q"], wide).mul_(p.scale_value)
-            values, sums = _attend(rows, modifiers, scratch, q, k, v, None if sink is None else rows.per_head(sink))
+            values, sums = _attend(rows, modifiers, drop, scratch, q, k, v, None if sink is None else rows.per_head(sink))
             rows.of(out).copy_(rows.by_head(values))
             rounded = sums.float()
             rows.of(_column(lse)).copy_(rows.by_head(rounded))
@@ -52,7 +53,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
 
 
 def _attend(
-    rows: Rows, modifiers: Modifiers, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1), like `sink`."""
@@ -77,9 +78,14 @@ def _attend(
         made.mul_(decay)
         if len(tiles) == 1:  # as plain PyTorch does; fewer roundings at the size of the sum
             prob.div_(_or_one(total))
+        dropped = drop.mask(rows, tile)
+        if dropped is not None:
+            prob.masked_fill_(dropped, 0.0)
         scratch.add_product(made, scratch.cast("operand", prob, v.dtype), v[:, tile.keys])
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
+    if drop.p is not None:
+        made.mul_(drop.factor)
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
 
 
@@ -87,7 +93,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
     """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in float32 in a fixed order."""
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
-    modifiers, sink = Modifiers(p, tensors, wide), _sink(p, tensors)
+    modifiers, sink, drop = Modifiers(p, tensors, wide), _sink(p, tensors), Drop(p, tensors)
     if "dsink" in outputs:
         made["dsink"] = _sink_gradient(p, tensors)
     for strip in strips(p):
@@ -102,11 +108,15 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
             for tile in tiles:
                 keys = tile.keys
                 prob, saved = _probabilities(rows, tile, modifiers, scratch, given, wide_k[:, keys], whole)
+                dropped = drop.mask(rows, tile)
                 if dv is not None:
-                    scratch.add_product(dv[:, keys], scratch.cast("operand", prob, dtype).mT, given.dout)
+                    weight = prob if dropped is None else prob.masked_fill(dropped, 0.0).mul_(drop.factor)
+                    scratch.add_product(dv[:, keys], scratch.cast("operand", weight, dtype).mT, given.dout)
                 if outputs == ("dv",):
                     continue
                 dp = scratch.product("dp", given.dout, v[:, keys].mT)
+                if dropped is not None:
+                    dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
                 delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
                 ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
                 if saved is not None:

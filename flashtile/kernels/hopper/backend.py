@@ -55,6 +55,8 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
         if p.sink is not None:
             reasons.append("sink is given; these kernels know none")
+        if p.dropout is not None:
+            reasons.append(f"dropout is {p.dropout}; these kernels know none")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

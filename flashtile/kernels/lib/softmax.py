@@ -27,8 +27,8 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
-    """The state after a tile of scores.
+def fold(rows, score, v, keep, scale, GUARD: tl.constexpr, T: tl.constexpr):
+    """The state after a tile of scores; keep says, where T.dropout, which probabilities count for the values.
 
     A plain 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where
     T.prescale is set the difference to the maximum is formed first, which costs an instruction and rounds nothing.
@@ -47,6 +47,8 @@ def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
         decay = tl.exp2(rows.top * factor - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
+    if T.dropout:
+        p = tl.where(keep, p, 0.0)
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
 

@@ -8,6 +8,7 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
@@ -107,8 +108,10 @@ def load_rows(rows_ptr, batch_head, start, seqlen_q, T: tl.constexpr):
 
 
 @jit
-def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
+def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
     """The gradient of p, less its mean over the row: dp - delta, from parts of dout and v in either order.
+
+    Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
     Both may be ten times their difference, so where T.exact neither dp's rounding nor delta's is let into it.
     A lone key has p = 1 whatever its score: but for dlse it is its own mean.
@@ -117,11 +120,16 @@ def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
         dp, rest = product_and_rest(dout, v, T)
         if T.lone:
             dp, rest = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
+        if T.dropout:
+            factors = tl.where(keep, factor, 0.0)
+            return tl.fma(dp, factors, tl.zeros_like(dp) - delta) + tl.fma(rest, factors, tl.zeros_like(dp) - slip)
         return (dp - delta) + (rest - slip)
     else:
         dp = product(dout, v, T)
         if T.lone:
             dp = dp - dp
+        if T.dropout:
+            dp *= tl.where(keep, factor, 0.0)
         return dp - delta
 
 
@@ -131,7 +139,8 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column).
+    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column, the first of them,
+    seed of dropout).
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
@@ -152,9 +161,12 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = product(k, transposed(q_parts, T), T)
-    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
+    survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
+    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4][4], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
+    if T.dropout:
+        p = tl.where(survives, p, 0.0)
     dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
@@ -211,7 +223,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     k, v = aligned_parts(k, T), aligned_parts(v, T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
-    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
+    seed = load_seed(score_args, T, SCORE)
+    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     dq_ptr = grad_ptrs[0]
     members = group if T.grouped else 1
     if T.right or T.pads_keys:
@@ -233,6 +246,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         store_tile(dk_tile, strides[5], dk * scale, keys_here, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[6]) + row_offset(column, strides[6])
+        if T.dropout:
+            dv *= seed[4]
         store_tile(dv_tile, strides[6], dv, keys_here, T.head_dim_v, BLOCK_K, T.columns_v)
 
 
@@ -253,7 +268,8 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
     keep = visible(place[2], key, sizes, band, T)
     k = aligned_parts(k, T)
     raw = product(q, transposed(k, T), T)
-    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4][4], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
         totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, T, SCORE, CAPTURED)
@@ -319,7 +335,7 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
             excess -= tl.load(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 4 * padded_rows(seqlen_q) + index)
         off = (excess, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
-    place = (batch, head, index[:, None])
+    place = (batch, head, index[:, None], row, load_seed(score_args, T, SCORE))
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):

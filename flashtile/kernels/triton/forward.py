@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
@@ -16,7 +17,8 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
                  MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows.
 
-    seen = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column).
+    seen = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
+    the first of them, seed of dropout).
     """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
@@ -27,7 +29,8 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
     if MASKED:
         score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
-    return fold(rows, score, v, scale, MASKED or T.prescale, T)
+    keep = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    return fold(rows, score, v, keep, scale, MASKED or T.prescale, T)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -56,7 +59,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2])
     q = aligned_parts(load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
     index = row + tl.arange(0, BLOCK_Q)
-    place = (batch, head, index[:, None])
+    seed = load_seed(score_args, T, SCORE)
+    place = (batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
@@ -75,6 +79,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         out, lse = finish(rows, 1.0, T)
     else:
         out, lse = finish(rows, scale, T)
+    if T.dropout:
+        out *= seed[4]
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     store_tile(out_head, strides[3], out, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
     tl.store(out_ptrs[1] + batch_head.to(tl.int64) * seqlen_q + index, lse, mask=index < seqlen_q)

@@ -58,6 +58,7 @@ class Tile:
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
     lone: bool  # no query sees more than one key, and there is no sink
     sink: bool  # one more logit per head joins the softmax
+    dropout: bool
     swizzle: int
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
@@ -113,6 +114,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         parts=launch.parts,
         lone=lone,
         sink=problem.sink is not None,
+        dropout=problem.dropout is not None,
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
