@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
     from flashtile.score.alibi import Alibi
+    from flashtile.score.bias import Bias
     from flashtile.score.softcap import Softcap
     from flashtile.spec.attention import AttentionProblem
     from flashtile.spec.dropout import Dropout
@@ -28,6 +29,7 @@ _HOMES = {
     "Alibi": "flashtile.score.alibi",
     "AttentionProblem": "flashtile.spec.attention",
     "Band": "flashtile.spec.mask",
+    "Bias": "flashtile.score.bias",
     "Captured": "flashtile.spec.score",
     "Dropout": "flashtile.spec.dropout",
     "InvalidProblem": "flashtile.errors",
@@ -46,6 +48,7 @@ __all__ = [
     "Alibi",
     "AttentionProblem",
     "Band",
+    "Bias",
     "Captured",
     "Dropout",
     "InvalidProblem",

@@ -10,17 +10,26 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Dropout, Options, Softcap
+from flashtile import Alibi, Band, Bias, Dropout, Options, Softcap
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
 
-# Modifiers by name: the captured tensors that they need, as (batch, heads_q) -> shape, and how they are made of them.
-MODIFIERS: dict[str, tuple[Callable[[int, int], tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
+# Modifiers by name: the shape of the captured tensor that they need, of (batch, heads_q, seqlen_q, seqlen_k), and how they
+# are made of it.
+MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
     "softcap": (None, lambda _: Softcap(2.0)),
     "softcap30": (None, lambda _: Softcap(30.0)),
-    "alibi": (lambda batch, heads: (heads,), Alibi),
-    "alibi-per-batch": (lambda batch, heads: (batch, heads), Alibi),
+    "alibi": (lambda batch, heads, *_: (heads,), Alibi),
+    "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
+    "bias": (lambda *scores: scores, Bias),
+    "bias-heads": (lambda batch, heads, rows, keys: (heads, rows, keys), Bias),
+    "bias-batch": (lambda batch, heads, rows, keys: (batch, 1, rows, keys), Bias),
+    "bias-plane": (lambda batch, heads, rows, keys: (rows, keys), Bias),
+    "bias-keys": (lambda batch, heads, rows, keys: (batch, 1, 1, keys), Bias),
+    "bias-rows": (lambda batch, heads, rows, keys: (heads, rows, 1), Bias),
+    "bias-each-head": (lambda batch, heads, rows, keys: (1, heads, 1, 1), Bias),
+    "bias-number": (lambda batch, heads, rows, keys: (), Bias),
 }
 
 
@@ -86,7 +95,9 @@ class Case:
         for i, name in enumerate(self.score):
             shape = MODIFIERS[name][0]
             if shape is not None:
-                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q)).abs() / 4).to(device)
+                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)).abs() / 4).to(
+                    device
+                )
         return made
 
     def given(self, tensors: Tensors) -> dict[str, Any]:
@@ -190,6 +201,19 @@ def _scores() -> Iterator[Case]:
     yield Case("softcap-head_dim5", score=("softcap",), head_dim=5, head_dim_v=24, dtype="bf16")
 
 
+def _biases() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("bias", score=("bias",), batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72)))
+    for name in ("bias-heads", "bias-batch", "bias-plane", "bias-keys", "bias-rows", "bias-each-head", "bias-number"):
+        yield from variants(Case(name, score=(name,), batch=2, heads_q=4, heads_kv=2, seqlen_q=36, seqlen_k=50, causal=True))
+        yield Case(f"{name}-fp16", score=(name,), batch=2, heads_q=3, seqlen_q=50, seqlen_k=36, window=(30, 9), dtype="fp16")
+    yield from variants(Case("bias-softcap-alibi", score=("bias-heads", "softcap", "alibi"), heads_q=3, causal=True))
+    yield from variants(Case("alibi-bias-twice", score=("alibi", "bias-keys", "softcap", "bias"), heads_q=3, seqlen_q=33))
+    yield from variants(Case("bias-sink-dropout", score=("bias-heads",), sink="fp32", dropout=0.2, seqlen_q=50, seqlen_k=72))
+    yield Case("bias-empty-rows", score=("bias",), causal=True, seqlen_q=70, seqlen_k=30)
+    yield Case("bias-deterministic", score=("bias-plane",), batch=2, deterministic=True, dtype="bf16")
+    yield Case("bias-fixed", score=("bias",), fixed_slopes=True, seqlen_k=70)
+
+
 def _sinks() -> Iterator[Case]:
     yield from variants(*dtypes(Case("sink-gqa", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
     yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
@@ -242,7 +266,20 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _sinks, _dropouts, _scales, _gradients, _layouts, _precisions)
+    for group in (
+        _heads,
+        _head_dims,
+        _lengths,
+        _masks,
+        _scores,
+        _biases,
+        _sinks,
+        _dropouts,
+        _scales,
+        _gradients,
+        _layouts,
+        _precisions,
+    )
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

@@ -12,7 +12,19 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, AttentionProblem, Band, Captured, Dropout, InvalidProblem, NotSupported, Options, Score, Softcap
+from flashtile import (
+    Alibi,
+    AttentionProblem,
+    Band,
+    Bias,
+    Captured,
+    Dropout,
+    InvalidProblem,
+    NotSupported,
+    Options,
+    Score,
+    Softcap,
+)
 from flashtile.spec.dtype import DType
 from flashtile.spec.score import ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
@@ -156,6 +168,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"score": (OneTensor(grad(torch.ones(4))),)},
         "errors_one_tensor's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
     ),
+    "bias-shape": (
+        {"score": (Bias(torch.zeros(4, 6, 7)),)},
+        "bias's tensor has shape (1, 4, 6, 7); it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, 6, 8)",
+    ),
+    "bias-dtype": ({"score": (Bias(torch.zeros(6, 8).bool()),)}, "bias's tensor is torch.bool; it must be float16"),
     "sink-list": ({"sink": [0.0] * 4}, "sink is a list; it must be a torch.Tensor or None"),
     "sink-number": ({"sink": 0.5}, "sink is a float; it must be a torch.Tensor or None"),
     "sink-shape": ({"sink": torch.zeros(2)}, "sink has shape (2,); it must be (heads_q,) = (4,)"),
@@ -233,6 +250,8 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "alibi-number": (lambda: Alibi(0.5), "alibi slopes are a float; they must be a tensor"),
     "alibi-numpy": (lambda: Alibi(np.ones(4)), "alibi slopes are a ndarray; they must be a tensor"),
     "alibi-rank": (lambda: Alibi(torch.ones(1, 2, 4)), "alibi slopes have shape (1, 2, 4); it must be (heads_q,) or"),
+    "bias-list": (lambda: Bias([0.5]), "bias is a list; it must be a tensor"),
+    "bias-rank": (lambda: Bias(torch.zeros(1, 1, 1, 1, 1)), "bias has shape (1, 1, 1, 1, 1); it must broadcast to (batch,"),
     "dropout-1": (lambda: Dropout(1), "dropout p is 1; it must be a number, at least 0 and below 1"),
     "dropout-almost-1": (lambda: Dropout(1 - 2**-40), "it must be a number, at least 0 and below 1"),
     "dropout-negative": (lambda: Dropout(-0.1), "dropout p is -0.1; it must be a number"),
@@ -337,6 +356,10 @@ SPELLINGS = {
         "attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(4:fp32))",
         "alibi's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
     ),
+    "tensor-broadcast": (
+        "attention(q=2x6x4x16,kv=8x2x16,fp16,score=bias(6x8:fp32))",
+        "bias's tensor has shape (6, 8); it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, 6, 8)",
+    ),
     "tensor-negative": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(-2x4:fp32))", "shape (-2, 4); its sizes must not be"),
     "tensor-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(2x4:fp64))", "dtype is 'fp64'; it must be one of fp16"),
     "tensor-tail": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(2x4:fp32:yes))", "it must be 'shape:dtype' or"),
@@ -391,6 +414,11 @@ def test_errors_are_what_callers_expect() -> None:
     assert issubclass(NotSupported, NotImplementedError)
     refusal = NotSupported("this", {"one": ["a", "b"], "two": ["c"]})
     assert str(refusal) == "no backend can run this:\n  one: a\n  one: b\n  two: c"
+
+
+def test_a_captured_tensor_is_indexed_or_broadcast() -> None:
+    with pytest.raises(TypeError, match="a captured tensor has an index or is broadcast, not both"):
+        Captured(function, index=function, broadcast=True)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "1st", "a-b"])

@@ -37,6 +37,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("ALiBi, gradient of slopes", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=alibi(1x2:fp32:grad))", "auto"),
     ("sinks", "attention(q=1x128x2x64,kv=128x2x64,bf16,sink=2:fp32:grad)", "auto"),
     ("dropout", "attention(q=1x128x2x64,kv=128x2x64,bf16,dropout=0.1)", "auto"),
+    ("bias, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x128x128:bf16:grad))", "auto"),
     ("backward split", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "split"),
     ("backward fused", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "fused"),
     ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),

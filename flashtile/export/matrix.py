@@ -83,6 +83,10 @@ def problems() -> Iterator[str]:
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+    for head_dim in (64, 128, 256):
+        for shape in ("2x8x2048x2048", "1x8x2048x2048", "2x1x1x2048", "1x8x2048x1"):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score=bias({shape}:bf16:grad))"
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},fp32,score=bias(1x8x2048x2048:fp32:grad),tf32x3)"
     for dtype in ("bf16", "fp32"):
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
         for head_dim in (64, 128, 256):

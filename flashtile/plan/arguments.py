@@ -27,7 +27,7 @@ def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     for i, spec in enumerate(p.score):
         tensors: list[Any] = []
         for j in range(len(spec.tensors)):
-            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}")]
+            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}", broadcast=True)]
         chained.append((*spec.scalars, *tensors))
     if p.dropout is not None:
         chained.append((Pointer("seed"), threshold(p.dropout) - 2**31, 1.0 / (1.0 - p.dropout)))

@@ -54,7 +54,8 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
         for j, tensor in enumerate(spec.tensors):
             if tensor.grad:
                 name = f"dscore.{i}.{j}"
-                made.append(Buffer(name, tensor.shape, "fp32", "output", zeroed=name in zeroed))
+                dtype = tensor.dtype if spec.kind.captured[j].broadcast else "fp32"
+                made.append(Buffer(name, tensor.shape, dtype, "output", zeroed=name in zeroed))
     if p.sink is not None and p.sink.grad:
         made.append(Buffer("dsink", p.sink.shape, "fp32", "output"))
     return (*input_buffers(p), *given, *made)

@@ -65,7 +65,7 @@ class AttentionProblem:
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         for spec in self.score:
-            _check_tensors(spec, (self.batch, self.heads_q))
+            _check_tensors(spec, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k))
         _check_sink(self.sink, self.heads_q)
         if self.dropout is not None:
             check_chance(self.dropout)
@@ -206,9 +206,16 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
     raise KeyError(f"unknown part {name}={value}")
 
 
-def _check_tensors(spec: ScoreSpec, rows: tuple[int, int]) -> None:
+def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
+    rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-        if captured.index is None and tensor.shape != rows:
+        if captured.broadcast:
+            if len(tensor.shape) != 4 or any(n not in (1, size) for n, size in zip(tensor.shape, scores, strict=True)):
+                raise InvalidProblem(
+                    f"{spec.kind.name}'s tensor has shape {tensor.shape}; it must broadcast to "
+                    f"(batch, heads_q, seqlen_q, seqlen_k) = {scores}."
+                )
+        elif captured.index is None and tensor.shape != rows:
             raise InvalidProblem(
                 f"{spec.kind.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
                 f"(batch, heads_q) = {rows}."

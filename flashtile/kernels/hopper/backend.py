@@ -57,6 +57,9 @@ class HopperBackend:
             reasons.append("sink is given; these kernels know none")
         if p.dropout is not None:
             reasons.append(f"dropout is {p.dropout}; these kernels know none")
+        for spec in p.score:
+            if any(captured.broadcast for captured in spec.kind.captured):
+                reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

@@ -7,8 +7,10 @@ from math import ceil
 from typing import Any
 
 from flashtile import _triton
-from flashtile.kernels.lib.score import captures, chain
+from flashtile._triton import JitTuple
+from flashtile.kernels.lib.score import captures, chain, sums_in_queries
 from flashtile.kernels.triton import backward as bwd
+from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
@@ -77,7 +79,7 @@ class TritonBackend:
         adds_dq = fused and "q" in gradients.wanted
         key_pass: Pass = "fused" if adds_dq else "keys"
         buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
-        captured = any(spec.wants_grad for spec in p.score)
+        captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         sink, sums = None if p.sink is None else "sink", _sink_partials(p)
         delta = _call(
@@ -114,10 +116,16 @@ class TritonBackend:
                 bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        for partial in sums:
+        for partial in tuple(sums):
             rows, tiles = partial.shape
             args = (Pointer(partial.name), Pointer(partial.name.replace("partial.", "d")), tiles)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        for i, j in _broadcast(p):
+            launch = launches.get("pairs") or choose(p, device, "pairs")
+            scratch, own_calls = _broadcast_calls(p, i, j, launch)
+            sums += scratch
+            calls += own_calls
+            notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
         return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
 
 
@@ -166,7 +174,7 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
     for i, spec in enumerate(p.score):
         entries: list[tuple[Any, ...]] = []
         for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
-            if not tensor.grad:
+            if not sums_in_queries(spec, j):
                 entries.append((0, None))
                 continue
             if captured.index is None:
@@ -177,6 +185,49 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
             slots += 1
         args.append(tuple(entries))
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+
+
+def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
+    """(modifier, tensor) of the broadcast tensors whose gradient is wanted."""
+    return [
+        (i, j)
+        for i, spec in enumerate(p.score)
+        for j, captured in enumerate(spec.kind.captured)
+        if captured.broadcast and spec.tensors[j].grad
+    ]
+
+
+def _broadcast_calls(p: AttentionProblem, i: int, j: int, launch: Launch) -> tuple[list[Buffer], list[KernelCall]]:
+    """Scratch and calls that form the gradient of one broadcast tensor."""
+    captured, shape = p.score[i].kind.captured[j], p.score[i].tensors[j].shape
+    shared = tuple(n == 1 for n in shape)
+    tiles_q, tiles_k = ceil(p.seqlen_q / launch.block_q), ceil(p.seqlen_k / launch.block_k)
+    count = (p.batch if shared[0] else 1) * (p.heads_q if shared[1] else 1)
+    own, gradient = shape[0] * shape[1], f"dscore.{i}.{j}"
+    if shared[2:] == (False, False):
+        length, programs, target = 0, own * tiles_q * tiles_k, gradient
+    else:
+        length = {(True, True): tiles_q, (False, True): p.seqlen_q, (True, False): p.seqlen_k}[shared[2], shared[3]]
+        programs = p.batch * p.heads_q * (tiles_k if shared[2:] == (True, False) else tiles_q)
+        target = f"partial.score.{i}.{j}"
+    args = (
+        tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows")), Pointer(target),
+        tuple(Strides(n) for n in ("q", "k", "v", "dout")), *integers(p).values(), p.scale_value, score_args(p), p.batch,
+    )  # fmt: skip
+    constants = (("SHARED", shared), ("WHICH", i), ("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p.score)),
+                 ("CAPTURED", JitTuple((captured.contribution,))))  # fmt: skip
+    kernel = broadcast.attention_backward_broadcast
+    calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
+    if target == gradient:
+        return [], calls
+    scratch = Buffer(target, (own, count, length), "fp32", "scratch")
+    if shared[2:] == (True, True):
+        total = (Pointer(target), Pointer(gradient), count * length)
+        calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
+    else:
+        total = (Pointer(target), Pointer(gradient), count, length)
+        calls.append(KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), total, (("BLOCK", 256),), 4, 1))
+    return [scratch], calls
 
 
 def _sink_partials(p: AttentionProblem) -> list[Buffer]:

@@ -25,6 +25,7 @@ INTERPRETED = {
     "keys": Launch(16, 32, held=2),
     "queries": Launch(32, 16, held=1),
     "fused": Launch(16, 32),
+    "pairs": Launch(32, 32),
 }
 
 # Tiles in order of preference, by pass and by the wider head dim of the tile. The first whose shared memory fits is
@@ -50,6 +51,11 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 4, 1, 8), Launch(16, 64, 4, 1, 8)),
         256: (Launch(32, 64, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
     },
+    "pairs": {
+        64: (Launch(128, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 1)),
+        128: (Launch(128, 64, 8, 2), Launch(64, 64, 4, 2), Launch(64, 32, 4, 1)),
+        256: (Launch(64, 64, 8, 1), Launch(64, 32, 4, 1), Launch(32, 16, 4, 1)),
+    },
 }
 FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "forward": {
@@ -71,6 +77,11 @@ FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         64: (Launch(32, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
         128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(16, 16, 4, 1, 8),),
+    },
+    "pairs": {
+        64: (Launch(64, 32, 4, 1), Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)),
+        128: (Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)),
+        256: (Launch(16, 16, 4, 1),),
     },
 }
 # Products of own parts hold two sums at once: 32 x 64 would spill 3 KB in the pass over keys, and take 7.0 ms, not 6.3.

@@ -9,7 +9,7 @@ from flashtile._triton import INTERPRETED
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
-Pass = Literal["forward", "keys", "queries", "fused"]
+Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
 
 # How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
 # keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
