@@ -8,7 +8,8 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
-`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`. The stride of an axis of size 1 is 0.
+`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where
+the stride of an axis of size 1 is 0.
 """
 
 from __future__ import annotations

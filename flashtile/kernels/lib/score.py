@@ -130,8 +130,9 @@ def capture_one(totals, grad, score, at, keep, score_args, target,
 
 @jit
 def contribution(raw, dp, row, at, keep, scale, score_args,
-                 WHICH: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """What each score sends to the captured tensor of modifier WHICH whose contribution is CAPTURED[0]."""
+                 T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+    """What each score sends to a captured tensor; CAPTURED = (its contribution, its modifier's place in the chain)."""
+    WHICH: tl.constexpr = CAPTURED[1]
     scores = stages(raw, at, scale, score_args, SCORE)
     p = tl.where(keep, row[2] * exp(scores[len(SCORE) // 2] - row[0], T), 0.0)
     ds = p * (dp - row[1])

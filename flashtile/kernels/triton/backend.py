@@ -173,7 +173,7 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
     slots = 0
     for i, spec in enumerate(p.score):
         entries: list[tuple[Any, ...]] = []
-        for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
+        for j, captured in enumerate(spec.kind.captured):
             if not sums_in_queries(spec, j):
                 entries.append((0, None))
                 continue
@@ -214,8 +214,8 @@ def _broadcast_calls(p: AttentionProblem, i: int, j: int, launch: Launch) -> tup
         tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows")), Pointer(target),
         tuple(Strides(n) for n in ("q", "k", "v", "dout")), *integers(p).values(), p.scale_value, score_args(p), p.batch,
     )  # fmt: skip
-    constants = (("SHARED", shared), ("WHICH", i), ("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p.score)),
-                 ("CAPTURED", JitTuple((captured.contribution,))))  # fmt: skip
+    constants = (("SHARED", shared), ("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p.score)),
+                 ("CAPTURED", JitTuple((captured.contribution, i))))  # fmt: skip
     kernel = broadcast.attention_backward_broadcast
     calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
     if target == gradient:

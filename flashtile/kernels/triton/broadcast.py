@@ -19,7 +19,7 @@ from flashtile.kernels.triton.backward import beyond_mean, load_rows
 
 @jit
 def tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                      WHICH: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
     """What the tile of scores from (row, key) sends to the tensor: queries by keys, 0 where nothing is seen."""
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
@@ -42,16 +42,17 @@ def tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed
     dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed[4], T)
     state = (level[:, None], 0.0, norm[:, None])
     keep = visible(index, column, sizes, band, T)
-    return contribution(raw, dp, state, at, keep, scale, score_args, WHICH, T, SCORE, CAPTURED)
+    return contribution(raw, dp, state, at, keep, scale, score_args, T, SCORE, CAPTURED)
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
 def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                                 batches, SHARED: tl.constexpr, WHICH: tl.constexpr, T: tl.constexpr,
+                                 batches, SHARED: tl.constexpr, T: tl.constexpr,
                                  SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """The gradient of captured tensor CAPTURED[0] of modifier WHICH, or what `sum_shared` makes it of.
+    """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
-    SHARED says which axes of (batch, heads_q, seqlen_q, seqlen_k) the tensor lacks. in_ptrs as in the pass over queries.
+    CAPTURED = (its contribution, its modifier's place in the chain); SHARED says which axes of (batch, heads_q, seqlen_q,
+    seqlen_k) the tensor lacks. in_ptrs as in the pass over queries.
     out_ptr is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
     shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
     """
@@ -73,7 +74,7 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
         for n in tl.range(0, tl.where((key >= lo) & (key < hi), shared, 0)):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             total += tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                                       WHICH, T, SCORE, CAPTURED)  # fmt: skip
+                                       T, SCORE, CAPTURED)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
         tl.store(out_ptr + element, total, mask=(index < seqlen_q) & (column < seqlen_k))
@@ -91,7 +92,7 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
             for row in tl.range(lo, hi, BLOCK_Q):
                 row = tl.multiple_of(row, BLOCK_Q)
                 sums += tl.sum(tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, WHICH, T, SCORE, CAPTURED), 0)  # fmt: skip
+                                                 score_args, T, SCORE, CAPTURED), 0)  # fmt: skip
             column = key + tl.arange(0, BLOCK_K)
             tl.store(out_ptr + place * seqlen_k + column, sums, mask=column < seqlen_k)
         else:
@@ -101,7 +102,7 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
             sums = tl.zeros([BLOCK_Q], tl.float32)
             for key in tl.range(lo, hi, BLOCK_K):
                 sums += tl.sum(tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, WHICH, T, SCORE, CAPTURED), 1)  # fmt: skip
+                                                 score_args, T, SCORE, CAPTURED), 1)  # fmt: skip
             index = row + tl.arange(0, BLOCK_Q)
             if SHARED[3] and not SHARED[2]:
                 tl.store(out_ptr + place * seqlen_q + index, sums, mask=index < seqlen_q)
