@@ -11,6 +11,7 @@ import torch
 
 import flashtile
 from flashtile import Alibi, Band, Bias, Dropout, Options, Softcap
+from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
@@ -29,6 +30,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "bias-keys": (lambda batch, heads, rows, keys: (batch, 1, 1, keys), Bias),
     "bias-rows": (lambda batch, heads, rows, keys: (heads, rows, 1), Bias),
     "bias-each-head": (lambda batch, heads, rows, keys: (1, heads, 1, 1), Bias),
+    "table": (lambda batch, heads, *_: (heads, 16), RelativeBias),
     "bias-number": (lambda batch, heads, rows, keys: (), Bias),
 }
 
@@ -158,6 +160,11 @@ def _head_dims() -> Iterator[Case]:
     ):  # fmt: skip
         case = Case(f"head_dim{head_dim}-v{head_dim_v}", head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, heads_q=1)
         yield from variants(case)
+    for head_dim, head_dim_v, dtype in (
+        (320, 320, "fp16"), (512, 512, "bf16"), (512, 64, "fp32"), (40, 512, "fp16"), (257, 300, "fp32"),
+    ):  # fmt: skip
+        case = Case(f"head_dim{head_dim}-v{head_dim_v}", 1, 20, 36, 2, 1, head_dim, head_dim_v, dtype, causal=True)
+        yield from variants(replace(case, precision="tf32"))
     # several heads and batch entries, so that q and k, v, out step by different strides
     yield from variants(Case("head_dim5-v24-heads", 2, 20, 36, heads_q=4, heads_kv=2, head_dim=5, head_dim_v=24))
 

@@ -24,7 +24,9 @@ from flashtile import (
     Options,
     Score,
     Softcap,
+    dispatch,
 )
+from flashtile.plan.device import named
 from flashtile.spec.dtype import DType
 from flashtile.spec.score import ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
@@ -381,18 +383,25 @@ def test_spelling_of_another_type(text: Any) -> None:
         AttentionProblem.parse(text)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(257, 64), (64, 257), (512, 512)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(513, 64), (64, 513), (1024, 1024)])
 def test_head_dim_beyond_the_kernels(head_dim: int, head_dim_v: int) -> None:
     """It has a meaning, so every backend says why it cannot."""
     q, k, v = tensor(1, 6, 2, head_dim), tensor(1, 8, 2, head_dim), tensor(1, 8, 2, head_dim_v)
     with pytest.raises(NotSupported) as refusal:
         flashtile.attention(q, k, v)
     assert set(refusal.value.reasons) >= {"triton", "cpu"}
-    name, value = ("head_dim", head_dim) if head_dim > 256 else ("head_dim_v", head_dim_v)
+    name, value = ("head_dim", head_dim) if head_dim > 512 else ("head_dim_v", head_dim_v)
     text = str(refusal.value)
     assert text.startswith(f"no backend can run attention(q=1x6x2x{head_dim},")
     for backend in ("triton", "cpu"):
-        assert f"  {backend}: {name} is {value}; supported up to 256" in text
+        assert f"  {backend}: {name} is {value}; supported up to 512" in text
+
+
+def test_wide_heads_in_fp32_on_a_gpu() -> None:
+    problem = AttentionProblem.parse("attention(q=1x64x1x512,kv=64x1x64,fp32,tf32x3)")
+    for variant in (None, "split"):
+        with pytest.raises(NotSupported, match="fp32 in tf32x3 has registers for 256, beyond that precision must be 'tf32'"):
+            dispatch.select(problem, named("sm90"), "triton", variant)
 
 
 def test_a_backend_that_cannot() -> None:

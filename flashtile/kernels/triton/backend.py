@@ -11,7 +11,8 @@ from flashtile._triton import JitTuple
 from flashtile.kernels.lib.score import captures, chain, sums_in_queries
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
-from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
+from flashtile.kernels.triton.candidates import shared_bytes
+from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
 from flashtile.plan.arguments import integers, score_args
@@ -43,6 +44,8 @@ class TritonBackend:
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
+        if not reasons and device.kind != "cpu":
+            reasons += _too_wide(problem, device, variant)
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         for spec in problem.score:
@@ -113,7 +116,7 @@ class TritonBackend:
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, p, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial in tuple(sums):
@@ -130,6 +133,33 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
+
+
+def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
+    """Reasons against head dims beyond 256: a pass whose smallest tile needs more shared memory than there is, or registers."""
+    if max(p.head_dim, p.head_dim_v) <= 256:
+        return []
+    if p.dtype is DType.FP32 and p.precision != "tf32":  # compiled for sm90, 16 x 16 tiles spill 14 to 90 KB
+        dims = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}"
+        return [f"{dims}; fp32 in {p.precision} has registers for 256, beyond that precision must be 'tf32'"]
+    if device.kind == "hip":  # operands wait in registers: what compiles fits
+        return []
+    fused = (choose_variant(p, device, Gradients()) if variant == "auto" else variant) == "fused"
+    runs: dict[Pass, bool] = {
+        "forward": variant is None,
+        "queries": variant is not None and (not fused or bool(captures(p.score))),
+        "keys": variant is not None and not fused,
+        "fused": fused,
+        "pairs": variant is not None and bool(_broadcast(p)),
+    }
+    passes = [which for which, run in runs.items() if run]
+    sizes = {which: shared_bytes(p, choose(p, device, which), which) for which in passes}
+    return [
+        f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}; a tile of the {which} pass needs {size / 1024:.0f} KiB of "
+        f"shared memory, {device.target} has {device.smem_bytes // 1024} KiB"
+        for which, size in sizes.items()
+        if size > device.smem_bytes
+    ]
 
 
 def _call(

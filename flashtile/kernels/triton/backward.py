@@ -36,10 +36,12 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr
     batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
-    wide_delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1)
+    COLUMNS: tl.constexpr = min(T.columns_v, 256)  # at a time: more would not fit into registers
+    wide_delta = tl.zeros([BLOCK_Q], WIDE)
+    END: tl.constexpr = T.columns_v
+    for column in tl.static_range(0, END, COLUMNS):
+        wide_delta += row_products(out_head, dout_head, strides, seqlen_q - row, column, COLUMNS, WIDE, T)
     delta = wide_delta.to(tl.float32)
     if T.lone:
         delta = tl.zeros([BLOCK_Q], tl.float32)
@@ -80,6 +82,16 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr
             given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
             batches = tl.num_programs(0) // (tiles * heads)
             tl.store(out_ptrs[1] + (head.to(tl.int64) * batches + batch) * tiles + tile, tl.sum(given).to(tl.float32))
+
+
+@jit
+def row_products(a_ptr, b_ptr, strides, end, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr):
+    """The sum over COLUMNS of head_dim_v, from FIRST on, of a * b, per row of a tile; in type WIDE."""
+    BLOCK_Q: tl.constexpr = T.block_q
+    WIDTH: tl.constexpr = T.head_dim_v - FIRST
+    a = load_tile(a_ptr + FIRST * strides[0][3], strides[0], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
+    b = load_tile(b_ptr + FIRST * strides[1][3], strides[1], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
+    return tl.sum(a.to(WIDE) * b.to(WIDE), 1)
 
 
 @jit

@@ -32,6 +32,10 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     if which == "pairs":
         return size * launch.num_stages * (rows + columns) * (d + dv)
     resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
+    if max(d, dv) > 256:  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
+        scratch += size * rows * max(d, dv)
+        if which == "fused" and size > 2:  # and the resident one for the product that makes dq
+            scratch += size * columns * max(d, dv)
     return size * (resident + (rows * columns if which == "fused" else 0)) + scratch
 
 
