@@ -25,7 +25,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "one-query": {"seqlen_q": 1, "seqlen_k": 45},
     },
     "heads": {
-        "mha": {"heads_q": 2, "heads_kv": 2, "batch": 2},
+        "mha": {"heads_q": 1, "heads_kv": 1, "batch": 2},
         "gqa": {"heads_q": 4, "heads_kv": 2},
         "mqa": {"heads_q": 3, "heads_kv": 1},
     },

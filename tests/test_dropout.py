@@ -185,3 +185,11 @@ def test_a_mask_without_a_seed_is_an_error() -> None:
         dropout_mask(Dropout(0.5, 1), 1, -1, 8, 8)
     with pytest.raises(InvalidProblem, match=r"dropout is a float; it must be a flashtile.Dropout"):
         dropout_mask(0.5, 1, 1, 8, 8)  # type: ignore[arg-type]
+
+
+def test_another_chance_is_another_mask(backend: str, place: torch.device) -> None:
+    for p in (0.1, 0.9, 0.1):
+        q = torch.zeros(1, 16, 2, 16, device=place)
+        v = torch.eye(64, device=place)[None, :, None].expand(1, 64, 2, 64)
+        kept = flashtile.attention(q, v[..., :16], v, dropout=Dropout(p, 5), options=Options(backend=backend)) > 0
+        assert torch.equal(kept, dropout_mask(Dropout(p, 5), 1, 2, 16, 64, place).transpose(1, 2))

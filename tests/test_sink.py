@@ -59,3 +59,12 @@ def test_any_strides(backend: str, place: torch.device) -> None:
     one = torch.randn(1, device=place)
     outs = [flashtile.attention(q, k, v, sink=sink, options=options) for sink in (one.expand(4), one.expand(4).clone())]
     assert torch.equal(*outs)
+
+
+def test_another_sink_is_another_result(backend: str, place: torch.device) -> None:
+    q, k, v = tensors(place)
+    options, sink = Options(backend=backend), torch.randn(4, device=place)
+    given = (sink, sink + 1, sink.bfloat16(), None, sink)
+    outs = [flashtile.attention(q, k, v, sink=one, options=options) for one in given]
+    assert torch.equal(outs[0], outs[4])
+    assert all(not torch.equal(outs[0], out) for out in outs[1:4])
