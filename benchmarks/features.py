@@ -77,7 +77,7 @@ def warm(case: Case, index: int) -> str:
     """Compile one kernel of a case into Triton's cache; what went wrong, or ''."""
     torch.set_num_threads(1)
     try:
-        _, launch, tensors = launches_of(case, torch.device("cuda", 0))[index]
+        _, launch, tensors = launches_of(case, torch.device("cuda", 0), "triton")[index]
         launch.warm(tensors)
     except Exception as error:
         return f"{case.name}: {type(error).__name__}: {error}"[:400]
@@ -87,7 +87,7 @@ def warm(case: Case, index: int) -> str:
 def compile_ahead(cases: list[Case], device: torch.device) -> None:
     needed: dict[Any, tuple[Case, int]] = {}
     for case in cases:
-        for index, (identity, _, _) in enumerate(launches_of(case, device)):
+        for index, (identity, _, _) in enumerate(launches_of(case, device, "triton")):
             needed.setdefault(identity, (case, index))
     print(f"{len(needed)} kernels to compile", flush=True)
     workers = max(1, min(16, (os.cpu_count() or 2)))

@@ -21,12 +21,13 @@ def test_case(backend: str, place: torch.device, case: Case) -> None:
     arguments, options = case.given(tensors), case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem, _ = make_problem(*inputs, **arguments, options=options)
-    reasons = dispatch.backend_named(backend).unsupported(problem, device_of(place), case.backward)
+    asked, device = dispatch.backend_named(backend), device_of(place)
+    reasons = asked.unsupported(problem, device) or asked.unsupported(problem, device, case.backward)  # in the order of use
     if not reasons:
         judge(case, run(backend, case, tensors), *expected(case, tensors))
         return
     assert case.backward in PORTABLE.get(backend, (case.backward,)), reasons
     with pytest.raises(flashtile.NotSupported) as refusal:
-        flashtile.attention(*inputs, **arguments, options=options)
+        flashtile.attention(*(tensor.detach().requires_grad_() for tensor in inputs), **arguments, options=options)
     assert refusal.value.reasons == {backend: tuple(reasons)}
     assert all(reason in str(refusal.value) for reason in reasons)

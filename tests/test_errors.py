@@ -397,10 +397,11 @@ def test_head_dim_beyond_the_kernels(head_dim: int, head_dim_v: int) -> None:
         assert f"  {backend}: {name} is {value}; supported up to 512" in text
 
 
-def test_wide_heads_in_fp32_on_a_gpu() -> None:
-    problem = AttentionProblem.parse("attention(q=1x64x1x512,kv=64x1x64,fp32,tf32x3)")
-    for variant in (None, "split"):
-        with pytest.raises(NotSupported, match="fp32 in tf32x3 has registers for 256, beyond that precision must be 'tf32'"):
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee", "tf32"])
+def test_wide_heads_in_fp32_on_a_gpu(precision: str) -> None:
+    problem = AttentionProblem.parse(f"attention(q=1x64x1x512,kv=64x1x64,fp32,{precision})")
+    for variant in (None, "split", "fused"):
+        with pytest.raises(NotSupported, match="fp32, whose operands are multiplied in parts, is supported up to 256"):
             dispatch.select(problem, named("sm90"), "triton", variant)
 
 

@@ -34,7 +34,6 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("head_dim 256", "attention(q=1x128x2x256,kv=128x2x256,bf16)", "auto"),
     ("head_dim 512, 16 bits", "attention(q=1x128x2x512,kv=128x2x512,bf16)", "auto"),
     ("head_dim 512, fp32", "attention(q=1x128x2x512,kv=128x2x512,fp32,tf32x3)", "auto"),
-    ("head_dim 512, fp32 in tf32", "attention(q=1x128x2x512,kv=128x2x512,fp32,tf32)", "auto"),
     ("head_dim_v != head_dim", "attention(q=1x128x2x192,kv=128x2x128,bf16)", "auto"),
     ("softcap", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=softcap(30.0))", "auto"),
     ("ALiBi, gradient of slopes", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=alibi(1x2:fp32:grad))", "auto"),

@@ -20,6 +20,8 @@ from flashtile.plan.device import Device
 
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
 
+INTEGERS = {"int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}  # in Triton's signature language
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -57,7 +59,7 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
             dtype = buffers[arg.name].dtype
-            return "*" + ("i32" if dtype == "int32" else dtype)
+            return "*" + INTEGERS.get(dtype, dtype)
         if isinstance(arg, Descriptor):
             return descriptor_type(arg, buffers[arg.name].dtype)
         if isinstance(arg, float):

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile._triton import JitTuple
-from flashtile.kernels.lib.score import captures, chain, sums_in_queries
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.candidates import shared_bytes
@@ -61,7 +61,7 @@ class TritonBackend:
         p = problem
         launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
         call = _call(
-            attention_forward, p, launch, "forward",
+            attention_forward, p, device, launch, "forward",
             (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
             tail=(p.scale_value, score_args(p)),
         )  # fmt: skip
@@ -86,20 +86,23 @@ class TritonBackend:
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         sink, sums = None if p.sink is None else "sink", _sink_partials(p)
         delta = _call(
-            bwd.attention_delta, p, DELTA, "queries",
+            bwd.attention_delta, p, device, DELTA, "queries",
             (("out", "dout", "lse", dlse, stats, sink), ("rows", sums[0].name if sums else None)),
             ("out", "dout", dlse or "lse", sink or "lse"), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
+        # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
+        corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
             capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
             sums += capture.buffers
             dq = "dq" if "q" in gradients.wanted and not fused else None
+            slip = dlse if corrects and not _exact(p) else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
+                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink), dq),
+                ("q", "k", "v", "dout", dq or "q", slip or "q", sink or "q"),
                 tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
@@ -109,14 +112,14 @@ class TritonBackend:
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
+                bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
                 tail=(p.scale_value, score_args(p)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, p, device, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial in tuple(sums):
@@ -125,7 +128,7 @@ class TritonBackend:
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
         for i, j in _broadcast(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
-            scratch, own_calls = _broadcast_calls(p, i, j, launch)
+            scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
             sums += scratch
             calls += own_calls
             notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
@@ -139,9 +142,9 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
     """Reasons against head dims beyond 256: a pass whose smallest tile needs more shared memory than there is, or registers."""
     if max(p.head_dim, p.head_dim_v) <= 256:
         return []
-    if p.dtype is DType.FP32 and p.precision != "tf32":  # compiled for sm90, 16 x 16 tiles spill 14 to 90 KB
+    if p.dtype is DType.FP32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
         dims = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}"
-        return [f"{dims}; fp32 in {p.precision} has registers for 256, beyond that precision must be 'tf32'"]
+        return [f"{dims}; fp32, whose operands are multiplied in parts, is supported up to 256"]
     if device.kind == "hip":  # operands wait in registers: what compiles fits
         return []
     fused = (choose_variant(p, device, Gradients()) if variant == "auto" else variant) == "fused"
@@ -163,8 +166,8 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
 
 
 def _call(
-    kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
-    *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
+    kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, pointers: tuple[Any, ...],
+    strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     over_keys = which in ("keys", "fused")
@@ -172,7 +175,7 @@ def _call(
     heads = p.heads_kv if over_keys else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
-        constants += (("SCORE", chain(p.score)),)
+        constants += (("SCORE", chain(p, device, form_of(p, backward=which != "forward"))),)
     if "CAPTURED" in kernel.arg_names:
         constants += (("CAPTURED", captures(p.score)),)
     args = (
@@ -227,7 +230,9 @@ def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
     ]
 
 
-def _broadcast_calls(p: AttentionProblem, i: int, j: int, launch: Launch) -> tuple[list[Buffer], list[KernelCall]]:
+def _broadcast_calls(
+    p: AttentionProblem, device: Device, i: int, j: int, launch: Launch
+) -> tuple[list[Buffer], list[KernelCall]]:
     """Scratch and calls that form the gradient of one broadcast tensor."""
     captured, shape = p.score[i].kind.captured[j], p.score[i].tensors[j].shape
     shared = tuple(n == 1 for n in shape)
@@ -244,7 +249,8 @@ def _broadcast_calls(p: AttentionProblem, i: int, j: int, launch: Launch) -> tup
         tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows")), Pointer(target),
         tuple(Strides(n) for n in ("q", "k", "v", "dout")), *integers(p).values(), p.scale_value, score_args(p), p.batch,
     )  # fmt: skip
-    constants = (("SHARED", shared), ("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p.score)),
+    constants = (("SHARED", shared), ("T", make_tile(p, launch, "pairs")),
+                 ("SCORE", chain(p, device, form_of(p, backward=True))),
                  ("CAPTURED", JitTuple((captured.contribution, i))))  # fmt: skip
     kernel = broadcast.attention_backward_broadcast
     calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
@@ -265,6 +271,13 @@ def _sink_partials(p: AttentionProblem) -> list[Buffer]:
     if p.sink is None or not p.sink.grad:
         return []
     return [Buffer("partial.sink", (p.heads_q, p.batch * ceil(p.seqlen_q / DELTA.block_q)), "fp32", "scratch")]
+
+
+def _sums_captured(p: AttentionProblem) -> bool:
+    """Whether a captured tensor wants a gradient that is one sum per head."""
+    return any(
+        t.grad and c.index is None and not c.broadcast for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True)
+    )
 
 
 def _exact(p: AttentionProblem) -> bool:
@@ -289,6 +302,5 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    per_row = 2 if not _exact(p) else 4 if p.sink is None else 5
-    rows = Buffer("rows", (p.batch, p.heads_q, per_row, padded), "fp32", "scratch")
+    rows = Buffer("rows", (p.batch, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -13,7 +13,15 @@ from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
-from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
+from flashtile.kernels.lib.product import (
+    add_product,
+    aligned_parts,
+    free_parts,
+    product,
+    product_and_rest,
+    score_product,
+    transposed,
+)  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 
 
@@ -22,8 +30,7 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr
     """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
-    which the pass over queries corrects; it needs a fifth number where T.sink: the sink's probability times the sum. Where
-    T.lone there is no sum. rows is float32 (batch, heads_q, 2, 4 or 5, padded),
+    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
     padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
     +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
     lie in rows of their own.
@@ -47,10 +54,7 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr
         delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
     here = index < seqlen_q
-    dlse = tl.zeros([BLOCK_Q], tl.float32)
-    if in_ptrs[3] is not None:
-        dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    dlse = load_dlse(in_ptrs[3], strides[2], batch, head, index, seqlen_q)
     rows = out_ptrs[0] + rows_offset(batch_head, seqlen_q, T)
     sink, sunk = 0.0, tl.zeros([BLOCK_Q], tl.float32)  # sunk: the probability that the sink takes
     if T.sink:
@@ -62,11 +66,10 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
         tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
         tl.store(rows + padded_rows(seqlen_q), delta)
-        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
+        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
         if T.sink:
             sunk = tl.where(total == 0.0, 0.0, exp(sink - level, T) / total)
-            tl.store(rows + 4 * padded_rows(seqlen_q), (sunk.to(WIDE) * wide_delta).to(tl.float32))
     else:
         delta -= dlse
         level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
@@ -95,9 +98,19 @@ def row_products(a_ptr, b_ptr, strides, end, FIRST: tl.constexpr, COLUMNS: tl.co
 
 
 @jit
+def load_dlse(ptr, strides, batch, head, index, seqlen_q):
+    """The gradient of lse for the queries `index`, 0 where ptr is None; strides (batch, heads_q, seqlen_q)."""
+    dlse = tl.zeros(index.shape, tl.float32)
+    if ptr is not None:
+        first = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        dlse = tl.load(first + index.to(tl.int64) * strides[2], mask=index < seqlen_q, other=0.0)
+    return dlse
+
+
+@jit
 def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
     """Elements from the start of `rows` to those of a head."""
-    count = (5 if T.sink else 4) if T.exact else 2
+    count = 4 if T.exact else 2
     return batch_head.to(tl.int64) * (count * padded_rows(seqlen_q))
 
 
@@ -172,7 +185,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
-    raw = product(k, transposed(q_parts, T), T)
+    raw = score_product(k, transposed(q_parts, T), T)
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4][4], T)
     row = (level[None, :], 0.0, norm[None, :])
@@ -269,7 +282,8 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
                CAPTURED: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
-    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq; of totals).
+    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
+    totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
@@ -279,7 +293,7 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
     at = locate(place[0], place[1], place[2], key, sizes)
     keep = visible(place[2], key, sizes, band, T)
     k = aligned_parts(k, T)
-    raw = product(q, transposed(k, T), T)
+    raw = score_product(q, transposed(k, T), T)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4][4], T)
     row = (row[0], 0.0, row[2], row[3])
@@ -291,28 +305,33 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
         if MASKED:
             excess = tl.where(keep, excess, 0.0)
         ones = tl.full(dp.shape, 1.0, tl.float32)
-        _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
-        units = off[2]
+        units, turn = off[2], off[1]
+        if T.exact:
+            _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
+            turn = tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), turn)
         if T.slots > 0:
             units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
-        off = (off[0] + tl.sum(excess, 1), tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), off[1]), units)
+        off = (off[0] + tl.sum(excess, 1), turn, units)
     return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                                grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq.
+    """One program: dq of one query tile of one head.
+
+    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None); strides of q, k, v, dout, dq, dlse, sink (heads_q,).
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
-    far the two are apart (less the fifth of `rows` where T.sink); dq is corrected by that, and slip in `rows` for the pass
-    over keys. (Plain PyTorch forms delta of the very dp: what has to cancel, cancels.)
+    far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
+    captured tensor is corrected by that; where T.exact dq too, and slip in `rows` for the pass over keys. (Plain PyTorch forms
+    delta of the very dp: what has to cancel, cancels.)
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr = in_ptrs
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr = in_ptrs
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
     tiles = tl.cdiv(seqlen_q, BLOCK_Q)
     tile, batch_head = assign(tiles, T.swizzle, T.last_first)
@@ -342,10 +361,16 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
-        excess = tl.zeros([BLOCK_Q], tl.float32)
-        if T.sink:  # the keys' probabilities add up to 1 less the sink's
-            excess -= tl.load(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 4 * padded_rows(seqlen_q) + index)
-        off = (excess, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        off = (tl.zeros([BLOCK_Q], tl.float32), delta, totals)
+        mean = delta
+        if T.exact:
+            off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        else:  # delta holds dlse already
+            slip = -load_dlse(dlse_ptr, strides[5], batch, head, index, seqlen_q)
+            mean = delta - slip
+        if T.sink:
+            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[6][0]).to(tl.float32)
+            off = (off[0] - exp(sink - level, T) * norm * mean, off[1], off[2])
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (batch, head, index[:, None], row, load_seed(score_args, T, SCORE))
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
@@ -360,8 +385,9 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
         dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
                                      start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
     if T.corrects:
-        dq -= off[0][:, None] * off[1]
         totals -= off[0][:, None] * off[2]
+    if T.corrects and T.exact:
+        dq -= off[0][:, None] * off[1]
         tl.store(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 3 * padded_rows(seqlen_q) + index, slip + off[0])
     if T.slots > 0:
         store_totals(tl.sum(totals, 0), batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)

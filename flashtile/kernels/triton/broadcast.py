@@ -12,7 +12,7 @@ from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset
-from flashtile.kernels.lib.product import aligned_parts, product, transposed
+from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import contribution, locate
 from flashtile.kernels.triton.backward import beyond_mean, load_rows
 
@@ -36,7 +36,7 @@ def tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed
     level, delta, norm, slip = load_rows(in_ptrs[4], batch_head, row, sizes.q, T)
     index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
     at = locate(batch, head, index, column, sizes)
-    raw = product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
+    raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
     survives = kept(seed, batch_head, row, key, False, T)
     values = transposed(aligned_parts(v, T), T)
     dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed[4], T)

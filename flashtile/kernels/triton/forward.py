@@ -7,8 +7,8 @@ from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.lib.product import aligned_parts, product, transposed
-from flashtile.kernels.lib.score import locate, logits
+from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
+from flashtile.kernels.lib.score import locate, logits, unit
 from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold
 
 
@@ -26,11 +26,10 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    if MASKED:
-        score = tl.where(visible(place[2], key, sizes, band, T), score, float("-inf"))
-    keep = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    return fold(rows, score, v, keep, scale, MASKED or T.prescale, T)
+    score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    keep = visible(place[2], key, sizes, band, T)
+    return fold(rows, score, keep, survives, v, scale, score_args, MASKED, T, SCORE)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -73,12 +72,12 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
                             True, T, SCORE)  # fmt: skip
 
+    factor = unit(scale, score_args, T, SCORE)
     if T.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
-        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, tl.float32) * sink, scale, T)
-        out, lse = finish(rows, 1.0, T)
-    else:
-        out, lse = finish(rows, scale, T)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, tl.float32) * sink, factor, T)
+        factor = 1.0
+    out, lse = finish(rows, factor, T)
     if T.dropout:
         out *= seed[4]
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
