@@ -113,11 +113,13 @@ def specialised(arg: Any) -> Any:
 def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[Any, KernelLaunch, Tensors]]:
     """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
     tensors = case.tensors(device)
-    leaves = {n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if n.startswith("score")}
+    leaves = {n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if n.startswith(("score", "sink"))}
     q, k, v = (tensors[n] for n in "qkv")
+    given = case.given(leaves)
     call, captured = prepare(
-        q, k, v, case.causal, case.window, case.mask, case.modifiers(leaves), case.scale, case.options(backend)
-    )
+        q, k, v, case.causal, case.window, case.mask, given["score"], case.scale, case.options(backend),
+        sink=given.get("sink"), dropout=given.get("dropout"),
+    )  # fmt: skip
     tensors = {n: t for n, t in tensors.items() if n not in leaves}
     tensors.update(call.tensors(q, k, v, [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
     from flashtile.score.alibi import Alibi
+    from flashtile.score.bias import Bias
     from flashtile.score.softcap import Softcap
     from flashtile.spec.attention import AttentionProblem
+    from flashtile.spec.dropout import Dropout
     from flashtile.spec.mask import Band
     from flashtile.spec.options import Options
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
+    from flashtile.torch.dropout import dropout_mask
 
 __version__ = "0.1.0"
 
@@ -26,7 +29,9 @@ _HOMES = {
     "Alibi": "flashtile.score.alibi",
     "AttentionProblem": "flashtile.spec.attention",
     "Band": "flashtile.spec.mask",
+    "Bias": "flashtile.score.bias",
     "Captured": "flashtile.spec.score",
+    "Dropout": "flashtile.spec.dropout",
     "InvalidProblem": "flashtile.errors",
     "NotSupported": "flashtile.errors",
     "Options": "flashtile.spec.options",
@@ -34,6 +39,7 @@ _HOMES = {
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
+    "dropout_mask": "flashtile.torch.dropout",
     "explain": "flashtile.explanation",
     "use_tuning": "flashtile.kernels.triton.choose",
 }
@@ -42,7 +48,9 @@ __all__ = [
     "Alibi",
     "AttentionProblem",
     "Band",
+    "Bias",
     "Captured",
+    "Dropout",
     "InvalidProblem",
     "NotSupported",
     "Options",
@@ -50,6 +58,7 @@ __all__ = [
     "Score",
     "Softcap",
     "attention",
+    "dropout_mask",
     "explain",
     "use_tuning",
 ]

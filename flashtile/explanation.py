@@ -69,6 +69,8 @@ def explain(
     mask: Any = None,
     score: Any = (),
     scale: float | None = None,
+    sink: Any = None,
+    dropout: Any = None,
     return_lse: bool = False,
     options: Options | None = None,
 ) -> Explanation:
@@ -83,7 +85,7 @@ def explain(
     wanted, layout = frozenset("qkv"), None
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
-        given["return_lse"] = return_lse
+        given |= {"sink": sink, "dropout": dropout, "return_lse": return_lse}
         for name, value in given.items():
             if value is not None and value is not False and value != ():
                 raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
@@ -93,7 +95,7 @@ def explain(
         from flashtile.torch.attention import make_problem
         from flashtile.torch.run import device_of
 
-        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options, return_lse)
+        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted

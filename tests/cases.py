@@ -10,17 +10,28 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Options, Softcap
+from flashtile import Alibi, Band, Bias, Dropout, Options, Softcap
+from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
 
-# Modifiers by name: the captured tensors that they need, as (batch, heads_q) -> shape, and how they are made of them.
-MODIFIERS: dict[str, tuple[Callable[[int, int], tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
+# Modifiers by name: the shape of the captured tensor that they need, of (batch, heads_q, seqlen_q, seqlen_k), and how they
+# are made of it.
+MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
     "softcap": (None, lambda _: Softcap(2.0)),
     "softcap30": (None, lambda _: Softcap(30.0)),
-    "alibi": (lambda batch, heads: (heads,), Alibi),
-    "alibi-per-batch": (lambda batch, heads: (batch, heads), Alibi),
+    "alibi": (lambda batch, heads, *_: (heads,), Alibi),
+    "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
+    "bias": (lambda *scores: scores, Bias),
+    "bias-heads": (lambda batch, heads, rows, keys: (heads, rows, keys), Bias),
+    "bias-batch": (lambda batch, heads, rows, keys: (batch, 1, rows, keys), Bias),
+    "bias-plane": (lambda batch, heads, rows, keys: (rows, keys), Bias),
+    "bias-keys": (lambda batch, heads, rows, keys: (batch, 1, 1, keys), Bias),
+    "bias-rows": (lambda batch, heads, rows, keys: (heads, rows, 1), Bias),
+    "bias-each-head": (lambda batch, heads, rows, keys: (1, heads, 1, 1), Bias),
+    "table": (lambda batch, heads, *_: (heads, 16), RelativeBias),
+    "bias-number": (lambda batch, heads, rows, keys: (), Bias),
 }
 
 
@@ -29,7 +40,7 @@ class Case:
     """One call of `flashtile.attention`, with what flows back into it.
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    need no gradient.
+    and sinks need no gradient.
     """
 
     name: str
@@ -52,6 +63,8 @@ class Case:
     precision: Literal["tf32x3", "ieee", "tf32"] = "tf32x3"
     upstream: Literal["both", "out", "lse"] = "both"
     fixed_slopes: bool = False
+    sink: str | None = None  # its dtype
+    dropout: float | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -79,11 +92,24 @@ class Case:
         if self.layout == "packed":
             made["q"], made["k"], made["v"] = torch.stack([made["q"], made["k"], made["v"]], 2).unbind(2)
         made["dlse"] = normal(self.batch, self.heads_q, self.seqlen_q).to(device)
+        if self.sink is not None:
+            made["sink"] = normal(self.heads_q).mul(2.0).to(device, DTYPES[self.sink])
         for i, name in enumerate(self.score):
             shape = MODIFIERS[name][0]
             if shape is not None:
-                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q)).abs() / 4).to(device)
+                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)).abs() / 4).to(
+                    device
+                )
         return made
+
+    def given(self, tensors: Tensors) -> dict[str, Any]:
+        """`arguments`, and those made of tensors."""
+        made = {"score": self.modifiers(tensors)}
+        if self.sink is not None:
+            made["sink"] = tensors["sink"]
+        if self.dropout is not None:
+            made["dropout"] = Dropout(self.dropout, seed=zlib.crc32(self.name.encode()) << 20)
+        return {**self.arguments, **made}
 
     def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:
         return tuple(MODIFIERS[name][1](tensors.get(f"score.{i}")) for i, name in enumerate(self.score))
@@ -134,6 +160,11 @@ def _head_dims() -> Iterator[Case]:
     ):  # fmt: skip
         case = Case(f"head_dim{head_dim}-v{head_dim_v}", head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, heads_q=1)
         yield from variants(case)
+    for head_dim, head_dim_v, dtype in (
+        (320, 320, "fp16"), (512, 512, "bf16"), (512, 64, "fp16"), (40, 512, "fp16"), (257, 300, "bf16"),
+    ):  # fmt: skip
+        case = Case(f"head_dim{head_dim}-v{head_dim_v}", 1, 20, 36, 2, 1, head_dim, head_dim_v, dtype, causal=True)
+        yield from variants(case)
     # several heads and batch entries, so that q and k, v, out step by different strides
     yield from variants(Case("head_dim5-v24-heads", 2, 20, 36, heads_q=4, heads_kv=2, head_dim=5, head_dim_v=24))
 
@@ -177,6 +208,42 @@ def _scores() -> Iterator[Case]:
     yield Case("softcap-head_dim5", score=("softcap",), head_dim=5, head_dim_v=24, dtype="bf16")
 
 
+def _biases() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("bias", score=("bias",), batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72)))
+    for name in ("bias-heads", "bias-batch", "bias-plane", "bias-keys", "bias-rows", "bias-each-head", "bias-number"):
+        yield from variants(Case(name, score=(name,), batch=2, heads_q=4, heads_kv=2, seqlen_q=36, seqlen_k=50, causal=True))
+        yield Case(f"{name}-fp16", score=(name,), batch=2, heads_q=3, seqlen_q=50, seqlen_k=36, window=(30, 9), dtype="fp16")
+    yield from variants(Case("bias-softcap-alibi", score=("bias-heads", "softcap", "alibi"), heads_q=3, causal=True))
+    yield from variants(Case("alibi-bias-twice", score=("alibi", "bias-keys", "softcap", "bias"), heads_q=3, seqlen_q=33))
+    yield from variants(Case("bias-sink-dropout", score=("bias-heads",), sink="fp32", dropout=0.2, seqlen_q=50, seqlen_k=72))
+    yield Case("bias-empty-rows", score=("bias",), causal=True, seqlen_q=70, seqlen_k=30)
+    yield Case("bias-deterministic", score=("bias-plane",), batch=2, deterministic=True, dtype="bf16")
+    yield Case("bias-fixed", score=("bias",), fixed_slopes=True, seqlen_k=70)
+
+
+def _sinks() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("sink-gqa", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
+    yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
+    yield from variants(Case("sink-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, sink="bf16"))
+    yield from variants(Case("sink-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, sink="fp16"))
+    yield from variants(Case("sink-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, sink="fp32", dtype="fp16"))
+    yield Case("sink-tiny-scale", scale=1e-30, seqlen_k=70, sink="fp32", dtype="bf16")
+    yield Case("sink-fixed", sink="fp32", dtype="fp16", fixed_slopes=True, seqlen_q=70, deterministic=True)
+    yield Case("sink-lse", sink="fp32", upstream="lse", seqlen_q=70, seqlen_k=30, causal=True)
+
+
+def _dropouts() -> Iterator[Case]:
+    yield from variants(*dtypes(Case("dropout", batch=2, heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, dropout=0.2)))
+    yield from variants(*dtypes(Case("dropout-causal", causal=True, seqlen_q=70, seqlen_k=70, dropout=0.5)))
+    yield from variants(Case("dropout-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, dropout=0.1))
+    yield from variants(Case("dropout-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, dropout=0.3))
+    yield from variants(Case("dropout-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, dropout=0.1))
+    yield from variants(*dtypes(Case("dropout-and-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
+    yield Case("dropout-most", dropout=0.9, seqlen_k=70, dtype="fp16")
+    yield Case("dropout-lse", dropout=0.5, upstream="lse", seqlen_k=70)
+    yield Case("dropout-long-keys", dropout=0.1, seqlen_q=20, seqlen_k=600, batch=2)
+
+
 def _scales() -> Iterator[Case]:
     for name, scale in (("zero", 0.0), ("negative", -0.3), ("large", 4.0), ("tiny", 1e-6)):
         yield Case(f"scale-{name}", scale=scale, seqlen_k=70)
@@ -206,7 +273,20 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _precisions)
+    for group in (
+        _heads,
+        _head_dims,
+        _lengths,
+        _masks,
+        _scores,
+        _biases,
+        _sinks,
+        _dropouts,
+        _scales,
+        _gradients,
+        _layouts,
+        _precisions,
+    )
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

@@ -24,9 +24,9 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
     """out, lse and the gradient of every leaf, by name ("dq", "dscore.0", ...)."""
     leaves = {name: t.detach() for name, t in tensors.items() if name not in ("dout", "dlse")}
     for name, leaf in leaves.items():
-        leaf.requires_grad_(not (case.fixed_slopes and name.startswith("score")))
+        leaf.requires_grad_(not (case.fixed_slopes and name.startswith(("score", "sink"))))
     inputs = (leaves["q"], leaves["k"], leaves["v"])
-    out, lse = function(*inputs, score=case.modifiers(leaves), **case.arguments, **extra)
+    out, lse = function(*inputs, **case.given(leaves), **extra)
     flows = {"out": (out, tensors["dout"]), "lse": (lse, tensors["dlse"])}
     flowing = [flows[name] for name in ("out", "lse") if case.upstream in (name, "both")]
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -92,7 +92,7 @@ def measure(name: str, case: Case, got: torch.Tensor, exact: torch.Tensor, plain
         return Error(0.0, 0.0, 0.0, 0.0, 0.0)
     mine, other = (got.double() - exact).abs(), (plain.double() - exact).abs()
     ulp = 2.0**-10 if case.precision == "tf32" and case.dtype == "fp32" else torch.finfo(DTYPES[case.dtype]).eps
-    floor = (FLOOR_SUM_ULP if name.startswith("dscore") else FLOOR_ULP) * ulp * exact.abs().max().item()
+    floor = (FLOOR_SUM_ULP if name.startswith(("dscore", "dsink")) else FLOOR_ULP) * ulp * exact.abs().max().item()
     return Error(mine.max().item(), other.max().item(), mine.mean().item(), other.mean().item(), floor)
 
 

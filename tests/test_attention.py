@@ -19,8 +19,8 @@ from tests.judge import expected, judge, run
 def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
     for name, tensor in tensors.items():  # as `run` has them
-        tensor.requires_grad_(name.startswith("score") and not case.fixed_slopes)
-    arguments, options = {**case.arguments, "score": case.modifiers(tensors)}, case.options(backend)
+        tensor.requires_grad_(name not in ("dout", "dlse") and not (case.fixed_slopes and name.startswith("score")))
+    arguments, options = case.given(tensors), case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem, _ = make_problem(*inputs, **arguments, options=options)
     asked, device = dispatch.backend_named(backend), device_of(place)

@@ -76,7 +76,7 @@ def test_devices_go_by_architecture_or_name(name: str) -> None:
         (PROBLEM.replace("kv=4096x16", "kv=4096x3"), "H100", "InvalidProblem: heads_q is 16 and heads_kv is 3"),
         (PROBLEM.replace("softcap", "nocap"), "H100", "score modifier is 'nocap'"),
         (PROBLEM, "sm1", "InvalidProblem: device is 'sm1'; it must be one of sm80 (A100)"),
-        (PROBLEM.replace("x128", "x320"), "H100", "NotSupported: no backend can run attention(q=1x4096x16x320"),
+        (PROBLEM.replace("x128", "x520"), "H100", "NotSupported: no backend can run attention(q=1x4096x16x520"),
     ],
 )
 def test_a_bad_request_is_one_message_and_exit_code_2(spelling: str, device: str, message: str) -> None:

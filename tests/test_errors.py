@@ -12,9 +12,23 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, AttentionProblem, Band, Captured, InvalidProblem, NotSupported, Options, Score, Softcap
+from flashtile import (
+    Alibi,
+    AttentionProblem,
+    Band,
+    Bias,
+    Captured,
+    Dropout,
+    InvalidProblem,
+    NotSupported,
+    Options,
+    Score,
+    Softcap,
+    dispatch,
+)
+from flashtile.plan.device import named
 from flashtile.spec.dtype import DType
-from flashtile.spec.score import ScoreSpec
+from flashtile.spec.score import ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
 
 HALF = torch.float16
@@ -156,6 +170,28 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"score": (OneTensor(grad(torch.ones(4))),)},
         "errors_one_tensor's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
     ),
+    "bias-shape": (
+        {"score": (Bias(torch.zeros(4, 6, 7)),)},
+        "bias's tensor has shape (1, 4, 6, 7); it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, 6, 8)",
+    ),
+    "bias-dtype": ({"score": (Bias(torch.zeros(6, 8).bool()),)}, "bias's tensor is torch.bool; it must be float16"),
+    "sink-list": ({"sink": [0.0] * 4}, "sink is a list; it must be a torch.Tensor or None"),
+    "sink-number": ({"sink": 0.5}, "sink is a float; it must be a torch.Tensor or None"),
+    "sink-shape": ({"sink": torch.zeros(2)}, "sink has shape (2,); it must be (heads_q,) = (4,)"),
+    "sink-batch": ({"sink": torch.zeros(2, 4)}, "sink has shape (2, 4); it must be (heads_q,) = (4,)"),
+    "sink-dtype": ({"sink": torch.zeros(4).double()}, "sink is torch.float64; it must be float16, bfloat16 or float32"),
+    "sink-meta": ({"sink": torch.zeros(4, device="meta")}, "sink is on meta and q is on cpu; they must be on one device"),
+    "dropout-number": ({"dropout": 0.1}, "dropout is 0.1; it must be a flashtile.Dropout or None"),
+    "dropout-seed-dtype": (
+        {"dropout": Dropout(0.1, torch.zeros(2, dtype=torch.int32))},
+        "dropout seed has shape (2,) and is torch.int32; it must be an int64 tensor (2,): (seed, offset)",
+    ),
+    "dropout-seed-shape": ({"dropout": Dropout(0.1, torch.zeros(3).long())}, "dropout seed has shape (3,) and is torch.int64"),
+    "dropout-seed-numpy": ({"dropout": Dropout(0.1, np.zeros(2, np.int64))}, "dropout seed has shape (2,) and is int64"),
+    "dropout-seed-meta": (
+        {"dropout": Dropout(0.1, torch.zeros(2, device="meta").long())},
+        "dropout seed is on meta and q is on cpu; they must be on one device",
+    ),
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "scale-inf": ({"scale": -math.inf}, "scale is -inf; it must be finite"),
     "scale-text": ({"scale": "auto"}, "scale is 'auto'; it must be a number or None"),
@@ -216,6 +252,17 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "alibi-number": (lambda: Alibi(0.5), "alibi slopes are a float; they must be a tensor"),
     "alibi-numpy": (lambda: Alibi(np.ones(4)), "alibi slopes are a ndarray; they must be a tensor"),
     "alibi-rank": (lambda: Alibi(torch.ones(1, 2, 4)), "alibi slopes have shape (1, 2, 4); it must be (heads_q,) or"),
+    "bias-list": (lambda: Bias([0.5]), "bias is a list; it must be a tensor"),
+    "bias-rank": (lambda: Bias(torch.zeros(1, 1, 1, 1, 1)), "bias has shape (1, 1, 1, 1, 1); it must broadcast to (batch,"),
+    "dropout-1": (lambda: Dropout(1), "dropout p is 1; it must be a number, at least 0 and below 1"),
+    "dropout-almost-1": (lambda: Dropout(1 - 2**-40), "it must be a number, at least 0 and below 1"),
+    "dropout-negative": (lambda: Dropout(-0.1), "dropout p is -0.1; it must be a number"),
+    "dropout-nan": (lambda: Dropout(math.nan), "dropout p is nan; it must be a number"),
+    "dropout-bool": (lambda: Dropout(False), "dropout p is False; it must be a number"),
+    "dropout-text": (lambda: Dropout("0.1"), "dropout p is '0.1'; it must be a number"),
+    "dropout-seed-float": (lambda: Dropout(0.1, 3.0), "dropout seed is 3.0; it must be an int, an int64 tensor (2,) or None"),
+    "dropout-seed-bool": (lambda: Dropout(0.1, True), "dropout seed is True; it must be an int"),
+    "dropout-seed-wide": (lambda: Dropout(0.1, 2**63), "dropout seed is 9223372036854775808; it must lie within 64 bits"),
     "band-text": (lambda: Band("3"), "Band left is '3'; it must be an int or None"),
     "band-float": (lambda: Band(right=0.0), "Band right is 0.0; it must be an int or None"),
     "band-bool": (lambda: Band(True), "Band left is True; it must be an int or None"),
@@ -259,6 +306,10 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "scale-nan": ({"scale": math.nan}, "scale is nan; it must be finite"),
     "precision": ({"precision": "high"}, "precision is 'high'; it must be one of tf32x3, ieee, tf32"),
     "deterministic": ({"deterministic": None}, "deterministic is None; it must be True or False"),
+    "dropout": ({"dropout": 1.0}, "dropout p is 1.0; it must be a number, at least 0 and below 1"),
+    "dropout-object": ({"dropout": Dropout(0.1)}, "dropout p is Dropout(p=0.1, seed=None); it must be a number"),
+    "sink": ({"sink": (4,)}, "sink is (4,); it must be a TensorSpec or None"),
+    "sink-shape": ({"sink": TensorSpec((3,), "fp32")}, "sink has shape (3,); it must be (heads_q,) = (4,)"),
 }
 
 
@@ -289,6 +340,9 @@ SPELLINGS = {
     "band": ("attention(q=2x6x4x16,kv=8x2x16,fp16,band=3)", "not enough values to unpack"),
     "scale": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=big)", "could not convert string to float"),
     "scale-inf": ("attention(q=2x6x4x16,kv=8x2x16,fp16,scale=inf)", "scale is inf; it must be finite"),
+    "dropout": ("attention(q=2x6x4x16,kv=8x2x16,fp16,dropout=2)", "dropout p is 2.0; it must be a number"),
+    "sink": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=3:fp32)", "sink has shape (3,); it must be (heads_q,) = (4,)"),
+    "sink-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,sink=fp32)", "not enough values to unpack"),
     "score": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=hardcap(3.0))", "score modifier is 'hardcap'; known are"),
     "score-unopened": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap)", "'softcap'; it must be 'name(...)'"),
     "score-unclosed": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=softcap(3.0)", "'softcap(3.0'; it must be 'name(...)'"),
@@ -303,6 +357,10 @@ SPELLINGS = {
     "tensor-shape": (
         "attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(4:fp32))",
         "alibi's tensor has shape (4,); a captured tensor without `index` must be (batch, heads_q) = (2, 4)",
+    ),
+    "tensor-broadcast": (
+        "attention(q=2x6x4x16,kv=8x2x16,fp16,score=bias(6x8:fp32))",
+        "bias's tensor has shape (6, 8); it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, 6, 8)",
     ),
     "tensor-negative": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(-2x4:fp32))", "shape (-2, 4); its sizes must not be"),
     "tensor-dtype": ("attention(q=2x6x4x16,kv=8x2x16,fp16,score=alibi(2x4:fp64))", "dtype is 'fp64'; it must be one of fp16"),
@@ -325,18 +383,26 @@ def test_spelling_of_another_type(text: Any) -> None:
         AttentionProblem.parse(text)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(257, 64), (64, 257), (512, 512)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(513, 64), (64, 513), (1024, 1024)])
 def test_head_dim_beyond_the_kernels(head_dim: int, head_dim_v: int) -> None:
     """It has a meaning, so every backend says why it cannot."""
     q, k, v = tensor(1, 6, 2, head_dim), tensor(1, 8, 2, head_dim), tensor(1, 8, 2, head_dim_v)
     with pytest.raises(NotSupported) as refusal:
         flashtile.attention(q, k, v)
     assert set(refusal.value.reasons) >= {"triton", "cpu"}
-    name, value = ("head_dim", head_dim) if head_dim > 256 else ("head_dim_v", head_dim_v)
+    name, value = ("head_dim", head_dim) if head_dim > 512 else ("head_dim_v", head_dim_v)
     text = str(refusal.value)
     assert text.startswith(f"no backend can run attention(q=1x6x2x{head_dim},")
     for backend in ("triton", "cpu"):
-        assert f"  {backend}: {name} is {value}; supported up to 256" in text
+        assert f"  {backend}: {name} is {value}; supported up to 512" in text
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee", "tf32"])
+def test_wide_heads_in_fp32_on_a_gpu(precision: str) -> None:
+    problem = AttentionProblem.parse(f"attention(q=1x64x1x512,kv=64x1x64,fp32,{precision})")
+    for variant in (None, "split", "fused"):
+        with pytest.raises(NotSupported, match="fp32, whose operands are multiplied in parts, is supported up to 256"):
+            dispatch.select(problem, named("sm90"), "triton", variant)
 
 
 def test_a_backend_that_cannot() -> None:
@@ -358,6 +424,11 @@ def test_errors_are_what_callers_expect() -> None:
     assert issubclass(NotSupported, NotImplementedError)
     refusal = NotSupported("this", {"one": ["a", "b"], "two": ["c"]})
     assert str(refusal) == "no backend can run this:\n  one: a\n  one: b\n  two: c"
+
+
+def test_a_captured_tensor_is_indexed_or_broadcast() -> None:
+    with pytest.raises(TypeError, match="a captured tensor has an index or is broadcast, not both"):
+        Captured(function, index=function, broadcast=True)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "1st", "a-b"])

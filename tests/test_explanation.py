@@ -89,3 +89,19 @@ def test_errors_are_those_of_attention() -> None:
     deterministic = replace(PROBLEM, deterministic=True)
     with pytest.raises(NotSupported, match="fused backward adds dq atomically"):
         flashtile.explain(deterministic, device=H100, options=Options(backward="fused"))
+
+
+def test_sinks_dropout_and_bias_are_explained() -> None:
+    q, k, v = (torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    sink, bias = torch.zeros(2, requires_grad=True), torch.zeros(2, 64, 64, requires_grad=True)
+    given = {"sink": sink, "dropout": flashtile.Dropout(0.1), "score": (flashtile.Bias(bias),)}
+    text = str(flashtile.explain(q, k, v, device="H100", **given))
+    problem = "score=bias(1x2x64x64:fp32:grad),sink=2:fp32:grad,dropout=0.1"
+    assert problem in text
+    again = str(flashtile.explain(f"attention(q=1x64x2x64,kv=64x2x64,bf16,{problem})", device="H100"))
+    for said in (text, again):
+        assert "attention_backward_broadcast: grid" in said
+        assert "gradient of bias tile" in said
+    for name, value in given.items():
+        with pytest.raises(flashtile.InvalidProblem, match=f"{name} is given besides a problem"):
+            flashtile.explain("attention(q=1x64x2x64,kv=64x2x64,bf16)", **{name: value})

@@ -52,7 +52,8 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
 
     def describe(arg: Any, path: tuple[int, ...], specialise: bool = True) -> Any:
         if isinstance(arg, Strides):
-            arg = contiguous(buffers[arg.name].shape)
+            shape = buffers[arg.name].shape
+            arg = arg.of(shape, contiguous(shape))
         if isinstance(arg, tuple):
             return tuple(describe(a, (*path, i)) for i, a in enumerate(arg))
         if isinstance(arg, Pointer):

@@ -83,6 +83,17 @@ def problems() -> Iterator[str]:
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+    for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):
+        yield f"attention(q=2x2048x8x{dims[0]},kv=2048x2x{dims[1]},bf16,band=:0)"
+    yield "attention(q=2x2048x8x512,kv=2048x2x512,bf16,score=bias(1x8x2048x2048:bf16:grad),dropout=0.1)"
+    for head_dim in (64, 128, 256):
+        for shape in ("2x8x2048x2048", "1x8x2048x2048", "2x1x1x2048", "1x8x2048x1"):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score=bias({shape}:bf16:grad))"
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},fp32,score=bias(1x8x2048x2048:fp32:grad),tf32x3)"
+    for dtype in ("bf16", "fp32"):
+        yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
+        for head_dim in (64, 128, 256):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},{dtype},band=:0,dropout=0.1)"
 
 
 def plan_of(job: Job) -> Plan:
@@ -109,7 +120,7 @@ def jobs_of(spelling: str, target: str) -> Iterator[Job]:
 def kind(problem: AttentionProblem) -> str:
     """The line of SPILL_BUDGETS that a problem falls under."""
     if problem.dtype is not DType.FP32:
-        return "modifiers" if problem.score else "16bit"
+        return "modifiers" if problem.score or problem.dropout is not None else "16bit"
     if problem.precision == "ieee":
         return "ieee"
     return "fp32 beyond 128" if max(problem.head_dim, problem.head_dim_v) > 128 else "fp32"

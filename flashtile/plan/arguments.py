@@ -6,6 +6,7 @@ from typing import Any
 
 from flashtile.plan.call import Pointer, Strides
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dropout import threshold
 
 
 def integers(p: AttentionProblem) -> dict[str, int]:
@@ -18,11 +19,16 @@ def integers(p: AttentionProblem) -> dict[str, int]:
 
 
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:
-    """Per modifier its scalars, then pointer and strides of each captured tensor."""
+    """Per modifier its scalars, then pointer and strides of each captured tensor; after the modifiers those of dropout.
+
+    Those are the seed's pointer, the least word that is kept less 2^31, and 1 / (1 - p).
+    """
     chained: list[tuple[Any, ...]] = []
     for i, spec in enumerate(p.score):
         tensors: list[Any] = []
         for j in range(len(spec.tensors)):
-            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}")]
+            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}", broadcast=True)]
         chained.append((*spec.scalars, *tensors))
+    if p.dropout is not None:
+        chained.append((Pointer("seed"), threshold(p.dropout) - 2**31, 1.0 / (1.0 - p.dropout)))
     return tuple(chained)

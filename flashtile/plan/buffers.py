@@ -21,12 +21,16 @@ def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v and the captured tensors `score.I.J`."""
+    """q, k, v, the captured tensors `score.I.J`, `sink`, and `seed`: the words of dropout's (seed, offset)."""
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
         for i, spec in enumerate(p.score)
         for j, tensor in enumerate(spec.tensors)
     ]
+    if p.sink is not None:
+        captured.append(Buffer("sink", p.sink.shape, p.sink.dtype, "input"))
+    if p.dropout is not None:
+        captured.append(Buffer("seed", (4,), "int32", "input"))
     return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
 
 
@@ -50,5 +54,8 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
         for j, tensor in enumerate(spec.tensors):
             if tensor.grad:
                 name = f"dscore.{i}.{j}"
-                made.append(Buffer(name, tensor.shape, "fp32", "output", zeroed=name in zeroed))
+                dtype = tensor.dtype if spec.kind.captured[j].broadcast else "fp32"
+                made.append(Buffer(name, tensor.shape, dtype, "output", zeroed=name in zeroed))
+    if p.sink is not None and p.sink.grad:
+        made.append(Buffer("dsink", p.sink.shape, "fp32", "output"))
     return (*input_buffers(p), *given, *made)

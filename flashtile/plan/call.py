@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -44,9 +44,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Strides:
-    """Argument: the strides of a buffer in elements, as a tuple."""
+    """Argument: the strides of a buffer in elements, as a tuple; if `broadcast`, 0 along axes of one element."""
 
     name: str
+    broadcast: bool = False
+
+    def of(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+        """The argument, given the buffer's shape and strides."""
+        if not self.broadcast:
+            return tuple(strides)
+        return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.dropout import check_chance, threshold
 from flashtile.spec.dtype import DType
 from flashtile.spec.mask import FULL, Band
-from flashtile.spec.score import ScoreSpec
+from flashtile.spec.score import ScoreSpec, TensorSpec
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class AttentionProblem:
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
+    `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
+    probability is dropped; None for 0.
     """
 
     batch: int
@@ -43,6 +46,8 @@ class AttentionProblem:
     precision: Precision = "tf32x3"
     deterministic: bool = False
     returns_lse: bool = False
+    sink: TensorSpec | None = None
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -60,7 +65,11 @@ class AttentionProblem:
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         for spec in self.score:
-            _check_tensors(spec, (self.batch, self.heads_q))
+            _check_tensors(spec, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k))
+        _check_sink(self.sink, self.heads_q)
+        if self.dropout is not None:
+            check_chance(self.dropout)
+            object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
         for name in ("deterministic", "returns_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
@@ -129,6 +138,10 @@ class AttentionProblem:
             parts.append(f"band={left}:{right}")
         if self.score:
             parts.append("score=" + "+".join(s.spell() for s in self.score))
+        if self.sink is not None:
+            parts.append(f"sink={self.sink.spell()}")
+        if self.dropout is not None:
+            parts.append(f"dropout={self.dropout!r}")
         if self.scale != 1.0 / math.sqrt(self.head_dim):
             parts.append(f"scale={self.scale!r}")
         if self.dtype is DType.FP32:
@@ -176,6 +189,10 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(mask=Band(left, right))
     if name == "score":
         return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
+    if name == "sink":
+        return dict(sink=TensorSpec.parse(value))
+    if name == "dropout":
+        return dict(dropout=float(value))
     if name == "scale":
         return dict(scale=float(value))
     if name == "deterministic" and not value:
@@ -189,13 +206,29 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
     raise KeyError(f"unknown part {name}={value}")
 
 
-def _check_tensors(spec: ScoreSpec, rows: tuple[int, int]) -> None:
+def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
+    rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-        if captured.index is None and tensor.shape != rows:
+        if captured.broadcast:
+            if len(tensor.shape) != 4 or any(n not in (1, size) for n, size in zip(tensor.shape, scores, strict=True)):
+                raise InvalidProblem(
+                    f"{spec.kind.name}'s tensor has shape {tensor.shape}; it must broadcast to "
+                    f"(batch, heads_q, seqlen_q, seqlen_k) = {scores}."
+                )
+        elif captured.index is None and tensor.shape != rows:
             raise InvalidProblem(
                 f"{spec.kind.name}'s tensor has shape {tensor.shape}; a captured tensor without `index` must be "
                 f"(batch, heads_q) = {rows}."
             )
+
+
+def _check_sink(sink: object, heads_q: int) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, TensorSpec):
+        raise InvalidProblem(f"sink is {sink!r}; it must be a TensorSpec or None.")
+    if sink.shape != (heads_q,):
+        raise InvalidProblem(f"sink has shape {sink.shape}; it must be (heads_q,) = ({heads_q},).")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

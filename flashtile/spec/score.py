@@ -8,7 +8,8 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
-`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`.
+`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where
+the stride of an axis of size 1 is 0.
 
 A modifier that says more of itself costs 16-bit kernels less, because its factors join the exponent's multiply-add: one that
 adds something independent of the score has `add(score, at, args, unit)`, a `@jit` function that returns score + unit * what
@@ -60,11 +61,18 @@ class Captured:
 
     `contribution(grad, score, at, args)`: `@jit` function, the gradient that each score sends to the tensor.
     `index(at, args)`: `@jit` function, the flat element (of the contiguous tensor) that receives it, added atomically.
-    Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order.
+    Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order. With `broadcast`
+    it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position, stride 0 along
+    axes of size 1, receives what the score sends, summed in a fixed order.
     """
 
     contribution: Callable[..., Any]
     index: Callable[..., Any] | None = None
+    broadcast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.broadcast and self.index is not None:
+            raise TypeError("a captured tensor has an index or is broadcast, not both.")
 
 
 class Score:

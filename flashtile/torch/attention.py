@@ -11,11 +11,14 @@ import torch
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem
 from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import input_buffers
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.run import DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -31,6 +34,8 @@ def attention(
     mask: Band | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = False,
     options: Options | None = None,
 ) -> Any:
@@ -42,6 +47,10 @@ def attention(
         query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded.
     score: modifiers such as `Softcap(30.0)` or `Alibi(slopes)`, applied to the scaled scores in the order given.
     scale: factor of q k^T, 1 / sqrt(head_dim) by default.
+    sink: (heads_q,), fp16, bf16 or fp32: a logit per head that joins every row's softmax as one more key, whose value is
+        zero. lse includes it; a query that sees no key then has lse = sink.
+    dropout: `Dropout(p)`; the probabilities that it keeps depend on its seed and on (batch, head, query, key) alone. lse is
+        that of the scores before it.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
@@ -51,7 +60,7 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse)
+    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
     ):
@@ -67,7 +76,7 @@ class PreparedCall:
 
     def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
         self.problem, self.options, self.device = problem, options, device
-        self.names = tuple(f"score.{i}.{j}" for i, s in enumerate(problem.score) for j in range(len(s.tensors)))
+        self.names = tuple(b.name for b in input_buffers(problem)[3:])  # besides q, k, v
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
@@ -164,7 +173,8 @@ _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 
 def prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False,
+    causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False, sink: Any = None,
+    dropout: Any = None,
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
     """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
     captured: tuple[torch.Tensor, ...] = ()
@@ -179,23 +189,32 @@ def prepare(
         if not isinstance(score, (tuple, list)) or score:
             captured, score_key = _capture(score, q.shape)
             key += (score_key,)
+        if sink is not None:
+            captured += (sink,)
+            key += ("sink", sink.shape, _layout(sink), sink.dtype, sink.device, _wants_grad(sink), sink.is_neg())
+        if dropout is not None:
+            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or _seed_key(dropout.seed))
         call = _CALLS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse)
+        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
         captured, _ = _capture(score, q.shape)
+        captured += () if sink is None else (sink,)
         call = PreparedCall(problem, options, q.device)
         if key is not None:
             if len(_CALLS) >= _MOST_CALLS:
                 _CALLS.clear()
             _CALLS[key] = call
+    if dropout is not None and call.problem.dropout is not None:
+        captured += (draw_seed(dropout, call.device),)
     return call, captured
 
 
 def make_problem(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: Any = False
-) -> tuple[AttentionProblem, Options]:
+    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
+    return_lse: Any = False, sink: Any = None, dropout: Any = None,
+) -> tuple[AttentionProblem, Options]:  # fmt: skip
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     options = DEFAULT if options is None else options
     if not isinstance(options, Options):
@@ -234,7 +253,7 @@ def make_problem(
         batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
         score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
-        returns_lse=return_lse,
+        returns_lse=return_lse, sink=_sink_spec(sink, q), dropout=_chance(dropout, q),
     )  # fmt: skip
     return problem, options
 
@@ -252,20 +271,46 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
-            if tensor.dtype not in DTYPES:
-                raise InvalidProblem(f"{modifier.name}'s tensor is {tensor.dtype}; it must be float16, bfloat16 or float32.")
-            if tensor.is_neg():
-                raise InvalidProblem(f"{modifier.name}'s tensor is a negated view; it must be a tensor of its own.")
-            if tensor.device != q.device:
-                raise InvalidProblem(
-                    f"{modifier.name}'s tensor is on {tensor.device} and q is on {q.device}; they must be on one device."
-                )
+            _check_captured(f"{modifier.name}'s tensor", tensor, q)
         for number in modifier.scalars():
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
         described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
         specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
     return tuple(specs)
+
+
+def _sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
+    if sink is None:
+        return None
+    if not isinstance(sink, torch.Tensor):
+        raise InvalidProblem(f"sink is a {type(sink).__name__}; it must be a torch.Tensor or None.")
+    _check_captured("sink", sink, q)
+    return TensorSpec(tuple(sink.shape), DTYPES[sink.dtype].value, _wants_grad(sink))
+
+
+def _chance(dropout: Any, q: torch.Tensor) -> float | None:
+    if dropout is None:
+        return None
+    if not isinstance(dropout, Dropout):
+        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
+    if not (dropout.seed is None or isinstance(dropout.seed, int)):
+        check_seed(dropout.seed, q.device)
+    return dropout.p
+
+
+def _seed_key(seed: Any) -> Any:
+    """What of a seed decides whether it is a good one."""
+    return isinstance(seed, int) or (seed.shape, seed.dtype, seed.device)
+
+
+def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+    if tensor.is_neg():
+        raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own.")
+    if tensor.device != q.device:
+        raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 
 
 def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Tensor, ...], Any]:

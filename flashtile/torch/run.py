@@ -160,7 +160,9 @@ class KernelLaunch:
         self.call, self.device = call, device
         buffers = {b.name: b for b in plan.buffers}
         self.args = [
-            DescribedBuffer(a, buffers[a.name], strides[a.name]) if isinstance(a, Descriptor) else _resolve_strides(a, strides)
+            DescribedBuffer(a, buffers[a.name], strides[a.name])
+            if isinstance(a, Descriptor)
+            else _resolve_strides(a, strides, buffers)
             for a in call.args
         ]
         self.empty = 0 in call.grid
@@ -230,11 +232,11 @@ class KernelLaunch:
         self.compiled = compiled
 
 
-def _resolve_strides(arg: Any, strides: dict[str, Any]) -> Any:
+def _resolve_strides(arg: Any, strides: dict[str, Any], buffers: dict[str, Buffer]) -> Any:
     if isinstance(arg, Strides):
-        return tuple(strides[arg.name])
+        return arg.of(buffers[arg.name].shape, strides[arg.name])
     if isinstance(arg, tuple):
-        return tuple(_resolve_strides(a, strides) for a in arg)
+        return tuple(_resolve_strides(a, strides, buffers) for a in arg)
     return arg
 
 

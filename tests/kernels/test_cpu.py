@@ -464,3 +464,10 @@ def test_no_tensor_of_seqlen_squared(how: dict[str, Any]) -> None:
     with Largest() as seen:
         step(*given, **how)
     assert seqlen * 8 <= seen.elements <= max(region.ROWS * region.WIDTH, seqlen * 8)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (300, 64)])
+def test_heads_wider_than_a_gpu_s_in_fp32(head_dim: int, head_dim_v: int) -> None:
+    case = Case("wide", seqlen_q=20, seqlen_k=36, head_dim=head_dim, head_dim_v=head_dim_v, causal=True)
+    tensors = case.tensors(torch.device("cpu"))
+    judge(case, run("cpu", case, tensors), *expected(case, tensors))

@@ -64,6 +64,10 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
         precision=draw(st.sampled_from(PRECISIONS)),
         deterministic=draw(st.booleans()),
         returns_lse=draw(st.booleans()),
+        sink=draw(
+            st.none() | st.builds(TensorSpec, st.just((heads_kv * group,)), st.sampled_from(["fp16", "fp32"]), st.booleans())
+        ),
+        dropout=draw(st.none() | st.floats(0, 1 - 2**-30)),
     )
 
 

@@ -69,7 +69,14 @@ BACKEND = CpuBackend()
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
+    if (
+        p.score
+        or p.sink is not None
+        or p.dropout is not None
+        or p.head_dim != p.head_dim_v
+        or region.rows == 0
+        or region.keys < LEAST_KEYS
+    ):
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 

@@ -89,6 +89,12 @@ class Rows:
         heads = self.strip.heads_q
         return tile.view(-1, heads.stop - heads.start, self.stop - self.first, tile.shape[2])
 
+    def per_head(self, values: torch.Tensor) -> torch.Tensor:
+        """A (heads_q,) tensor as (items, group * rows, 1)."""
+        batches, heads, rows = self.strip.batches, self.strip.heads_q, self.stop - self.first
+        column = values[heads, None].expand(batches.stop - batches.start, heads.stop - heads.start, rows)
+        return column.reshape(-1, self.strip.group * rows, 1)
+
     def at(self, tile: Tile) -> Position:
         """Where a tile lies, in the problem's own indices."""
         start = self.strip.region.first_key

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.modifiers import Modifiers
 from flashtile.kernels.cpu.products import Scratch, headroom, product_dtype, score_dtype
 from flashtile.kernels.cpu.region import Tile
@@ -30,16 +31,18 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
     """The outputs out, lse and, if named, lse_low: what lse is short of, being float32."""
     out = tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))
     lse = out.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=torch.float32)
-    made = {"out": out, "lse": lse}
+    made, sink = {"out": out, "lse": lse}, _sink(p, tensors)
+    if sink is not None:
+        lse.copy_(sink[:, None])  # what rows have that see nothing
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch = score_dtype(p), Scratch()
-    modifiers = Modifiers(p, tensors, wide)
+    modifiers, drop = Modifiers(p, tensors, wide), Drop(p, tensors)
     for strip in strips(p):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         for rows in strip.runs():
             q = rows.load(tensors["q"], wide).mul_(p.scale_value)
-            values, sums = _attend(rows, modifiers, scratch, q, k, v)
+            values, sums = _attend(rows, modifiers, drop, scratch, q, k, v, None if sink is None else rows.per_head(sink))
             rows.of(out).copy_(rows.by_head(values))
             rounded = sums.float()
             rows.of(_column(lse)).copy_(rows.by_head(rounded))
@@ -50,12 +53,16 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
 
 
 def _attend(
-    rows: Rows, modifiers: Modifiers, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1)."""
+    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1), like `sink`."""
     peak = q.new_full((*q.shape[:2], 1), -math.inf)
     total, made = torch.zeros_like(peak), q.new_zeros((*q.shape[:2], v.shape[2]))
     shift = headroom(v.dtype, rows.strip.tiling.width)
+    if sink is not None:
+        peak.copy_(sink)
+        total.add_(math.exp(-shift)).masked_fill_(sink == -math.inf, 0.0)
     tiles = list(rows.tiles())
     for tile in tiles:
         s = scratch.product("scores", q, k[:, tile.keys].mT)
@@ -71,9 +78,14 @@ def _attend(
         made.mul_(decay)
         if len(tiles) == 1:  # as plain PyTorch does; fewer roundings at the size of the sum
             prob.div_(_or_one(total))
+        dropped = drop.mask(rows, tile)
+        if dropped is not None:
+            prob.masked_fill_(dropped, 0.0)
         scratch.add_product(made, scratch.cast("operand", prob, v.dtype), v[:, tile.keys])
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
+    if drop.p is not None:
+        made.mul_(drop.factor)
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
 
 
@@ -81,7 +93,9 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
     """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in float32 in a fixed order."""
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
-    modifiers = Modifiers(p, tensors, wide)
+    modifiers, sink, drop = Modifiers(p, tensors, wide), _sink(p, tensors), Drop(p, tensors)
+    if "dsink" in outputs:
+        made["dsink"] = _sink_gradient(p, tensors)
     for strip in strips(p):
         wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
         k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
@@ -89,16 +103,20 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
         for rows in strip.runs():
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
-            given = _load(p, rows, tensors, whole)
+            given = _load(p, rows, tensors, whole, sink)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
             for tile in tiles:
                 keys = tile.keys
                 prob, saved = _probabilities(rows, tile, modifiers, scratch, given, wide_k[:, keys], whole)
+                dropped = drop.mask(rows, tile)
                 if dv is not None:
-                    scratch.add_product(dv[:, keys], scratch.cast("operand", prob, dtype).mT, given.dout)
+                    weight = prob if dropped is None else prob.masked_fill(dropped, 0.0).mul_(drop.factor)
+                    scratch.add_product(dv[:, keys], scratch.cast("operand", weight, dtype).mT, given.dout)
                 if outputs == ("dv",):
                     continue
                 dp = scratch.product("dp", given.dout, v[:, keys].mT)
+                if dropped is not None:
+                    dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
                 delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
                 ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
                 if saved is not None:
@@ -126,9 +144,10 @@ class Given(NamedTuple):
     dout: torch.Tensor
     lse: torch.Tensor  # 0 for -inf
     delta: torch.Tensor  # sum_d out * dout - dlse, or -dlse where sum_j prob * dp takes the sum's place
+    sink: torch.Tensor | None
 
 
-def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool) -> Given:
+def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sink: torch.Tensor | None) -> Given:
     """p = exp(s - lse) has the relative error that lse has in absolute terms, 2^-24 |lse| from its rounding alone.
 
     Where a tile holds whole rows, these are normalised anew, as plain PyTorch does. Else, unless products are narrow, the
@@ -148,7 +167,8 @@ def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool) -> Giv
         dout *= mend
         delta *= mend
     q = rows.load(tensors["q"], wide)
-    return Given(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta)
+    last = None if sink is None else rows.per_head(sink)
+    return Given(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta, last)
 
 
 def _probabilities(
@@ -161,8 +181,13 @@ def _probabilities(
         s = scratch.empty("modified", tuple(s.shape), s.dtype).copy_(saved[1].detach().reshape(s.shape))
     if whole:
         rows.hide(s, tile, -math.inf)
-        prob = _hidden_exp_(s.sub_(_finite(s.amax(2, keepdim=True))), rows, tile, modifiers)
-        return prob.div_(_or_one(prob.sum(2, keepdim=True))), saved
+        peak = s.amax(2, keepdim=True)
+        peak = _finite(peak if given.sink is None else torch.maximum(peak, given.sink))
+        prob = _hidden_exp_(s.sub_(peak), rows, tile, modifiers)
+        total = prob.sum(2, keepdim=True)
+        if given.sink is not None:
+            total += (given.sink - peak).exp_()
+        return prob.div_(_or_one(total)), saved
     return _hidden_exp_(s.sub_(given.lse), rows, tile, modifiers), saved
 
 
@@ -178,6 +203,23 @@ def _hidden_exp_(exponents: torch.Tensor, rows: Rows, tile: Tile, modifiers: Mod
         torch.threshold_(prob, 1.01 * LEAST, 0.0)
     rows.hide(prob, tile, 0.0)
     return prob
+
+
+def _sink(p: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
+    """The sinks, (heads_q,), in the scores' dtype."""
+    return None if p.sink is None else tensors["sink"].to(score_dtype(p))
+
+
+def _sink_gradient(p: AttentionProblem, tensors: Tensors) -> torch.Tensor:
+    """The sum over batch and rows of the probability that a sink takes, times what that changes: dlse - sum_d out * dout."""
+    lse = tensors["lse"].double()
+    if "lse_low" in tensors:
+        lse += tensors["lse_low"]
+    change = -torch.einsum("bshd,bshd->bhs", tensors["out"].double(), tensors["dout"].double())
+    if "dlse" in tensors:
+        change += tensors["dlse"]
+    taken = (tensors["sink"].double()[:, None] - lse).exp_().masked_fill_(lse == -math.inf, 0.0)
+    return (taken * change).sum((0, 2))
 
 
 def _finite(rows: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,11 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
-from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
+MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not fit its registers
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 
 
@@ -53,6 +54,13 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
+        if p.sink is not None:
+            reasons.append("sink is given; these kernels know none")
+        if p.dropout is not None:
+            reasons.append(f"dropout is {p.dropout}; these kernels know none")
+        for spec in p.score:
+            if any(captured.broadcast for captured in spec.kind.captured):
+                reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

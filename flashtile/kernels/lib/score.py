@@ -58,17 +58,23 @@ def chain(p: AttentionProblem, device: Device, form: Form) -> JitTuple:
 
 
 def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
-    """CAPTURED of a problem's modifiers; empty when no captured tensor wants a gradient."""
-    if not any(spec.wants_grad for spec in score):
+    """CAPTURED of a problem's modifiers for the pass over queries; empty when it forms no captured tensor's gradient."""
+    if not any(sums_in_queries(spec, j) for spec in score for j in range(len(spec.tensors))):
         return JitTuple()
     most = max(len(spec.tensors) for spec in score)
     flat = []
     for spec in score:
         pairs = [
-            (c.contribution, c.index) if t.grad else (None, None) for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
+            (captured.contribution, captured.index) if sums_in_queries(spec, j) else (None, None)
+            for j, captured in enumerate(spec.kind.captured)
         ]
         flat += [function for pair in pairs + [(None, None)] * (most - len(pairs)) for function in pair]
     return JitTuple(flat)
+
+
+def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
+    """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, and not broadcast."""
+    return spec.tensors[tensor].grad and not spec.kind.captured[tensor].broadcast
 
 
 @jit
@@ -196,6 +202,22 @@ def capture_one(totals, grad, score, at, keep, score_args, target,
         element = tl.broadcast_to(INDEX(at, score_args), share.shape)
         tl.atomic_add(target[1] + element, share, mask=keep, sem="relaxed")
     return totals
+
+
+@jit
+def contribution(raw, dp, row, at, keep, scale, score_args,
+                 T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+    """What each score sends to a captured tensor; CAPTURED = (its contribution, its modifier's place in the chain)."""
+    WHICH: tl.constexpr = CAPTURED[1]
+    scores = stages(raw, at, scale, score_args, SCORE)
+    p = tl.where(keep, row[2] * exp(scores[len(SCORE) // 2] - row[0], T), 0.0)
+    ds = p * (dp - row[1])
+    for r in tl.static_range(1, len(SCORE) // 2 - WHICH):  # r modifiers before the end
+        ds = SCORE[len(SCORE) - 2 * r + 1](
+            ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
+        )
+        ds = tl.where(keep, ds, 0.0)
+    return tl.where(keep, CAPTURED[0](ds, scores[WHICH], at, score_args[WHICH]), 0.0)
 
 
 @jit

@@ -28,8 +28,8 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
-    """The state after a tile of `logits`; keep says which exist.
+def fold(rows, score, keep, survives, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
+    """The state after a tile of `logits`; keep says which exist, survives, where T.dropout, which count for the values.
 
     A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
     set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A row without any
@@ -55,16 +55,31 @@ def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.co
         decay = tl.exp2(rows.top * factor - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
+    if T.dropout:
+        p = tl.where(survives, p, 0.0)
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
 
 
 @jit
-def finish(rows, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
-    """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
+def add_sink(rows, sink, factor, T: tl.constexpr):
+    """The state after one more key, whose logit is `sink` and whose value is zero.
+
+    `factor` turns the maximum so far into a score; that of the new state is one.
+    """
+    top = rows.top * factor
+    level = tl.maximum(top, sink)
+    pivot = tl.where(level == float("-inf"), 0.0, level)
+    decay = exp(top - pivot, T)
+    return Rows(rows.acc * decay[:, None], level, rows.total * decay + exp(sink - pivot, T))
+
+
+@jit
+def finish(rows, factor, T: tl.constexpr):
+    """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf. `factor` as in `add_sink`."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
     if T.exact:  # a plain division may be two units off
         out = tl.div_rn(rows.acc, total[:, None])
     else:
         out = rows.acc / total[:, None]
-    return out, rows.top * unit(scale, score_args, T, SCORE) + tl.log2(total) * LN2
+    return out, rows.top * factor + tl.log2(total) * LN2

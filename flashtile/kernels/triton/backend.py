@@ -7,9 +7,12 @@ from math import ceil
 from typing import Any
 
 from flashtile import _triton
-from flashtile.kernels.lib.score import captures, chain, form_of
+from flashtile._triton import JitTuple
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
 from flashtile.kernels.triton import backward as bwd
-from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
+from flashtile.kernels.triton import broadcast
+from flashtile.kernels.triton.candidates import shared_bytes
+from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
 from flashtile.plan.arguments import integers, score_args
@@ -41,6 +44,8 @@ class TritonBackend:
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
+        if not reasons and device.kind != "cpu":
+            reasons += _too_wide(problem, device, variant)
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         for spec in problem.score:
@@ -54,10 +59,10 @@ class TritonBackend:
     def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
-        launch = launches.get("forward") or choose(p, device, "forward")
+        launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
         call = _call(
             attention_forward, p, device, launch, "forward",
-            (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
+            (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
             tail=(p.scale_value, score_args(p)),
         )  # fmt: skip
         return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
@@ -77,15 +82,16 @@ class TritonBackend:
         adds_dq = fused and "q" in gradients.wanted
         key_pass: Pass = "fused" if adds_dq else "keys"
         buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
-        captured = any(spec.wants_grad for spec in p.score)
+        captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
+        sink, sums = None if p.sink is None else "sink", _sink_partials(p)
         delta = _call(
-            bwd.attention_delta, p, device, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
-            ("out", "dout", dlse or "lse"), score=False,
+            bwd.attention_delta, p, device, DELTA, "queries",
+            (("out", "dout", "lse", dlse, stats, sink), ("rows", sums[0].name if sums else None)),
+            ("out", "dout", dlse or "lse", sink or "lse"), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        sums: list[Buffer] = []
         # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
         corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
@@ -95,8 +101,8 @@ class TritonBackend:
             dq = "dq" if "q" in gradients.wanted and not fused else None
             slip = dlse if corrects and not _exact(p) else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip), dq),
-                ("q", "k", "v", "dout", dq or "q", slip or "q"),
+                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink), dq),
+                ("q", "k", "v", "dout", dq or "q", slip or "q", sink or "q"),
                 tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
@@ -113,17 +119,50 @@ class TritonBackend:
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, device, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, p, device, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        for partial in sums:
+        for partial in tuple(sums):
             rows, tiles = partial.shape
-            args = (Pointer(partial.name), Pointer(partial.name.replace("partial", "dscore")), tiles)
+            args = (Pointer(partial.name), Pointer(partial.name.replace("partial.", "d")), tiles)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        for i, j in _broadcast(p):
+            launch = launches.get("pairs") or choose(p, device, "pairs")
+            scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
+            sums += scratch
+            calls += own_calls
+            notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
         return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
 
 
 BACKEND = TritonBackend()
+
+
+def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
+    """Reasons against head dims beyond 256: a pass whose smallest tile needs more shared memory than there is, or registers."""
+    if max(p.head_dim, p.head_dim_v) <= 256:
+        return []
+    if p.dtype is DType.FP32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
+        dims = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}"
+        return [f"{dims}; fp32, whose operands are multiplied in parts, is supported up to 256"]
+    if device.kind == "hip":  # operands wait in registers: what compiles fits
+        return []
+    fused = (choose_variant(p, device, Gradients()) if variant == "auto" else variant) == "fused"
+    runs: dict[Pass, bool] = {
+        "forward": variant is None,
+        "queries": variant is not None and (not fused or bool(captures(p.score))),
+        "keys": variant is not None and not fused,
+        "fused": fused,
+        "pairs": variant is not None and bool(_broadcast(p)),
+    }
+    passes = [which for which, run in runs.items() if run]
+    sizes = {which: shared_bytes(p, choose(p, device, which), which) for which in passes}
+    return [
+        f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}; a tile of the {which} pass needs {size / 1024:.0f} KiB of "
+        f"shared memory, {device.target} has {device.smem_bytes // 1024} KiB"
+        for which, size in sizes.items()
+        if size > device.smem_bytes
+    ]
 
 
 def _call(
@@ -170,13 +209,13 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
     slots = 0
     for i, spec in enumerate(p.score):
         entries: list[tuple[Any, ...]] = []
-        for j, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
-            if not tensor.grad:
+        for j, captured in enumerate(spec.kind.captured):
+            if not sums_in_queries(spec, j):
                 entries.append((0, None))
                 continue
             if captured.index is None:
-                buffers.append(Buffer(f"partial.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
-                entries.append((slots, Pointer(f"partial.{i}.{j}")))
+                buffers.append(Buffer(f"partial.score.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
+                entries.append((slots, Pointer(f"partial.score.{i}.{j}")))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
             slots += 1
@@ -184,9 +223,64 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
 
 
+def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
+    """(modifier, tensor) of the broadcast tensors whose gradient is wanted."""
+    return [
+        (i, j)
+        for i, spec in enumerate(p.score)
+        for j, captured in enumerate(spec.kind.captured)
+        if captured.broadcast and spec.tensors[j].grad
+    ]
+
+
+def _broadcast_calls(
+    p: AttentionProblem, device: Device, i: int, j: int, launch: Launch
+) -> tuple[list[Buffer], list[KernelCall]]:
+    """Scratch and calls that form the gradient of one broadcast tensor."""
+    captured, shape = p.score[i].kind.captured[j], p.score[i].tensors[j].shape
+    shared = tuple(n == 1 for n in shape)
+    tiles_q, tiles_k = ceil(p.seqlen_q / launch.block_q), ceil(p.seqlen_k / launch.block_k)
+    count = (p.batch if shared[0] else 1) * (p.heads_q if shared[1] else 1)
+    own, gradient = shape[0] * shape[1], f"dscore.{i}.{j}"
+    if shared[2:] == (False, False):
+        length, programs, target = 0, own * tiles_q * tiles_k, gradient
+    else:
+        length = {(True, True): tiles_q, (False, True): p.seqlen_q, (True, False): p.seqlen_k}[shared[2], shared[3]]
+        programs = p.batch * p.heads_q * (tiles_k if shared[2:] == (True, False) else tiles_q)
+        target = f"partial.score.{i}.{j}"
+    args = (
+        tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows")), Pointer(target),
+        tuple(Strides(n) for n in ("q", "k", "v", "dout")), *integers(p).values(), p.scale_value, score_args(p), p.batch,
+    )  # fmt: skip
+    constants = (("SHARED", shared), ("T", make_tile(p, launch, "pairs")),
+                 ("SCORE", chain(p, device, form_of(p, backward=True))),
+                 ("CAPTURED", JitTuple((captured.contribution, i))))  # fmt: skip
+    kernel = broadcast.attention_backward_broadcast
+    calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
+    if target == gradient:
+        return [], calls
+    scratch = Buffer(target, (own, count, length), "fp32", "scratch")
+    if shared[2:] == (True, True):
+        total = (Pointer(target), Pointer(gradient), count * length)
+        calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
+    else:
+        total = (Pointer(target), Pointer(gradient), count, length)
+        calls.append(KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), total, (("BLOCK", 256),), 4, 1))
+    return [scratch], calls
+
+
+def _sink_partials(p: AttentionProblem) -> list[Buffer]:
+    """Where the programs of `attention_delta` leave their sums for the gradient of sink; empty where it is not wanted."""
+    if p.sink is None or not p.sink.grad:
+        return []
+    return [Buffer("partial.sink", (p.heads_q, p.batch * ceil(p.seqlen_q / DELTA.block_q)), "fp32", "scratch")]
+
+
 def _sums_captured(p: AttentionProblem) -> bool:
     """Whether a captured tensor wants a gradient that is one sum per head."""
-    return any(t.grad and c.index is None for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True))
+    return any(
+        t.grad and c.index is None and not c.broadcast for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True)
+    )
 
 
 def _exact(p: AttentionProblem) -> bool:

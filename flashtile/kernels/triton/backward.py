@@ -8,7 +8,8 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
-from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.dropout import kept, load_seed
+from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
@@ -25,7 +26,7 @@ from flashtile.kernels.lib.score import capture, locate, probabilities, store_to
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr):
+def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
@@ -33,23 +34,31 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
     padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
     +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
     lie in rows of their own.
-    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
+    in_ptrs = (out, dout, lse, dlse or None, stats, sink or None); out_ptrs = (rows, what each program adds to the gradient of
+    sink (heads_q, batch x tiles), or None); strides of out, dout, dlse (batch, heads_q, seqlen_q), sink (heads_q,).
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), 1, False)
+    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+    tile, batch_head = assign(tiles, 1, False)
     batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
-    delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1).to(tl.float32)
+    COLUMNS: tl.constexpr = min(T.columns_v, 256)  # at a time: more would not fit into registers
+    wide_delta = tl.zeros([BLOCK_Q], WIDE)
+    END: tl.constexpr = T.columns_v
+    for column in tl.static_range(0, END, COLUMNS):
+        wide_delta += row_products(out_head, dout_head, strides, seqlen_q - row, column, COLUMNS, WIDE, T)
+    delta = wide_delta.to(tl.float32)
     if T.lone:
         delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
     here = index < seqlen_q
     dlse = load_dlse(in_ptrs[3], strides[2], batch, head, index, seqlen_q)
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T)
+    rows = out_ptrs[0] + rows_offset(batch_head, seqlen_q, T)
+    sink, sunk = 0.0, tl.zeros([BLOCK_Q], tl.float32)  # sunk: the probability that the sink takes
+    if T.sink:
+        sink = tl.load(in_ptrs[5] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
     if T.exact:
         rows += index
         stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
@@ -59,14 +68,33 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr
         tl.store(rows + padded_rows(seqlen_q), delta)
         tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)))
         tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
+        if T.sink:
+            sunk = tl.where(total == 0.0, 0.0, exp(sink - level, T) / total)
     else:
         delta -= dlse
         level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
+        if T.sink:
+            sunk = exp(sink - level, T)
         if not T.prescale:
             level *= LOG2E
         tl.store(rows + 2 * index, level)
         tl.store(rows + 2 * index + 1, delta)
+    if T.sink:
+        if out_ptrs[1] is not None:
+            given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
+            batches = tl.num_programs(0) // (tiles * heads)
+            tl.store(out_ptrs[1] + (head.to(tl.int64) * batches + batch) * tiles + tile, tl.sum(given).to(tl.float32))
+
+
+@jit
+def row_products(a_ptr, b_ptr, strides, end, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr):
+    """The sum over COLUMNS of head_dim_v, from FIRST on, of a * b, per row of a tile; in type WIDE."""
+    BLOCK_Q: tl.constexpr = T.block_q
+    WIDTH: tl.constexpr = T.head_dim_v - FIRST
+    a = load_tile(a_ptr + FIRST * strides[0][3], strides[0], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
+    b = load_tile(b_ptr + FIRST * strides[1][3], strides[1], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
+    return tl.sum(a.to(WIDE) * b.to(WIDE), 1)
 
 
 @jit
@@ -105,8 +133,10 @@ def load_rows(rows_ptr, batch_head, start, seqlen_q, T: tl.constexpr):
 
 
 @jit
-def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
+def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
     """The gradient of p, less its mean over the row: dp - delta, from parts of dout and v in either order.
+
+    Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
     Both may be ten times their difference, so where T.exact neither dp's rounding nor delta's is let into it.
     A lone key has p = 1 whatever its score: but for dlse it is its own mean.
@@ -115,11 +145,16 @@ def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
         dp, rest = product_and_rest(dout, v, T)
         if T.lone:
             dp, rest = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
+        if T.dropout:
+            factors = tl.where(keep, factor, 0.0)
+            return tl.fma(dp, factors, tl.zeros_like(dp) - delta) + tl.fma(rest, factors, tl.zeros_like(dp) - slip)
         return (dp - delta) + (rest - slip)
     else:
         dp = product(dout, v, T)
         if T.lone:
             dp = dp - dp
+        if T.dropout:
+            dp *= tl.where(keep, factor, 0.0)
         return dp - delta
 
 
@@ -129,7 +164,8 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column).
+    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column, the first of them,
+    seed of dropout).
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
@@ -150,9 +186,12 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = score_product(k, transposed(q_parts, T), T)
-    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
+    survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
+    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4][4], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
+    if T.dropout:
+        p = tl.where(survives, p, 0.0)
     dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
@@ -209,7 +248,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     k, v = aligned_parts(k, T), aligned_parts(v, T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
-    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
+    seed = load_seed(score_args, T, SCORE)
+    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     dq_ptr = grad_ptrs[0]
     members = group if T.grouped else 1
     if T.right or T.pads_keys:
@@ -231,6 +271,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         store_tile(dk_tile, strides[5], dk * scale, keys_here, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[6]) + row_offset(column, strides[6])
+        if T.dropout:
+            dv *= seed[4]
         store_tile(dv_tile, strides[6], dv, keys_here, T.head_dim_v, BLOCK_K, T.columns_v)
 
 
@@ -252,7 +294,8 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
     keep = visible(place[2], key, sizes, band, T)
     k = aligned_parts(k, T)
     raw = score_product(q, transposed(k, T), T)
-    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4][4], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
         totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, T, SCORE, CAPTURED)
@@ -277,17 +320,18 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
                                grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
     """One program: dq of one query tile of one head.
 
-    in_ptrs = (q, k, v, dout, rows, dlse or None); strides of q, k, v, dout, dq, dlse.
+    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None); strides of q, k, v, dout, dq, dlse, sink (heads_q,).
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
-    far the two are apart. What is summed over many rows for a captured tensor is corrected by that; where T.exact dq too,
-    and slip in `rows` for the pass over keys. (Plain PyTorch forms delta of the very dp: what has to cancel, cancels.)
+    far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
+    captured tensor is corrected by that; where T.exact dq too, and slip in `rows` for the pass over keys. (Plain PyTorch forms
+    delta of the very dp: what has to cancel, cancels.)
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr = in_ptrs
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr = in_ptrs
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
     tiles = tl.cdiv(seqlen_q, BLOCK_Q)
     tile, batch_head = assign(tiles, T.swizzle, T.last_first)
@@ -318,12 +362,17 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
         off = (tl.zeros([BLOCK_Q], tl.float32), delta, totals)
+        mean = delta
         if T.exact:
             off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
         else:  # delta holds dlse already
             slip = -load_dlse(dlse_ptr, strides[5], batch, head, index, seqlen_q)
+            mean = delta - slip
+        if T.sink:
+            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[6][0]).to(tl.float32)
+            off = (off[0] - exp(sink - level, T) * norm * mean, off[1], off[2])
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
-    place = (batch, head, index[:, None])
+    place = (batch, head, index[:, None], row, load_seed(score_args, T, SCORE))
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):

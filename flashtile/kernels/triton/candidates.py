@@ -29,7 +29,11 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
         return size * (rows * d + launch.num_stages * columns * (d + dv))
     if which == "queries":
         return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv))
+    if which == "pairs":
+        return size * launch.num_stages * (rows + columns) * (d + dv)
     resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
+    if max(d, dv) > 256:  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
+        scratch += size * rows * max(d, dv)
     return size * (resident + (rows * columns if which == "fused" else 0)) + scratch
 
 
@@ -43,6 +47,7 @@ def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
         "queries": rows * d + 2 * scores,
         "keys": columns * (d + dv) + 2 * scores,
         "fused": columns * (d + dv) + 2 * scores,
+        "pairs": 3 * scores,
     }[which]
     return words // (32 * launch.num_warps)
 

@@ -19,12 +19,14 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
-DELTA = Launch(128, 128, 8, 1)  # the memory-bound passes: delta (whole padded rows), conversion of dq
+DELTA = Launch(128, 128, 8, 1)  # a memory-bound pass over whole padded rows
+CONVERT = Launch(32, 128, 8, 1)  # another, from float32 to the type of dq
 INTERPRETED = {
     "forward": Launch(16, 32),
     "keys": Launch(16, 32, held=2),
     "queries": Launch(32, 16, held=1),
     "fused": Launch(16, 32),
+    "pairs": Launch(32, 32),
 }
 
 # Tiles in order of preference, by pass and by the wider head dim of the tile. The first whose shared memory fits is
@@ -34,21 +36,31 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
         128: (Launch(128, 128, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
         256: (Launch(128, 64, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8)),
+        512: (Launch(32, 64, 8, 1, 8), Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "keys": {
         64: (Launch(32, 128, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
         128: (Launch(32, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8), Launch(16, 64, 4, 1, 8)),
         256: (Launch(64, 32, 8, 2, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),  # 4 warps spill 1 KB under a window
+        512: (Launch(16, 32, 8, 1, 8), Launch(16, 16, 8, 1, 8)),
     },
     "queries": {
         64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
         128: (Launch(128, 64, 8, 3, 1), Launch(64, 32, 4, 2, 8), Launch(64, 16, 4, 1, 8)),
         256: (Launch(128, 32, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(32, 16, 4, 1, 8)),
+        512: (Launch(32, 32, 8, 1, 8), Launch(32, 16, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "fused": {
         64: (Launch(64, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
         128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 4, 1, 8), Launch(16, 64, 4, 1, 8)),
         256: (Launch(32, 64, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
+        512: (Launch(16, 32, 8, 1, 8), Launch(16, 16, 8, 1, 8)),
+    },
+    "pairs": {
+        64: (Launch(128, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 1)),
+        128: (Launch(128, 64, 8, 2), Launch(64, 64, 4, 2), Launch(64, 32, 4, 1)),
+        256: (Launch(64, 64, 8, 1), Launch(64, 32, 4, 1), Launch(32, 16, 4, 1)),
+        512: (Launch(32, 32, 4, 1), Launch(32, 16, 4, 1), Launch(16, 16, 4, 1)),
     },
 }
 FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
@@ -71,6 +83,11 @@ FP32: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         64: (Launch(32, 64, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
         128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(16, 16, 4, 1, 8),),
+    },
+    "pairs": {
+        64: (Launch(64, 32, 4, 1), Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)),
+        128: (Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)),
+        256: (Launch(16, 16, 4, 1),),
     },
 }
 # Products of own parts hold two sums at once: 32 x 64 would spill 3 KB in the pass over keys, and take 7.0 ms, not 6.3.

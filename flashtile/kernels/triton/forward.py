@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
-from flashtile.kernels.lib.score import locate, logits
-from flashtile.kernels.lib.softmax import empty_rows, finish, fold
+from flashtile.kernels.lib.score import locate, logits, unit
+from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold
 
 
 @jit
@@ -16,7 +17,8 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
                  MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows.
 
-    seen = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column).
+    seen = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
+    the first of them, seed of dropout).
     """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = seen[0] - start, seen[1] - start
@@ -25,13 +27,15 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, seen, place, start, scal
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
     score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    return fold(rows, score, visible(place[2], key, sizes, band, T), v, scale, score_args, MASKED, T, SCORE)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    keep = visible(place[2], key, sizes, band, T)
+    return fold(rows, score, keep, survives, v, scale, score_args, MASKED, T, SCORE)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
-    """in_ptrs = (q, k, v); out_ptrs = (out, lse, stats); strides of q, k, v, out.
+    """in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
 
     lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
     and sum, from which the backward forms probabilities without the rounding of a logarithm.
@@ -54,7 +58,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2])
     q = aligned_parts(load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
     index = row + tl.arange(0, BLOCK_Q)
-    place = (batch, head, index[:, None])
+    seed = load_seed(score_args, T, SCORE)
+    place = (batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
@@ -67,7 +72,14 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
                             True, T, SCORE)  # fmt: skip
 
-    out, lse = finish(rows, scale, score_args, T, SCORE)
+    factor = unit(scale, score_args, T, SCORE)
+    if T.sink:
+        sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, tl.float32) * sink, factor, T)
+        factor = 1.0
+    out, lse = finish(rows, factor, T)
+    if T.dropout:
+        out *= seed[4]
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     store_tile(out_head, strides[3], out, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
     tl.store(out_ptrs[1] + batch_head.to(tl.int64) * seqlen_q + index, lse, mask=index < seqlen_q)

@@ -10,7 +10,7 @@ from flashtile.kernels.lib.score import form_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
-Pass = Literal["forward", "keys", "queries", "fused"]
+Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
 
 # How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
 # keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
@@ -60,7 +60,9 @@ class Tile:
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
-    lone: bool  # no query sees more than one key
+    lone: bool  # no query sees more than one key, and there is no sink
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
     swizzle: int
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
@@ -103,6 +105,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
     band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
     columns, columns_v = padded(problem)
     lone = problem.seqlen_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    lone = lone and problem.sink is None
     form = form_of(problem, backward=which != "forward")
     return Tile(
         block_q=launch.block_q,
@@ -124,6 +127,8 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         parts=launch.parts,
         lone=lone,
+        sink=problem.sink is not None,
+        dropout=problem.dropout is not None,
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",

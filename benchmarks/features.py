@@ -1,0 +1,328 @@
+"""Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
+
+    python benchmarks/features.py [--sections pairs costs dropout] [--cases 1100] [--seconds 420] [--output features.csv]
+
+pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py; their
+kernels are compiled first, in parallel processes. costs: each feature beside the same call without it, and beside PyTorch's
+own way to it, all in one rotation. dropout: that the kernels keep what `dropout_mask` says, bit for bit, and how often.
+A section begins no case after its share of --seconds. The exit status is the number of failures, at most 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import flashtile
+from benchmarks.accuracy import launches_of
+from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
+from tests.cases import Case
+from tests.judge import breaches, expected, run
+from tests.pairwise import AXES, all_pairs, choices, pairs_of
+
+Row = dict[str, Any]
+BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 4096, 16, 128
+ROUNDS, REPEATS = 15, 3
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------
+
+
+def drawn_cases(count: int) -> list[Case]:
+    """Cases of few kernels: choices that cover every pair once, again and again with other lengths."""
+    missing, base = all_pairs(), []
+    for choice in choices(1000):
+        base.append(choice)
+        missing -= set(pairs_of(choice))
+        if not missing:
+            break
+    assert not missing, missing
+    return [draw(number, base[number % len(base)]) for number in range(count)]
+
+
+def draw(number: int, choice: dict[str, str]) -> Case:
+    dice = random.Random(number)
+    changes: Row = {}
+    for axis, name in choice.items():
+        changes |= AXES[axis][name]
+    seqlen_q = dice.choice((dice.randint(2, 90), dice.randint(91, 400)))
+    lengths = {
+        "equal": (seqlen_q, seqlen_q),
+        "more-keys": (seqlen_q, seqlen_q + dice.randint(1, 200)),
+        "more-queries": (seqlen_q + dice.randint(1, 200), seqlen_q),
+        "one-query": (1, seqlen_q),
+    }[choice["lengths"]]
+    changes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "batch": dice.randint(1, 3)}
+    return Case(f"features-{number}-" + "-".join(choice.values()), **changes)
+
+
+def warm(case: Case, index: int) -> str:
+    """Compile one kernel of a case into Triton's cache; what went wrong, or ''."""
+    torch.set_num_threads(1)
+    try:
+        _, launch, tensors = launches_of(case, torch.device("cuda", 0), "triton")[index]
+        launch.warm(tensors)
+    except Exception as error:
+        return f"{case.name}: {type(error).__name__}: {error}"[:400]
+    return ""
+
+
+def compile_ahead(cases: list[Case], device: torch.device) -> None:
+    needed: dict[Any, tuple[Case, int]] = {}
+    for case in cases:
+        for index, (identity, _, _) in enumerate(launches_of(case, device, "triton")):
+            needed.setdefault(identity, (case, index))
+    print(f"{len(needed)} kernels to compile", flush=True)
+    workers = max(1, min(16, (os.cpu_count() or 2)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(warm, case, index) for case, index in needed.values()]
+        for job in jobs:
+            if job.result():
+                print("COMPILE", job.result(), flush=True)
+
+
+def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
+    """A row per case. A breach counts where it repeats with other numbers: of few elements, luck decides the largest error."""
+    cases = drawn_cases(count)
+    start = time.perf_counter()
+    compile_ahead(cases, device)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    for case in cases:
+        if time.perf_counter() > until:
+            print("pairs: time is up", flush=True)
+            return
+        row: Row = {"section": "pairs", "name": case.name, "tries": 0, "failure": ""}
+        for again in ("", "-again", "-once-more"):
+            once = replace(case, name=case.name + again)
+            try:
+                tensors = once.tensors(device)
+                row["failure"] = "; ".join(breaches(once, run("triton", once, tensors), *expected(once, tensors)))
+            except RuntimeError as error:
+                if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
+                    raise
+                row["failure"] = f"{type(error).__name__}: {error}"[:300]
+            row["tries"] += 1
+            if not row["failure"]:
+                break
+        if row["failure"]:
+            print("BREACH", once, row["failure"], flush=True)
+        yield row
+
+
+# -- costs ------------------------------------------------------------------------------------------------------
+
+
+def contestants(device: torch.device, causal: bool) -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
+    """What is timed, by name: the call, and the leaves whose gradients its backward forms."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+    q, k, v = (normal(BATCH, SEQLEN, HEADS, HEAD_DIM).requires_grad_() for _ in range(3))
+    bias, learned = normal(1, HEADS, SEQLEN, SEQLEN), normal(1, HEADS, SEQLEN, SEQLEN).requires_grad_()
+    keys = normal(BATCH, 1, 1, SEQLEN).requires_grad_()
+    sink = normal(HEADS).float().requires_grad_()
+    slopes = torch.rand(HEADS, device=device, generator=generator).requires_grad_()
+    leaves, made = [q, k, v], {}
+
+    def ours(name: str, backend: str | None = "triton", more: tuple[torch.Tensor, ...] = (), **given: Any) -> None:
+        options = Options(backend=backend)
+        made[name] = (lambda: flashtile.attention(q, k, v, causal=causal, options=options, **given), [*leaves, *more])
+
+    ours("plain")
+    ours("plain, any backend", None)
+    ours("softcap", score=(Softcap(30.0),))
+    ours("alibi, gradient", more=(slopes,), score=(flashtile.Alibi(slopes),))
+    ours("sink", more=(sink,), sink=sink)
+    ours("dropout", dropout=Dropout(0.1))
+    ours("bias", score=(Bias(bias),))
+    ours("bias, gradient", more=(learned,), score=(Bias(learned),))
+    ours("bias of keys, gradient", more=(keys,), score=(Bias(keys),))
+
+    heads_first = [t.transpose(1, 2) for t in leaves]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def theirs(name: str, call: Callable[[], Any], *more: torch.Tensor) -> None:
+        made[name] = (call, [*leaves, *more])
+
+    theirs("sdpa plain", lambda: sdpa(*heads_first, is_causal=causal))
+    theirs("sdpa dropout", lambda: sdpa(*heads_first, is_causal=causal, dropout_p=0.1))
+    if not causal:
+        theirs("sdpa bias", lambda: sdpa(*heads_first, attn_mask=bias.expand(BATCH, -1, -1, -1)))
+        theirs("sdpa bias, gradient", lambda: sdpa(*heads_first, attn_mask=learned.expand(BATCH, -1, -1, -1)), learned)
+    for name, call, more in flex_contestants(heads_first, causal, bias, learned, sink, device):
+        theirs(name, call, *more)
+    return made
+
+
+def flex_contestants(
+    heads_first: list[torch.Tensor], causal: bool, bias: torch.Tensor, learned: torch.Tensor, sink: torch.Tensor,
+    device: torch.device,
+) -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...]]]:  # fmt: skip
+    """FlexAttention's ways: score_mod for softcap and bias, its lse for sinks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, SEQLEN, SEQLEN, device=str(device))
+
+    def with_sink() -> torch.Tensor:
+        out, lse = flex(*heads_first, block_mask=mask, return_lse=True)
+        return out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return 30.0 * torch.tanh(score / 30.0)
+
+    yield "flex plain", lambda: flex(*heads_first, block_mask=mask), ()
+    yield "flex softcap", lambda: flex(*heads_first, score_mod=capped, block_mask=mask), ()
+    yield "flex sink", with_sink, (sink,)
+    for name, tensor in (("flex bias", bias), ("flex bias, gradient", learned)):
+
+        def biased(score: Any, b: Any, h: Any, i: Any, j: Any, tensor: torch.Tensor = tensor) -> Any:
+            return score + tensor[0, h, i, j]
+
+        more = (tensor,) if tensor.requires_grad else ()
+        yield name, lambda mod=biased: flex(*heads_first, score_mod=mod, block_mask=mask), more
+
+
+def elapsed_ms(function: Callable[[], Any]) -> float:
+    """Time of one call on the device, of REPEATS in a row."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(REPEATS):
+        function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPEATS
+
+
+def costs(until: float, device: torch.device) -> Iterator[Row]:
+    """A row per contestant: milliseconds forward and forward + backward (medians), and the ratio to the plain call."""
+    for causal in (False, True):
+        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+        for name, (forward, leaves) in contestants(device, causal).items():
+
+            def both(forward: Callable[[], Any] = forward, leaves: list[torch.Tensor] = leaves) -> None:
+                out = forward()
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+            try:
+                both()
+                torch.cuda.synchronize()
+            except Exception as error:  # a peer that cannot is a row that says so
+                failure = f"{type(error).__name__}: {error}"[:200]
+                yield {"section": "costs", "name": name, "causal": causal, "failure": "" if is_peer(name) else failure,
+                       "note": failure}  # fmt: skip
+                continue
+            if time.perf_counter() > until:
+                print("costs: time is up while warming", flush=True)
+                return
+            calls[name] = (forward, both)
+        times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+        for _ in range(ROUNDS):
+            if time.perf_counter() > until and times["plain"][0]:
+                break
+            for name, (forward, both) in calls.items():
+                with torch.no_grad():
+                    times[name][0].append(elapsed_ms(forward))
+                times[name][1].append(elapsed_ms(both))
+        for name, (forward_ms, both_ms) in times.items():
+            base = "plain" if not is_peer(name) else f"{name.split()[0]} plain"
+            row: Row = {"section": "costs", "name": name, "causal": causal, "failure": "", "forward_ms": median(forward_ms),
+                        "both_ms": median(both_ms)}  # fmt: skip
+            if base in times:
+                row["forward_ratio"] = median(forward_ms) / median(times[base][0])
+                row["both_ratio"] = median(both_ms) / median(times[base][1])
+            print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row.values()), flush=True)
+            yield row
+
+
+def is_peer(name: str) -> bool:
+    return name.startswith(("sdpa", "flex"))
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------
+
+
+def dropout(device: torch.device) -> Iterator[Row]:
+    """Rows on the mask that a forward and each backward applied, read from one-hot values and gradients."""
+    batch, heads, length, width = 2, 4, 512, 128
+    chance = 0.3
+    q = torch.zeros(batch, length, heads, 64, device=device, dtype=torch.bfloat16)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
+    told = dropout_mask(Dropout(chance, seed), batch, heads, length, length, device)
+    for variant in ("split", "fused"):
+        options = Options(backend="triton", backward=variant)
+        wrong_forward = wrong_backward = 0
+        for start in range(0, length, width):
+            here = torch.arange(start, start + width, device=device)
+            hot = torch.zeros(batch, length, heads, width, device=device, dtype=torch.bfloat16)
+            hot[:, here, :, here - start] = 1.0
+            v = hot.clone().requires_grad_()
+            out = flashtile.attention(q, q, v, dropout=Dropout(chance, seed), options=options)
+            (dv,) = torch.autograd.grad(out, v, hot)
+            wrong_forward += int(((out > 0) != told.transpose(1, 2)[..., here]).sum())
+            wrong_backward += int(((dv > 0) != told[:, :, here].permute(0, 3, 1, 2)).sum())
+        failure = "" if wrong_forward == wrong_backward == 0 else "the mask differs from dropout_mask"
+        yield {"section": "dropout", "name": f"bits {variant}", "failure": failure,
+               "note": f"{wrong_forward} and {wrong_backward} of {told.numel()} differ"}  # fmt: skip
+    for chance in (0.001, 0.1, 0.5):
+        told = dropout_mask(Dropout(chance, seed), 1, 8, 4096, 4096, device)
+        sigmas = (told.double().mean().item() - (1 - chance)) / math.sqrt(chance * (1 - chance) / told.numel())
+        yield {"section": "dropout", "name": f"rate {chance}", "failure": "" if abs(sigmas) < 5 else "beyond 5 sigma",
+               "note": f"{sigmas:.2f} sigma"}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=("dropout", "costs", "pairs"), default=["dropout", "costs", "pairs"])
+    parser.add_argument("--cases", type=int, default=1100)
+    parser.add_argument("--seconds", type=float, default=420.0, help="for each section")
+    parser.add_argument("--output", type=Path, default=Path("bench-output/features.csv"))
+    chosen = parser.parse_args()
+    device, rows = torch.device("cuda", 0), []
+    sections: dict[str, Callable[[float], Iterator[Row]]] = {
+        "dropout": lambda until: dropout(device),
+        "costs": lambda until: costs(until, device),
+        "pairs": lambda until: pairs(chosen.cases, until, device),
+    }
+    try:
+        for name in chosen.sections:
+            for row in sections[name](time.perf_counter() + chosen.seconds):
+                rows.append(row)
+    finally:
+        chosen.output.parent.mkdir(parents=True, exist_ok=True)
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        with chosen.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    for name in chosen.sections:
+        mine = [row for row in rows if row["section"] == name]
+        tried = sum(row.get("tries", 1) > 1 for row in mine)
+        print(f"{name}: {len(mine)} rows, {sum(bool(row['failure']) for row in mine)} failures, {tried} passed at a later try")
+    print(torch.cuda.get_device_name(device), "torch", torch.__version__, "triton", triton.__version__)
+    return int(any(row["failure"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Dropout on the CPU: `spec/dropout.py` says which probabilities are kept."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.kernels.cpu.region import Tile
+from flashtile.kernels.cpu.strip import Rows
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dropout import keep
+
+
+class Drop:
+    """The dropout of one call; without one its functions do nothing."""
+
+    def __init__(self, p: AttentionProblem, tensors: dict[str, torch.Tensor]):
+        self.p, self.heads = p.dropout, p.heads_q
+        self.factor = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
+        self.seed = None if p.dropout is None else tensors["seed"].view(torch.int64)
+
+    def mask(self, rows: Rows, tile: Tile) -> torch.Tensor | None:
+        """Which of a tile's probabilities are dropped, (items, group * rows, keys)."""
+        if self.p is None:
+            return None
+        at = rows.at(tile)
+        kept = keep(self.p, at.batch.long(), at.head.long(), at.row.long(), at.k.long(), self.heads, self.seed)
+        return kept.logical_not_().view(-1, rows.strip.group * (rows.stop - rows.first), tile.stop - tile.start)

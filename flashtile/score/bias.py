@@ -1,0 +1,62 @@
+"""Bias: a tensor that is added to the scores, with its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.spec.score import Captured, Position, Score
+
+
+@jit
+def bias_forward(score, at, args):
+    strides = args[1]
+    element = at.row.to(tl.int64) * strides[2] + at.k.to(tl.int64) * strides[3]
+    head = at.batch.to(tl.int64) * strides[0] + at.head.to(tl.int64) * strides[1]
+    return score + tl.load(args[0] + head + element).to(tl.float32)
+
+
+@jit
+def bias_backward(grad, score, out, at, args):
+    return grad
+
+
+@jit
+def bias_contribution(grad, score, at, args):
+    return grad
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Score):
+    """Score modifier score + bias; `bias` is a tensor that broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+
+    It is read where it lies, and never expanded. Its gradient is summed over the axes that it lacks or that have size 1, in
+    a fixed order. -inf hides a key, as a mask does.
+    """
+
+    bias: Any
+
+    name = "bias"
+    forward = bias_forward
+    backward = bias_backward
+    captured = (Captured(bias_contribution, broadcast=True),)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.bias, "shape") or not hasattr(self.bias, "stride"):
+            raise InvalidProblem(f"bias is a {type(self.bias).__name__}; it must be a tensor.")
+        if len(self.bias.shape) > 4:
+            raise InvalidProblem(
+                f"bias has shape {tuple(self.bias.shape)}; it must broadcast to (batch, heads_q, seqlen_q, seqlen_k)."
+            )
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        return (self.bias[(None,) * (4 - len(self.bias.shape))],)
+
+    @staticmethod
+    def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The formula in PyTorch."""
+        (bias,) = tensors
+        where = (at.batch, at.head, at.row, at.k)
+        return score + bias[tuple(index if size > 1 else index * 0 for index, size in zip(where, bias.shape, strict=True))]

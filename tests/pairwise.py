@@ -1,0 +1,121 @@
+"""Cases in which every two features meet: an all-pairs generator over a table of features.
+
+A feature is an entry of AXES: an axis, a name, and what it changes in a `Case`. Two values of one axis exclude each other;
+any two of different axes meet in some case, unless `possible` says that they cannot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from tests.cases import Case
+
+Choice = dict[str, str]  # axis -> the name of its value
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "dtype": {name: {"dtype": name} for name in ("fp32", "fp16", "bf16")},
+    "lengths": {
+        "equal": {"seqlen_q": 36, "seqlen_k": 36},
+        "more-keys": {"seqlen_q": 17, "seqlen_k": 50},
+        "more-queries": {"seqlen_q": 40, "seqlen_k": 20},
+        "one-query": {"seqlen_q": 1, "seqlen_k": 45},
+    },
+    "heads": {
+        "mha": {"heads_q": 1, "heads_kv": 1, "batch": 2},
+        "gqa": {"heads_q": 4, "heads_kv": 2},
+        "mqa": {"heads_q": 3, "heads_kv": 1},
+    },
+    "dims": {
+        "16": {"head_dim": 16},
+        "24-40": {"head_dim": 24, "head_dim_v": 40},
+        "64-5": {"head_dim": 64, "head_dim_v": 5},
+    },
+    "mask": {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window": (12, 5)},
+        "left": {"window": (9, None), "causal": True},
+    },
+    "score": {
+        "none": {},
+        "softcap": {"score": ("softcap",)},
+        "alibi": {"score": ("alibi",)},
+        "alibi-per-batch": {"score": ("softcap30", "alibi-per-batch")},
+        "bias": {"score": ("bias",)},
+        "bias-heads": {"score": ("bias-heads", "softcap")},
+        "bias-keys": {"score": ("alibi", "bias-keys")},
+        "bias-plane": {"score": ("softcap", "bias-plane", "alibi")},
+        "table": {"score": ("table",)},
+    },
+    "sink": {"none": {}, "fp32": {"sink": "fp32"}, "bf16": {"sink": "bf16"}},
+    "dropout": {"none": {}, "0.1": {"dropout": 0.1}, "0.5": {"dropout": 0.5}},
+    "layout": {name: {"layout": name} for name in ("bshd", "bhsd", "packed", "gaps")},
+    "backward": {
+        "split": {"backward": "split"},
+        "fused": {"backward": "fused"},
+        "deterministic": {"backward": "split", "deterministic": True},
+    },
+    "upstream": {name: {"upstream": name} for name in ("both", "out", "lse")},
+    "scale": {"default": {}, "negative": {"scale": -0.4}, "large": {"scale": 1.0}},
+}
+
+IMPOSSIBLE: tuple[Pair, ...] = (
+    # packed tensors are of one shape
+    *((("layout", "packed"), ("lengths", name)) for name in AXES["lengths"] if name != "equal"),
+    *((("layout", "packed"), ("heads", name)) for name in AXES["heads"] if name != "mha"),
+    *((("layout", "packed"), ("dims", name)) for name in AXES["dims"] if name != "16"),
+    # the table's gradient is added atomically: a refusal of its own (tests/test_user_modifier.py)
+    (("score", "table"), ("backward", "deterministic")),
+)
+_FORBIDDEN = {frozenset(pair) for pair in IMPOSSIBLE}
+
+
+def pairs_of(choice: Choice) -> Iterator[frozenset[tuple[str, str]]]:
+    return (frozenset(pair) for pair in combinations(choice.items(), 2))
+
+
+def possible(choice: Choice) -> bool:
+    return not any(pair in _FORBIDDEN for pair in pairs_of(choice))
+
+
+def all_pairs() -> set[frozenset[tuple[str, str]]]:
+    """Every pair of values of different axes that can meet."""
+    values = [(axis, name) for axis, names in AXES.items() for name in names]
+    found = {frozenset(pair) for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
+    return found - _FORBIDDEN
+
+
+def choices(count: int, seed: int = 0, tries: int = 30) -> Iterator[Choice]:
+    """`count` choices: first enough to cover every pair, then again with other companions, and so on."""
+    dice = random.Random(seed)
+    missing: set[frozenset[tuple[str, str]]] = set()
+    for _ in range(count):
+        if not missing:
+            missing = all_pairs()
+        must = dict(dice.choice(sorted(map(sorted, missing))))
+        drawn = [complete(must, dice) for _ in range(tries)]
+        best = max(drawn, key=lambda choice: sum(pair in missing for pair in pairs_of(choice)))
+        missing -= set(pairs_of(best))
+        yield best
+
+
+def complete(must: Choice, dice: random.Random) -> Choice:
+    """A possible choice that holds `must`, whose other values are drawn axis by axis."""
+    choice = dict(must)
+    for axis in dice.sample(list(AXES), len(AXES)):
+        if axis not in must:
+            choice[axis] = dice.choice([name for name in AXES[axis] if possible({**choice, axis: name})])
+    return {axis: choice[axis] for axis in AXES}
+
+
+def cases(count: int, seed: int = 0) -> Iterator[Case]:
+    """The cases of `choices`."""
+    for number, choice in enumerate(choices(count, seed)):
+        changes: dict[str, Any] = {}
+        for axis, name in choice.items():
+            changes |= AXES[axis][name]
+        yield Case(f"pairwise-{seed}-{number}-" + "-".join(choice.values()), **changes)
