@@ -194,7 +194,7 @@ def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 BLOCK, WARPS = 4096, 4  # elements of act at a time
-TILE_ROWS, TILE_COLUMNS, STEPS = 4, 512, 64  # of the backward: 256 rows a program, whose sums are few beside what it reads
+TILE_ROWS, TILE_COLUMNS, STEPS = 4, 512, 32  # of the backward: 128 rows a program, whose sums are few beside what it reads
 
 
 def forward(p: Dense, device: Device, made: tuple[str, ...]) -> Steps:

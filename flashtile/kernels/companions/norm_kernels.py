@@ -28,7 +28,7 @@ class Tile:
 
 @jit
 def element(ptr, strides, row, column):
-    return ptr + row[:, None] * strides[0] + column[None, :] * strides[1]
+    return ptr + row[:, None] * strides[0] + column.to(tl.int64)[None, :] * strides[1]
 
 
 @jit
