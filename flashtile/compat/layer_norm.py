@@ -135,5 +135,6 @@ class DropoutAddLayerNorm(torch.nn.Module):
 
     def forward(self, x0: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         p = self.p if self.training else 0.0
-        tail = dict(prenorm=self.prenorm, residual_in_fp32=self.residual_in_fp32)
-        return dropout_add_layer_norm(x0, residual, self.weight, self.bias, p, self.eps, **tail)
+        return dropout_add_layer_norm(
+            x0, residual, self.weight, self.bias, p, self.eps, prenorm=self.prenorm, residual_in_fp32=self.residual_in_fp32
+        )
