@@ -545,13 +545,63 @@ def heads() -> Iterator[Cell]:
     yield Cell("head", case, "train", entrants, exact, flops=6.0 * rows * hidden * classes, memory=True, tolerance=4e-2)
 
 
+# -- dense ----------------------------------------------------------------------------------------------------------------
+
+
+def denses() -> Iterator[Cell]:
+    """Beside the products alone, "gemm": one forward, four backward, of which the op cannot be faster."""
+    for rows, width, hidden in ((8192, 4096, 16384), (8192, 2048, 8192)):
+        x, w1, b1 = normal(rows, width, grad=True), normal(hidden, width, grad=True, scale=0.02), normal(hidden, grad=True)
+        w2, b2 = normal(width, hidden, grad=True, scale=0.02), normal(width, grad=True)
+        flops, case = 2.0 * rows * width * hidden, f"{rows}x{width}x{hidden}"
+
+        def act(x: Any, w1: Any, b1: Any) -> Any:
+            return F.gelu(F.linear(x, w1, b1), approximate="tanh")
+
+        def two(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+            return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+        found: dict[str, Callable[..., Any]] = {"flashtile": ops.linear_act, "compiled": torch.compile(act, dynamic=False)}
+        yield from gemms(f"linear_act {case}", found, (x, w1, b1), (flops, 2 * flops), act)
+        found = {"flashtile": ops.mlp, "compiled": torch.compile(two, dynamic=False)}
+        found["flashtile/recompute"] = lambda *given: ops.mlp(*given, recompute=True)
+        yield from gemms(f"mlp {case}", found, (x, w1, b1, w2, b2), (2 * flops, 4 * flops), two)
+
+
+def gemms(
+    case: str, functions: dict[str, Callable[..., Any]], inputs: Any, flops: tuple[float, float], exact: Any
+) -> Iterator[Cell]:
+    """The two cells of `both`, in FLOPs, with the products alone as one more entrant."""
+    x, w1, *rest = (t.detach() for t in inputs)
+    inner = normal(x.shape[0], w1.shape[0])
+    outer = normal(x.shape[0], rest[1].shape[0]) if len(rest) > 1 else None
+
+    def forward() -> None:
+        x @ w1.t()
+        if outer is not None:
+            inner @ rest[1].t()
+
+    def backward() -> None:
+        inner @ w1, inner.t() @ x
+        if outer is not None:
+            outer @ rest[1], outer.t() @ inner
+
+    for cell, size, products in zip(
+        both("dense", case, functions, inputs, (0.0, 0.0), exact), flops, (forward, backward), strict=True
+    ):
+        cell.flops = size
+        make = cell.entrants
+
+        def entrants(make: Any = make, cell: Cell = cell, products: Any = products) -> dict[str, Entrant]:
+            return {**make(), "gemm": Entrant(products, cell.exact)}
+
+        cell.entrants = entrants
+        yield cell
+
+
 SECTIONS: dict[str, Callable[[], Iterator[Cell]]] = {
-    "norm": norms,
-    "ce": cross_entropies,
-    "rotary": rotaries,
-    "softmax": softmaxes,
-    "head": heads,
-}
+    "norm": norms, "ce": cross_entropies, "rotary": rotaries, "softmax": softmaxes, "head": heads, "dense": denses,
+}  # fmt: skip
 
 
 def main() -> int:

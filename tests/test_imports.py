@@ -157,3 +157,37 @@ except flashtile.NotSupported as refusal:
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, flashtile.cli; print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
     assert fresh(code).strip() == "[]"
+
+
+def test_the_ops_work_without_triton() -> None:
+    fresh("""
+import sys
+sys.modules["triton"] = None
+import torch
+from flashtile import compat, nn, ops
+from flashtile.compat import cross_entropy, fused_dense, fused_softmax, layer_norm, rotary
+x = torch.randn(3, 8, requires_grad=True)
+labels = torch.tensor([1, 2, -100])
+loss = ops.cross_entropy(nn.MLP(8)(ops.softmax(ops.rms_norm(x, residual=x))), labels)
+loss.backward()
+assert x.grad.isfinite().all()
+""")
+
+
+def test_companions_plan_without_torch() -> None:
+    code = """
+import sys
+from flashtile.kernels.companions.catalogue import OPS
+from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.plan.device import named
+from flashtile.spec.companion import Companion
+for text in ("norm(x=9x64:bf16,weight=64:bf16)", "cross_entropy(logits=9x64:bf16,labels=9:int64)", "softmax(x=1x2x9x64:fp32)",
+             "rotary(q=1x9x2x64:bf16,cos=9x32:fp32,sin=9x32:fp32)", "dense(x=9x64:bf16,weight1=32x64:bf16)"):
+    problem = Companion.parse(text)
+    for target in ("sm80", "sm90", "gfx942"):
+        op, wanted, arriving = OPS[problem.op], frozenset(problem.differentiable[:1]), frozenset(problem.public())
+        plan_forward(op, problem, named(target), "triton", True)
+        plan_backward(op, problem, named(target), "triton", wanted, arriving)
+assert "torch" not in sys.modules, "planning loaded torch"
+"""
+    fresh(code)

@@ -1,5 +1,6 @@
 """The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch."""
 
+from flashtile.ops.dense import linear_act, mlp
 from flashtile.ops.head import linear_cross_entropy
 from flashtile.ops.loss import cross_entropy
 from flashtile.ops.norm import Branch, Dropout, Subset, layer_norm, rms_norm
@@ -12,7 +13,9 @@ __all__ = [
     "Subset",
     "cross_entropy",
     "layer_norm",
+    "linear_act",
     "linear_cross_entropy",
+    "mlp",
     "rms_norm",
     "rotary",
     "softmax",

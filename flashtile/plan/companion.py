@@ -13,9 +13,9 @@ from flashtile.spec.companion import Companion
 
 @dataclass(frozen=True)
 class Steps:
-    """The kernel calls of one pass, and the scratch that they need."""
+    """The calls of one pass, and the scratch that they need."""
 
-    calls: tuple[KernelCall, ...]
+    calls: tuple[KernelCall | HostCall, ...]
     scratch: tuple[Buffer, ...] = ()
 
 

@@ -12,6 +12,7 @@ import torch
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.kernels.companions.host import keep_elements
 from flashtile.reference.cross_entropy import cross_entropy_reference
+from flashtile.reference.dense import dense_reference
 from flashtile.reference.norm import norm_reference
 from flashtile.reference.rotary import rotary_reference
 from flashtile.reference.softmax import softmax_reference
@@ -275,6 +276,50 @@ def _softmaxes() -> Iterator[Case]:
         yield Case(spell("2x2x6x10", "fp32", "causal=True", "bool"), layout)  # type: ignore[arg-type]
 
 
+# -- dense ----------------------------------------------------------------------------------------------------------------
+
+
+def _dense(problem: Any, tensors: Tensors) -> Tensors:
+    made = {"out": dense_reference(tensors, activation=problem.activation)}
+    if problem.returns_pre:
+        made["pre"] = torch.nn.functional.linear(tensors["x"], tensors["weight1"], tensors.get("bias1"))
+    return made
+
+
+def mlp(rows: int, width: int, hidden: int, out: int, dtype: str, more: str, options: str = "") -> str:
+    shapes = {"weight1": f"{hidden}x{width}", "bias1": f"{hidden}", "weight2": f"{out}x{hidden}", "bias2": f"{out}"}
+    given = ",".join([f"x={rows}x{width}:{dtype}", *(f"{name}={shapes[name]}:{dtype}" for name in more.split())])
+    return f"dense({given}{';' if options else ''}{options})"
+
+
+def _denses() -> Iterator[Case]:
+    for dtype in ("fp32", "fp16", "bf16"):
+        yield Case(mlp(9, 12, 20, 0, dtype, "weight1 bias1"))
+        for more in ("", "recompute=True"):
+            yield Case(mlp(9, 12, 20, 7, dtype, "weight1 bias1 weight2 bias2", more))
+    for activation in ("relu", "sqrelu"):
+        yield Case(mlp(9, 12, 20, 0, "fp32", "weight1", f"activation='{activation}'"))
+        yield Case(mlp(300, 12, 600, 7, "fp32", "weight1 weight2", f"activation='{activation}'"))
+    yield Case(mlp(9, 12, 20, 0, "fp32", "weight1 bias1", "returns_pre=True"))
+    for rows in (0, 1, 513):
+        yield Case(mlp(rows, 5, 24, 7, "fp32", "weight1 bias1 weight2"))
+    every = mlp(9, 12, 20, 7, "fp32", "weight1 bias1 weight2 bias2")
+    again = mlp(9, 12, 20, 7, "fp32", "weight1 bias1 weight2 bias2", "recompute=True")
+    for case in (every, again):
+        for fixed in (
+            ("x",),
+            ("weight1", "bias1", "x"),
+            ("weight2",),
+            ("weight2", "bias2"),
+            ("bias1",),
+            ("x", "weight1", "weight2"),
+        ):
+            yield Case(case, fixed=fixed)
+    for layout in ("gaps", "transposed", "expanded"):
+        yield Case(every, layout)  # type: ignore[arg-type]
+        yield Case(mlp(9, 12, 20, 0, "fp32", "weight1 bias1"), layout)  # type: ignore[arg-type]
+
+
 SPECIAL: dict[tuple[str, str], Callable[[Any, torch.Generator], torch.Tensor]] = {
     ("cross_entropy", "labels"): _labels,
     ("rotary", "positions"): lambda p, g: torch.randint(p["cos"].shape[0], p["positions"].shape, generator=g),
@@ -289,8 +334,9 @@ REFERENCES: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "cross_entropy": _cross_entropy,
     "rotary": _rotary,
     "softmax": _softmax,
+    "dense": _dense,
 }
-GROUPS = (_norms, _cross_entropies, _rotaries, _softmaxes)
+GROUPS = (_norms, _cross_entropies, _rotaries, _softmaxes, _denses)
 CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"
 assert {case.problem.op for case in CASES} == set(OPS) == set(REFERENCES)

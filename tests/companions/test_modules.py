@@ -25,3 +25,22 @@ def test_norms_drop_while_training() -> None:
     assert (module(x)[1] == 0).any()
     assert torch.equal(module.eval()(x)[1], x)
     assert "dropout_p=0.5" in repr(module)
+
+
+def test_mlp() -> None:
+    x = torch.randn(2, 3, 8)
+    module = nn.MLP(8, recompute=True)
+    expected = module.fc2(torch.nn.functional.gelu(module.fc1(x), approximate="tanh"))
+    torch.testing.assert_close(module(x), expected)
+    module(x).square().sum().backward()
+    grads = [p.grad for p in module.parameters()]
+    for grad, true in zip(grads, torch.autograd.grad(expected.square().sum(), list(module.parameters())), strict=True):
+        assert grad is not None
+        torch.testing.assert_close(grad, true, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_entropy_loss() -> None:
+    logits, labels = torch.randn(4, 9), torch.tensor([1, 2, -100, 8])
+    module = nn.CrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(module(logits, labels), torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1))
+    assert "label_smoothing=0.1" in repr(module)

@@ -31,7 +31,14 @@ ENTROPIES = {
     "cross_entropy(logits=8192x50257:bf16,labels=8192:int64;reduction='mean';eager_gradient=True)": 0,
     "cross_entropy(logits=8192x32000:fp32,labels=8192:int64;smoothing=0.1;z_loss=0.0001)": 16,
 }
-SPELLINGS = {**NORMS, **ENTROPIES}
+OTHERS = {
+    "rotary(q=2x8192x32x128:bf16,k=2x8192x8x128:bf16,cos=8192x64:fp32,sin=8192x64:fp32)": 0,
+    "rotary(q=2x8192x32x128:bf16,k=2x8192x8x128:bf16,cos=8192x64:fp32,sin=8192x64:fp32;interleaved=True)": 0,
+    "softmax(x=4x16x2048x2048:bf16,mask=4x16x2048x2048:bool;scale=0.5)": 0,
+    "softmax(x=1x16x4096x4096:bf16;causal=True)": 0,
+    "dense(x=8192x4096:bf16,weight1=16384x4096:bf16,bias1=16384:bf16,weight2=4096x16384:bf16;recompute=True)": 0,
+}
+SPELLINGS = {**NORMS, **ENTROPIES, **OTHERS}
 
 
 @cache

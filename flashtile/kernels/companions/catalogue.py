@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.cross_entropy import CROSS_ENTROPY
+from flashtile.kernels.companions.dense import DENSE
 from flashtile.kernels.companions.norm import NORM
 from flashtile.kernels.companions.rotary import ROTARY
 from flashtile.kernels.companions.softmax import SOFTMAX
@@ -12,7 +13,7 @@ from flashtile.plan.companion import Op
 from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion
 
-OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY, ROTARY, SOFTMAX)}
+OPS: dict[str, Op] = {op.kind.op: op for op in (NORM, CROSS_ENTROPY, ROTARY, SOFTMAX, DENSE)}
 BACKENDS = ("triton", "cpu")
 
 

@@ -150,7 +150,7 @@ def read(logits_ptr, base, step, lead, stride, scale, MASKED: tl.constexpr, POLI
     BLOCK: tl.constexpr = T.block
     column = columns_of(step, lead, T)
     offset = offsets(T)
-    at = logits_ptr + (base + step * BLOCK * stride) + offset * stride
+    at = logits_ptr + (base + tl.cast(step, tl.int64) * BLOCK * stride) + offset * stride
     there = (column >= 0) & (column < T.columns)
     if MASKED:
         if not T.leads:
@@ -214,7 +214,7 @@ def write_step(
     grad = tl.where(column == label, grad + at_label, grad) * scale
     grad = tl.where((along == 0.0) & (at_label == 0.0), 0.0, grad)
     offset = offsets(T)
-    at = target_ptr + (target_base + step * BLOCK * strides[1][1]) + offset * strides[1][1]
+    at = target_ptr + (target_base + tl.cast(step, tl.int64) * BLOCK * strides[1][1]) + offset * strides[1][1]
     value = grad.to(target_ptr.dtype.element_ty)
     if MASKED:
         tl.store(at, value, mask=there, eviction_policy="evict_first")

@@ -18,8 +18,8 @@ from flashtile.kernels.companions.norm_kernels import (
     norm_backward,
     norm_backward_sums,
     norm_forward,
-    norm_parameters,
 )
+from flashtile.kernels.lib.columns import sum_columns
 from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -235,7 +235,7 @@ def backward(p: Norm, device: Device, wanted: frozenset[str], arriving: frozense
     if sums:
         args = (Pointer("partial"), tuple(Pointer(f"d{name}") for name in sums), programs, p.hidden)
         grid = (ceil(p.hidden / 32), len(sums), 1)
-        calls.append(KernelCall(norm_parameters, grid, args, (("ROWS", 64), ("BLOCK", 32)), 4, 1))
+        calls.append(KernelCall(sum_columns, grid, args, (("ROWS", 64), ("BLOCK", 32)), 4, 1))
     return Steps(tuple(calls), tuple(scratch))
 
 

@@ -28,7 +28,7 @@ class Tile:
 
 @jit
 def element(ptr, strides, row, column):
-    return ptr + row[:, None] * strides[0] + column[None, :] * strides[1]
+    return ptr + row[:, None] * strides[0] + column.to(tl.int64)[None, :] * strides[1]
 
 
 @jit
@@ -228,7 +228,7 @@ def norm_backward_sums(given, weights, sums_ptr, strides, rows, T: tl.constexpr)
 def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, drop, T: tl.constexpr, SLOTS: tl.constexpr):
     """dx, dresidual, dx1, and this program's share of the parameters' gradients, of one strip of columns.
 
-    A program walks every so many rows and sums parameters' gradients in registers; `norm_parameters` adds the programs'.
+    A program walks every so many rows and sums parameters' gradients in registers; `sum_columns` adds the programs'.
     sums = (row sums of `norm_backward_sums` or None, partial sums (slots, programs, hidden) or None).
     SLOTS: the slot of weight, bias, weight1, bias1, colscale, or None.
     """
@@ -309,19 +309,3 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
 def share(partial_ptr, total, SLOT: tl.constexpr, column, exists, T: tl.constexpr):
     at = (SLOT * tl.num_programs(0) + tl.program_id(0)) * T.hidden
     tl.store(partial_ptr + at + column, tl.sum(total, 0), mask=exists)
-
-
-@jit
-def norm_parameters(partial_ptr, outputs, programs, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """outputs[slot] = the sum of partial[slot] over programs, in a fixed order."""
-    slot = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(0, programs, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = (slot * programs + row)[:, None] * hidden + column[None, :]
-        total += tl.load(partial_ptr + at, mask=(row < programs)[:, None] & (column < hidden)[None, :], other=0.0)
-    summed = tl.sum(total, 0)
-    for i in tl.static_range(len(outputs)):
-        if slot == i:
-            tl.store(outputs[i] + column, summed.to(outputs[i].dtype.element_ty), mask=column < hidden)

@@ -82,7 +82,7 @@ def lines(ptr, strides, at, first, T: tl.constexpr):
     """Addresses of a step."""
     batch, head, row, _last = at
     column = first + tl.arange(0, T.block)
-    return ptr + batch * strides[0] + head * strides[1] + row[:, None] * strides[2] + column[None, :] * strides[3]
+    return ptr + batch * strides[0] + head * strides[1] + row[:, None] * strides[2] + column.to(tl.int64)[None, :] * strides[3]
 
 
 @jit

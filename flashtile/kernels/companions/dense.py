@@ -1,0 +1,292 @@
+"""Linear layers with GELU between: the products are cuBLAS's through PyTorch, what stands between them one pass of ours.
+
+    pre = x weight1^T + bias1,  act = activation(pre),  out = act weight2^T + bias2   (without weight2: out = act)
+
+A backward reads the gradient of act and pre once, writes that of pre over the former, and sums bias1's on the way.
+GELU is its tanh approximation (arXiv 1606.08415).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.kernels.lib.columns import sum_columns
+from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.plan.call import Buffer, HostCall, KernelCall, Pointer
+from flashtile.plan.companion import Op, Steps
+from flashtile.plan.device import Device
+from flashtile.spec.companion import FLOATS, Companion, Described
+
+ACTIVATIONS = ("gelu_tanh", "relu", "sqrelu")
+
+
+@dataclass(frozen=True)
+class Dense(Companion):
+    """x (rows, width); weight1 (hidden, width), bias1 (hidden,); weight2 (out, hidden), bias2 (out,).
+
+    recompute: the backward makes act again from pre, on the way, instead of keeping it. returns_pre: the caller gets pre.
+    """
+
+    activation: str = "gelu_tanh"
+    recompute: bool = False
+    returns_pre: bool = False
+
+    op: ClassVar[str] = "dense"
+    tensors: ClassVar[tuple[str, ...]] = ("x", "weight1", "bias1", "weight2", "bias2")
+    differentiable: ClassVar[tuple[str, ...]] = ("x", "weight1", "bias1", "weight2", "bias2")
+
+    def check(self) -> None:
+        if not (self.has("x") and self.has("weight1") and len(self["x"].shape) == 2 and len(self["weight1"].shape) == 2):
+            raise InvalidProblem("x must be (..., width), and weight1 (hidden, width).")
+        self.expect_dtype("x", FLOATS)
+        dtype, (hidden, width) = (self["x"].dtype,), self["weight1"].shape
+        if self["x"].shape[1] != width or not hidden or not width:
+            raise InvalidProblem(
+                f"weight1 has shape {(hidden, width)}; it must be (hidden, width), x's being {self['x'].shape[1]}."
+            )
+        self.expect("weight1", (hidden, width), "(hidden, width)", dtype)
+        self.expect("bias1", (hidden,), "(hidden,)", dtype)
+        second = self.find("weight2")
+        if second is None and self.has("bias2"):
+            raise InvalidProblem("bias2 is given without weight2; it must come with one.")
+        if second is not None:
+            out = second.shape[0]
+            self.expect("weight2", (out, hidden), "(out, hidden)", dtype)
+            self.expect("bias2", (out,), "(out,)", dtype)
+        if self.activation not in ACTIVATIONS:
+            raise InvalidProblem(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+        self.expect_bool("recompute", "returns_pre")
+        if self.recompute and second is None:
+            raise InvalidProblem("recompute is True without weight2; there is nothing to make again.")
+
+    @property
+    def rows(self) -> int:
+        return self["x"].shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self["weight1"].shape[0]
+
+    def outputs(self) -> dict[str, Described]:
+        inner = Described((self.rows, self.hidden), self["x"].dtype)
+        if not self.has("weight2"):
+            return {"out": inner, "pre": inner}
+        made = {"out": Described((self.rows, self["weight2"].shape[0]), self["x"].dtype), "pre": inner}
+        return made if self.recompute else {**made, "act": inner}
+
+    def public(self) -> tuple[str, ...]:
+        return ("out", "pre") if self.returns_pre else ("out",)
+
+    def constant(self) -> tuple[str, ...]:
+        return ("pre",) if self.returns_pre else ()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Compile-time part: `rows` x `block` elements a step."""
+
+    rows: int
+    block: int
+    activation: str
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def activate(x, T: tl.constexpr):
+    """(activation, its derivative)."""
+    if T.activation == "gelu_tanh":
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # (1 + tanh(u)) / 2 = sigmoid(2 u), which cancels nothing
+        decay = tl.exp2(-tl.maximum(inner, -80.0) * LOG2E)
+        gate = 1.0 / (1.0 + decay)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return x * gate, gate + x * gate * (decay * gate) * slope
+    else:
+        positive = tl.where(x > 0.0, x, 0.0)
+        if T.activation == "relu":
+            return positive, tl.where(x > 0.0, 1.0, 0.0)
+        else:
+            return positive * positive, 2.0 * positive
+
+
+@jit
+def dense_activate(pre_ptr, act_ptr, count, BLOCK: tl.constexpr, T: tl.constexpr):
+    """act = activation(pre), element by element."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    act, _slope = activate(tl.load(pre_ptr + at, mask=at < count, other=0.0).to(tl.float32), T)
+    tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=at < count)
+
+
+@jit
+def dense_backward(pointers, rows, hidden, steps, T: tl.constexpr):
+    """dpre = dact * activation'(pre), written over dact or where it says; act again; sums of dpre over `steps` tiles of rows.
+
+    pointers = (pre, dact, dpre, act or None, partial sums (programs, hidden) or None).
+    """
+    pre_ptr, dact_ptr, dpre_ptr, act_ptr, partial_ptr = pointers
+    ROWS: tl.constexpr = T.rows
+    BLOCK: tl.constexpr = T.block
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    first = tl.program_id(0) * steps
+    for step in tl.range(first, first + steps):
+        row = tl.cast(step, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < hidden)[None, :]
+        at = row[:, None] * hidden + column[None, :]
+        act, slope = activate(tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32), T)
+        dpre = tl.load(dact_ptr + at, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
+        if act_ptr is not None:
+            tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=inside)
+        if partial_ptr is not None:
+            total += dpre
+    if partial_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0) * hidden + column, tl.sum(total, 0), mask=column < hidden)
+
+
+# -- products, by PyTorch -------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, Any]
+
+
+def linear(x: Any, weight: Any, bias: Any) -> Any:
+    from torch.nn.functional import linear as product
+
+    return product(x, weight, bias)
+
+
+def first_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    return {outputs[0]: linear(t["x"], t["weight1"], t.get("bias1"))}
+
+
+def second_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    return {"out": linear(t["act"], t["weight2"], t.get("bias2"))}
+
+
+def outer_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """That of act, and of the second layer's parameters where act is there already."""
+    made: Tensors = {"dact": t["dout"] @ t["weight2"] if p.has("weight2") else t["dout"].contiguous()}
+    if "dbias2" in outputs:
+        made["dbias2"] = t["dout"].sum(0)
+    if "dweight2" in outputs:
+        made["dweight2"] = t["dout"].t() @ t["act"]
+    return made
+
+
+def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """Of what is below dpre, and of weight2 where act was made again."""
+    made: Tensors = {}
+    dpre = t["dpre"] if "dpre" in t else t["dact"]
+    if "dweight2" in outputs:
+        made["dweight2"] = t["dout"].t() @ t["act"]
+    if "dx" in outputs:
+        made["dx"] = dpre @ t["weight1"]
+    if "dweight1" in outputs:
+        made["dweight1"] = dpre.t() @ t["x"]
+    return made
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------------
+
+BLOCK, WARPS = 4096, 4  # elements of act at a time
+TILE_ROWS, TILE_COLUMNS, STEPS = 4, 512, 32  # of the backward: 128 rows a program, whose sums are few beside what it reads
+
+
+def forward(p: Dense, device: Device, made: tuple[str, ...]) -> Steps:
+    """Product, activation, product; where nothing is kept act lies over pre."""
+    two, keeps = p.has("weight2"), "pre" in made
+    act = "act" if two else "out"
+    pre = "pre" if keeps else act
+    scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
+    calls: list[KernelCall | HostCall] = [HostCall(first_product, (pre,))]
+    count = p.rows * p.hidden
+    args = (Pointer(pre), Pointer(act), count)
+    constants = (("BLOCK", BLOCK), ("T", Tile(0, 0, p.activation)))
+    calls.append(KernelCall(dense_activate, (ceil(count / BLOCK), 1, 1), args, constants, WARPS, 1))
+    if two:
+        calls.append(HostCall(second_product, ("out",)))
+    return Steps(tuple(calls), tuple(scratch))
+
+
+def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozenset[str]) -> Steps:
+    """Products above, the pass between them, products below."""
+    two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
+    makes_act = p.recompute and "weight2" in wanted
+    above = [f"d{n}" for n in ("weight2", "bias2") if n in wanted and not (n == "weight2" and makes_act)]
+    below = [f"d{n}" for n in ("x", "weight1", "weight2") if n in wanted and not (n == "weight2" and not makes_act)]
+    scratch = [Buffer("dact", inner.shape, inner.dtype, "scratch")]
+    scratch += [] if two else [Buffer("dpre", inner.shape, inner.dtype, "scratch")]
+    scratch += [Buffer("act", inner.shape, inner.dtype, "scratch")] if makes_act else []
+    calls: list[KernelCall | HostCall] = [HostCall(outer_gradients, ("dact", *above))]
+    if below or "bias1" in wanted:
+        programs = max(1, ceil(p.rows / (TILE_ROWS * STEPS)))
+        if "bias1" in wanted:
+            scratch.append(Buffer("partial", (1, programs, p.hidden), "fp32", "scratch"))
+        pointers = (
+            Pointer("pre"), Pointer("dact"), Pointer("dact" if two else "dpre"), Pointer("act") if makes_act else None,
+            Pointer("partial") if "bias1" in wanted else None,
+        )  # fmt: skip
+        constants = (("T", Tile(TILE_ROWS, TILE_COLUMNS, p.activation)),)
+        grid = (programs, ceil(p.hidden / TILE_COLUMNS), 1)
+        calls.append(KernelCall(dense_backward, grid, (pointers, p.rows, p.hidden, STEPS), constants, WARPS, 1))
+        if "bias1" in wanted:
+            args = (Pointer("partial"), (Pointer("dbias1"),), programs, p.hidden)
+            calls.append(KernelCall(sum_columns, (ceil(p.hidden / 32), 1, 1), args, (("ROWS", 64), ("BLOCK", 32)), 4, 1))
+        if below:
+            calls.append(HostCall(inner_gradients, tuple(below)))
+    return Steps(tuple(calls), tuple(scratch))
+
+
+def kept(p: Dense, wanted: frozenset[str]) -> tuple[str, ...]:
+    """What the backward reads; act only for weight2, and not where it is made again."""
+    below = bool(wanted & {"x", "weight1", "bias1"})
+    names = ["weight2"] if p.has("weight2") else []
+    names += ["pre"] if below or (p.recompute and "weight2" in wanted) else []
+    names += ["act"] if "weight2" in wanted and not p.recompute else []
+    names += ["weight1"] if "x" in wanted else []
+    return (*names, *(("x",) if "weight1" in wanted else ()))
+
+
+# -- plain PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def host_activate(p: Dense, pre: Any) -> tuple[Any, Any]:
+    """(activation, its derivative), in float32."""
+    x = pre.float()
+    if p.activation == "gelu_tanh":
+        t = (0.7978845608028654 * (x + 0.044715 * x * x * x)).tanh()
+        slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        return 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope
+    positive = x.clamp(min=0.0)
+    return (positive, (x > 0).float()) if p.activation == "relu" else (positive * positive, 2.0 * positive)
+
+
+def host_forward(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    made = first_product(p, t, ("pre",))
+    act = host_activate(p, made["pre"])[0].to(t["x"].dtype)
+    if p.has("weight2"):
+        made |= {"act": act, **second_product(p, {**t, "act": act}, ("out",))}
+    else:
+        made["out"] = act
+    return {name: made[name] for name in outputs}
+
+
+def host_backward(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    act = None
+    if "pre" in t:
+        act, slope = host_activate(p, t["pre"])
+        t = {"act": act.to(t["pre"].dtype), **t}
+        made = outer_gradients(p, t, outputs)
+        dpre = made["dact"].float() * slope
+        made |= {"dbias1": dpre.sum(0), **inner_gradients(p, {**t, "dpre": dpre.to(t["pre"].dtype)}, outputs)}
+    else:
+        made = outer_gradients(p, t, outputs)
+    return {name: made[name] for name in outputs}
+
+
+DENSE = Op(Dense, forward, backward, host_forward, host_backward, kept)

@@ -1,0 +1,21 @@
+"""Sums over rows, of what programs have summed before."""
+
+from __future__ import annotations
+
+from flashtile._triton import jit, tl
+
+
+@jit
+def sum_columns(partial_ptr, outputs, programs, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """outputs[slot] = the sum of partial[slot] over programs, in a fixed order."""
+    slot = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = (slot * programs + row)[:, None] * hidden + column[None, :]
+        total += tl.load(partial_ptr + at, mask=(row < programs)[:, None] & (column < hidden)[None, :], other=0.0)
+    summed = tl.sum(total, 0)
+    for i in tl.static_range(len(outputs)):
+        if slot == i:
+            tl.store(outputs[i] + column, summed.to(outputs[i].dtype.element_ty), mask=column < hidden)

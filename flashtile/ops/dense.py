@@ -1,0 +1,60 @@
+"""linear_act and mlp: the public functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.torch.companion import check_tensor, rows, run
+
+
+def linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "gelu_tanh",
+    return_pre: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """activation(x weight^T + bias).
+
+    x (..., width), weight (hidden, width), bias (hidden,), of one dtype; activation: "gelu_tanh", "relu" or "sqrelu" (the
+    square of relu). return_pre: also return what the activation was taken of, without a gradient.
+
+    The product is PyTorch's. A backward reads the gradient that arrives once: for that of x weight^T and for bias's, summed
+    in float32. Raises InvalidProblem for a request without meaning.
+    """
+    out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, weight, return_pre)
+    return (out, pre) if return_pre else out
+
+
+def mlp(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None = None,
+    *,
+    activation: str = "gelu_tanh",
+    recompute: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """activation(x weight1^T + bias1) weight2^T + bias2.
+
+    x (..., width), weight1 (hidden, width), weight2 (out, hidden), of one dtype; activations as in `linear_act`.
+    recompute: keep only what the activation is taken of, and make the activation again in the backward's one pass over it.
+    """
+    given = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
+    return _run(x, given, dict(activation=activation, recompute=recompute), backend, weight2, False)[0]
+
+
+def _run(x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, last: Any, keeps: bool) -> tuple[Any, Any]:
+    check_tensor("x", x)
+    for name, tensor in given.items():
+        if tensor is not None or name.startswith("weight"):
+            check_tensor(name, tensor, x)
+    made = run("dense", {"x": rows(x), **given}, {**options, **({"returns_pre": True} if keeps else {})}, backend)
+    out, *pre = (t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
+    return out, pre[0] if pre else None

@@ -1,0 +1,78 @@
+"""The public linear_act and mlp: what the case list does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashtile import InvalidProblem, ops
+from flashtile.kernels.companions.catalogue import BACKENDS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_axes_and_pre(backend: str, place: torch.device) -> None:
+    x, weight, bias = (torch.randn(*shape, device=place) for shape in ((2, 3, 8), (12, 8), (12,)))
+    out, pre = ops.linear_act(x, weight, bias, return_pre=True, backend=backend)
+    torch.testing.assert_close(pre, F.linear(x, weight, bias))
+    torch.testing.assert_close(out, F.gelu(pre, approximate="tanh"))
+    assert torch.equal(ops.linear_act(x, weight, bias, backend=backend), out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gelu_far_out(backend: str, place: torch.device) -> None:
+    """No overflow at either end, and NaN stays."""
+    x = torch.tensor([[-1e4, -100.0, -10.0, -5.0, 0.0, 5.0, 100.0, 1e4, torch.nan]], device=place).t()
+    one = torch.ones(1, 1, device=place)
+    leaf = x.clone().requires_grad_()
+    out = ops.linear_act(leaf, one, backend=backend)
+    exact = x.double().requires_grad_()
+    true = F.gelu(exact, approximate="tanh")
+    torch.testing.assert_close(out.double(), true, equal_nan=True, rtol=1e-5, atol=1e-7)
+    grads = torch.autograd.grad(out.sum(), leaf)[0], torch.autograd.grad(true.sum(), exact)[0]
+    torch.testing.assert_close(grads[0][:-1].double(), grads[1][:-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled(backend: str, recompute: bool, place: torch.device) -> None:
+    weights = [torch.randn(*shape, device=place, requires_grad=True) for shape in ((12, 8), (12,), (5, 12), (5,))]
+
+    def function(x: torch.Tensor) -> Any:
+        return ops.mlp(x * 2, *weights, recompute=recompute, backend=backend)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (4, 7):
+        x = torch.randn(2, rows, 8, device=place, requires_grad=True)
+        made = [f(x) for f in (function, compiled)]
+        torch.testing.assert_close(*made)
+        for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, *weights)) for y in made), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x-list": ({"x": [1.0]}, "x is a list; it must be a torch.Tensor"),
+    "x-int": ({"x": t(3, 4, dtype=torch.int32)}, "x is int32; it must be fp16 or bf16 or fp32"),
+    "weight1-none": ({"weight1": None}, "weight1 is a NoneType; it must be a torch.Tensor"),
+    "weight1-width": ({"weight1": t(6, 5)}, r"weight1 has shape \(6, 5\); it must be \(hidden, width\), x's being 4"),
+    "weight1-dtype": ({"weight1": t(6, 4, dtype=torch.bfloat16)}, "weight1 is bf16; it must be fp32"),
+    "bias1-shape": ({"bias1": t(4)}, r"bias1 has shape \(4,\); it must be \(hidden,\) = \(6,\)"),
+    "weight2-shape": ({"weight2": t(2, 5)}, r"weight2 has shape \(2, 5\); it must be \(out, hidden\) = \(2, 6\)"),
+    "bias2-shape": ({"bias2": t(3)}, r"bias2 has shape \(3,\); it must be \(out,\) = \(2,\)"),
+    "activation": ({"activation": "gelu"}, "activation is 'gelu'; it must be one of gelu_tanh, relu, sqrelu"),
+    "recompute": ({"recompute": 1}, "recompute is 1; it must be True or False"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    arguments, message = BAD[name]
+    with pytest.raises(InvalidProblem, match=message):
+        ops.mlp(**{"x": t(3, 4), "weight1": t(6, 4), "bias1": t(6), "weight2": t(2, 6), **arguments})
