@@ -165,6 +165,7 @@ def choose_backward(p: Norm, device: Device, arriving: frozenset[str]) -> Launch
     known = p.outputs()
     widths = [SIZES_BYTES[p.stored], *(SIZES_BYTES[known[name].dtype] for name in arriving)]
     widths += [] if holds else [SIZES_BYTES[p[n].dtype] for n in ("weight", "weight1") if p.has(n)]
+    widths += [SIZES_BYTES[p[n].dtype] for n in ("x", "colscale") if p.has("colscale")]
     per_sm = max(1, 16 // warps)
     ahead = min(2, (device.smem_bytes // per_sm - 2048) // (rows * block * sum(widths)))
     return Launch(rows, block, warps, per_sm, 1 + max(ahead, 0), holds)
@@ -181,8 +182,8 @@ def _pointers(names: tuple[str, ...], present: Any) -> tuple[Pointer | None, ...
     return tuple(Pointer(name) if name in present else None for name in names)
 
 
-def _strides(names: tuple[str, ...], present: Any) -> tuple[Strides | None, ...]:
-    return tuple(Strides(name) if name in present else None for name in names)
+def _strides(names: tuple[str, ...], present: Any) -> tuple[Any, ...]:
+    return tuple(Strides(name) if name in present else (0, 0) for name in names)
 
 
 def _drop(p: Norm) -> tuple[int, float]:

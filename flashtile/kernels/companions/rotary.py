@@ -174,13 +174,13 @@ def _steps(
     constants = Tile(rows, block, p.half, _power(rest) if rest else 0, head_dim, p.interleaved, conjugate)
     heads = tuple(p[name].shape[2] if p.has(name) else 1 for name in ("q", "k"))
     tiles = [ceil(batch * seqlen * p[name].shape[2] / rows) for name in ("q", "k") if p.has(name)]
-    two = p.has("k")
+    two, none = p.has("k"), (0, 0, 0, 0)
     args = (
         (Pointer("cos"), Pointer("sin"), p["cos"].shape[0], Strides("cos"), Strides("sin")),
         Pointer("positions") if p.has("positions") else None,
         (Pointer(inputs[0]), Pointer(inputs[1]) if two else None), (Pointer(outputs[0]), Pointer(outputs[1]) if two else None),
-        (Strides(inputs[0]), Strides(inputs[1]) if two else None, Strides(outputs[0]), Strides(outputs[1]) if two else None,
-         Strides("positions") if p.has("positions") else None),
+        (Strides(inputs[0]), Strides(inputs[1]) if two else none, Strides(outputs[0]), Strides(outputs[1]) if two else none,
+         Strides("positions") if p.has("positions") else (0, 0)),
         (batch * seqlen, seqlen), p.offset, tiles[0],
     )  # fmt: skip
     return Steps((KernelCall(rotary, (sum(tiles), 1, 1), args, (("HEADS", heads), ("T", constants)), 4, 1),))

@@ -201,7 +201,7 @@ def _call(p: Softmax, kernel: Any, launch: Launch, args: tuple[Any, ...], tail: 
 
 def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: Launch | None = None) -> Steps:
     masks = p.has("mask")
-    strides = (Strides("x"), Strides("y"), Strides("mask") if masks else None)
+    strides = (Strides("x"), Strides("y"), Strides("mask") if masks else (0, 0, 0, 0))
     args = (Pointer("x"), Pointer("mask") if masks else None, Pointer("y"), strides)
     return _call(p, softmax_forward, launch or choose(p, 32), args, (p.scale, p.fill))
 
