@@ -248,7 +248,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     k, v = aligned_parts(k, T), aligned_parts(v, T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
-    seed = load_seed(score_args, T, SCORE)
+    seed = load_seed(score_args, T)
     place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     dq_ptr = grad_ptrs[0]
     members = group if T.grouped else 1
@@ -372,7 +372,7 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
             sink = tl.load(sink_ptr + head.to(tl.int64) * strides[6][0]).to(tl.float32)
             off = (off[0] - exp(sink - level, T) * norm * mean, off[1], off[2])
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
-    place = (batch, head, index[:, None], row, load_seed(score_args, T, SCORE))
+    place = (batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):

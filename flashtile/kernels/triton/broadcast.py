@@ -58,7 +58,7 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    sizes, band, seed = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), load_seed(score_args, T, SCORE)
+    sizes, band, seed = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), load_seed(score_args, T)
     shift, program = seqlen_k - seqlen_q, tl.program_id(0)
     tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if SHARED[0] else 1

@@ -58,7 +58,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2])
     q = aligned_parts(load_tile(q_head, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
     index = row + tl.arange(0, BLOCK_Q)
-    seed = load_seed(score_args, T, SCORE)
+    seed = load_seed(score_args, T)
     place = (batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v)
     if T.left:

@@ -63,6 +63,7 @@ class Tile:
     lone: bool  # no query sees more than one key, and there is no sink
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
     swizzle: int
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
@@ -129,6 +130,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         lone=lone,
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
+        modifiers=len(problem.score),
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
