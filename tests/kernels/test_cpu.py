@@ -94,9 +94,9 @@ def test_unsupported() -> None:
     assert BACKEND.unsupported(problem(head_dim=256, head_dim_v=256, deterministic=True), CPU, "split") == []
     assert BACKEND.unsupported(problem(), H100) == ["tensors are on sm90; this backend runs on the CPU"]
     assert BACKEND.unsupported(problem(), CPU, "fused") == ["backward is 'fused'; the CPU has one backward, 'split'"]
-    assert BACKEND.unsupported(problem(head_dim=257, head_dim_v=300), CPU) == [
-        "head_dim is 257; supported up to 256",
-        "head_dim_v is 300; supported up to 256",
+    assert BACKEND.unsupported(problem(head_dim=513, head_dim_v=600), CPU) == [
+        "head_dim is 513; supported up to 512",
+        "head_dim_v is 600; supported up to 512",
     ]
     (reason,) = BACKEND.unsupported(problem(score=(ScoreSpec(Formless),)), CPU)
     assert reason == "score modifier without_formula has no `apply`, its formula in PyTorch"

@@ -129,12 +129,15 @@ def score_product(a, b, T: tl.constexpr):
 
 @jit
 def add_product(acc, a, b, T: tl.constexpr):
-    """acc + a b. With parts the two sums start from zero, and rounding units add them up: acc, the largest, comes last.
+    """acc + a b. With parts both sums start from zero and a rounding unit adds them to acc.
 
     Of few terms, as in the first rows under a causal mask, the largest product is exact here too: 16 bits each.
     "ieee" is a chain of multiply-adds, a rounding of the accumulator each: there too it starts from zero.
     """
-    if T.parts or T.precision == "ieee":
+    if T.parts:
+        acc += small_products(a, b)
+        return rounded_sum(tl.dot(a[0], b[0]), acc)
+    elif T.precision == "ieee":
         return rounded_sum(product(a, b, T), acc)
     else:
         return tl.dot(operand(a[0], T), operand(b[0], T), acc, input_precision=T.precision)
