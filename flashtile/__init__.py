@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashtile.spec.options import Options
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
+    from flashtile.torch.varlen import attention_varlen
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _HOMES = {
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
+    "attention_varlen": "flashtile.torch.varlen",
     "explain": "flashtile.explanation",
     "use_tuning": "flashtile.kernels.triton.choose",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "Score",
     "Softcap",
     "attention",
+    "attention_varlen",
     "explain",
     "use_tuning",
 ]

@@ -29,7 +29,8 @@ class Case:
     """One call of `flashtile.attention`, with what flows back into it.
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    need no gradient.
+    need no gradient. `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are seqlen_q and seqlen_k;
+    batch is then 1. `used_q`, `used_k`: seqused.
     """
 
     name: str
@@ -52,6 +53,24 @@ class Case:
     precision: Literal["tf32x3", "ieee", "tf32"] = "tf32x3"
     upstream: Literal["both", "out", "lse"] = "both"
     fixed_slopes: bool = False
+    cu_q: tuple[int, ...] | None = None
+    cu_k: tuple[int, ...] | None = None
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+
+    @property
+    def items(self) -> int:
+        """Items of the batch."""
+        return self.batch if self.cu_q is None else len(self.cu_q) - 1
+
+    def lengths(self, device: torch.device) -> Tensors:
+        """The tensors of lengths by their arguments' names."""
+        named = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k, "seqused_q": self.used_q, "seqused_k": self.used_k}
+        return {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in named.items() if n is not None}
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return flashtile.attention if self.cu_q is None else flashtile.attention_varlen
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -82,8 +101,8 @@ class Case:
         for i, name in enumerate(self.score):
             shape = MODIFIERS[name][0]
             if shape is not None:
-                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q)).abs() / 4).to(device)
-        return made
+                made[f"score.{i}"] = (normal(*shape(self.items, self.heads_q)).abs() / 4).to(device)
+        return made if self.cu_q is None else {n: t[0] if n in ("dlse", *shapes) else t for n, t in made.items()}
 
     def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:
         return tuple(MODIFIERS[name][1](tensors.get(f"score.{i}")) for i, name in enumerate(self.score))
@@ -199,6 +218,35 @@ def _layouts() -> Iterator[Case]:
         yield Case(f"layout-{layout}-fused", layout=layout, heads_kv=2, backward="fused", dtype="fp16")
 
 
+def _lengths_of_items() -> Iterator[Case]:
+    """Uneven, empty and overlong items; tokens that belong to none."""
+    uneven = Case(
+        "varlen", seqlen_q=84, seqlen_k=101, heads_q=4, heads_kv=2, cu_q=(0, 33, 33, 35, 80), cu_k=(0, 20, 37, 37, 101)
+    )
+    yield from variants(*dtypes(uneven))
+    yield from variants(*dtypes(replace(uneven, name="varlen-causal", causal=True)))
+    itself = Case("varlen-itself", seqlen_q=70, seqlen_k=70, cu_q=(0, 1, 18, 70))
+    yield from variants(
+        replace(itself, window=(9, 3)), replace(itself, name="varlen-softcap", score=("softcap",), dtype="fp16")
+    )
+    yield from variants(replace(uneven, name="varlen-alibi", score=("alibi-per-batch", "softcap"), causal=True))
+    yield replace(uneven, name="varlen-alibi-deterministic", score=("alibi",), deterministic=True, dtype="fp16")
+    yield from variants(replace(uneven, name="varlen-used", used_q=(33, 0, 1, 20), used_k=(3, 17, 0, 40), causal=True))
+    for name, cu in (("nothing", (0,)), ("empty-items", (0, 0, 0)), ("one-token", (0, 1)), ("last-empty", (0, 50, 50))):
+        yield Case(f"varlen-{name}", seqlen_q=50, seqlen_k=50, cu_q=cu, causal=True, score=("alibi",) if len(cu) > 1 else ())
+    yield Case("varlen-no-tokens", seqlen_q=0, seqlen_k=0, cu_q=(0, 0))
+    for layout in ("bhsd", "packed", "gaps"):
+        yield replace(itself, name=f"varlen-{layout}", layout=layout, heads_kv=2, dtype="fp16", causal=True)
+    yield replace(uneven, name="varlen-head_dim5", head_dim=5, head_dim_v=24, causal=True)
+    yield replace(uneven, name="varlen-many", cu_q=(*range(0, 84, 7), 84), cu_k=(*range(0, 84, 7), 101), dtype="fp16")
+    padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 0, 17), used_k=(1, 30, 72))
+    yield from variants(*dtypes(replace(padded, causal=True)))
+    yield from variants(replace(padded, name="padded-alibi", score=("softcap", "alibi-per-batch")))
+    yield from variants(replace(padded, name="padded-keys", used_q=None, window=(8, 4), dtype="bf16"))
+    yield from variants(replace(padded, name="padded-queries", used_k=None, score=("alibi",), layout="bhsd"))
+    yield replace(padded, name="padded-nothing", used_k=(0, 0, 0), upstream="lse")
+
+
 def _precisions() -> Iterator[Case]:
     for precision in ("ieee", "tf32"):
         yield Case(f"precision-{precision}", precision=precision, causal=True)
@@ -206,7 +254,7 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _precisions)
+    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _lengths_of_items, _precisions)
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

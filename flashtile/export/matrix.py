@@ -83,6 +83,11 @@ def problems() -> Iterator[str]:
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+    for head_dim in (64, 128, 256):
+        for lengths in ("varlen=9000x9000", "used=qk"):
+            yield f"attention(q=9x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,{lengths})"
+    yield "attention(q=9x2048x8x64,kv=2048x2x64,bf16,band=:0,score=alibi(9x8:fp32:grad),varlen=9000x9000)"
+    yield "attention(q=9x2048x8x64,kv=2048x2x64,fp32,band=:0,tf32x3,varlen=9000x9000)"
 
 
 def plan_of(job: Job) -> Plan:

@@ -12,22 +12,23 @@ from flashtile.spec.attention import AttentionProblem
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
     """Shapes of q, k, v, out and lse."""
     return {
-        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
-        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
-        "lse": (p.batch, p.heads_q, p.seqlen_q),
+        "q": (p.slabs, p.span_q, p.heads_q, p.head_dim),
+        "k": (p.slabs, p.span_k, p.heads_kv, p.head_dim),
+        "v": (p.slabs, p.span_k, p.heads_kv, p.head_dim_v),
+        "out": (p.slabs, p.span_q, p.heads_q, p.head_dim_v),
+        "lse": (p.slabs, p.heads_q, p.span_q),
     }
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v and the captured tensors `score.I.J`."""
+    """q, k, v, the captured tensors `score.I.J`, and those that hold the items' lengths."""
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
         for i, spec in enumerate(p.score)
         for j, tensor in enumerate(spec.tensors)
     ]
-    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
+    lengths = [Buffer(n, (p.batch + n.startswith("cu_"),), "int32", "input") for n in p.lengths.tensors]
+    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *lengths)
 
 
 def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:

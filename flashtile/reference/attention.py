@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,9 +24,10 @@ def attention_reference(
     mask: Band | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
+    **lengths: torch.Tensor | None,
 ) -> Pair:
-    """(out, lse) of `flashtile.attention` in float64: out like q's layout, lse (batch, heads_q, seqlen_q)."""
-    return _attend(q.double(), k.double(), v.double(), make_mask(causal, window, mask), score, scale)
+    """(out, lse) of `flashtile.attention`, or with cu_seqlens_q of `attention_varlen`, in float64; laid out as those are."""
+    return _attend_items(q.double(), k.double(), v.double(), make_mask(causal, window, mask), score, scale, lengths)
 
 
 def attention_plain(
@@ -38,12 +40,57 @@ def attention_plain(
     mask: Band | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
+    **lengths: torch.Tensor | None,
 ) -> Pair:
     """(out, lse) as a few lines of PyTorch compute them in the inputs' own dtype: what the accuracy rule measures against."""
-    return _attend(q, k, v, make_mask(causal, window, mask), score, scale)
+    return _attend_items(q, k, v, make_mask(causal, window, mask), score, scale, lengths)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score: Sequence[Score], scale: float | None) -> Pair:
+def items(
+    q: torch.Tensor, k: torch.Tensor, lengths: Mapping[str, torch.Tensor | None]
+) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Of each item where its queries and its keys lie: index of the first axis, index of the second; all 4-dimensional."""
+    given = {name: tensor.tolist() for name, tensor in lengths.items() if tensor is not None}
+    starts = {side: given.get(f"cu_seqlens_{side}") for side in "qk"}
+    if starts["q"] is not None and starts["k"] is None:
+        starts["k"] = starts["q"]
+    found: list[Any] = []
+    for i in range(q.shape[0] if starts["q"] is None else len(starts["q"]) - 1):
+        pair: list[tuple[slice, slice]] = []
+        for side, tensor in (("q", q), ("k", k)):
+            cu, used = starts[side], given.get(f"seqused_{side}")
+            first, end = (0, tensor.shape[1]) if cu is None else (cu[i], cu[i + 1])
+            slab = slice(i, i + 1) if cu is None else slice(0, 1)
+            pair.append((slab, slice(first, end if used is None else first + used[i])))
+        found.append(tuple(pair))
+    return found
+
+
+def _attend_items(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score: Sequence[Score], scale: float | None,
+    lengths: Mapping[str, torch.Tensor | None],
+) -> Pair:  # fmt: skip
+    """Each item by itself; 0 and -inf where there is none."""
+    if all(tensor is None for tensor in lengths.values()):
+        return _attend(q, k, v, band, score, scale)
+    varlen = lengths.get("cu_seqlens_q") is not None
+    if varlen:
+        q, k, v = q[None], k[None], v[None]
+    nothing = q[:, :0].sum()  # 0 with a graph, so that there is a gradient even where there is no item
+    out = q.new_zeros((*q.shape[:3], v.shape[3])) + nothing
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf) + nothing
+    places = items(q, k, lengths)
+    for i, (rows, keys) in enumerate(places):
+        values, sums = _attend(q[rows], k[keys], v[keys], band, score, scale, (i, len(places)))
+        out[rows], lse[rows[0], :, rows[1]] = values, sums
+    return (out[0], lse[0]) if varlen else (out, lse)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score: Sequence[Score], scale: float | None,
+    item: tuple[int, int] | None = None,
+) -> Pair:  # fmt: skip
+    """`item` = (index, count) of the one item that q, k, v are, where a batch is taken apart."""
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     group = heads_q // heads_kv
     keep = visible(band, seqlen_q, seqlen_k, q.device)
@@ -54,8 +101,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score
 
     scores = q @ k.transpose(2, 3) * (1.0 / math.sqrt(head_dim) if scale is None else scale)
     at = positions(batch, heads_q, seqlen_q, seqlen_k, q.device)
+    if item is not None:
+        at = at._replace(batch=at.batch + item[0])
     for modifier in score:
-        tensors = modifier.tensors(batch, heads_q)
+        tensors = modifier.tensors(batch if item is None else item[1], heads_q)
         scores = type(modifier).apply(scores, at, modifier.scalars(), tensors).to(q.dtype)
     # A row that sees nothing would be exp(-inf - -inf): give it finite scores first, then discard them.
     scores = scores.masked_fill(~keep, -math.inf).masked_fill(~sees[:, None], 0.0)

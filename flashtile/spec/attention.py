@@ -11,12 +11,14 @@ from typing import Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
 from flashtile.spec.score import ScoreSpec
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
 MAX_HEAD_DIM = 256
+LENGTHS = tuple(ALIKE.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class AttentionProblem:
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
+    `lengths` says whether items differ in length. Where they do, seqlen_q and seqlen_k are the longest that they may be;
+    varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     """
 
@@ -43,6 +47,7 @@ class AttentionProblem:
     precision: Precision = "tf32x3"
     deterministic: bool = False
     returns_lse: bool = False
+    lengths: Lengths = ALIKE
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -57,6 +62,8 @@ class AttentionProblem:
             raise InvalidProblem(f"dtype is {self.dtype!r}; it must be one of {', '.join(d.value for d in DType)}.")
         if not isinstance(self.mask, Band):
             raise InvalidProblem(f"mask is a {type(self.mask).__name__}; it must be a flashtile mask such as Band.")
+        if not isinstance(self.lengths, Lengths):
+            raise InvalidProblem(f"lengths is {self.lengths!r}; it must be a Lengths.")
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         for spec in self.score:
@@ -93,13 +100,37 @@ class AttentionProblem:
         return self.scale
 
     @property
+    def slabs(self) -> int:
+        """The size of the tensors' first axis."""
+        return 1 if self.lengths.varlen else self.batch
+
+    @property
+    def span_q(self) -> int:
+        """The size of q's second axis: no item is longer, whatever it was announced as."""
+        return self.seqlen_q if self.lengths.total_q is None else self.lengths.total_q
+
+    @property
+    def span_k(self) -> int:
+        return self.seqlen_k if self.lengths.total_k is None else self.lengths.total_k
+
+    @cached_property
+    def band(self) -> Band:
+        """The mask without the bounds that hide nothing, whatever the items' lengths."""
+        return self.mask.clipped(self.span_q, self.span_k)
+
+    @property
     def empty(self) -> bool:
         """No visible score at all because a dimension is zero."""
-        return self.batch == 0 or self.seqlen_q == 0 or self.seqlen_k == 0
+        return self.batch == 0 or self.span_q == 0 or self.span_k == 0
 
     @cached_property
     def visible_pairs(self) -> int:
-        return self.mask.count_visible(self.seqlen_q, self.seqlen_k) * self.batch * self.heads_q
+        """Visible scores; at most so many where items differ in length."""
+        items, q, k = self.batch, self.seqlen_q, self.seqlen_k
+        if self.lengths.varlen:  # as if all tokens were in items of the greatest length: there cannot be more
+            q, k = min(q, self.span_q), min(k, self.span_k)
+            items = min(items, max(-(-self.span_q // max(q, 1)), -(-self.span_k // max(k, 1))))
+        return self.mask.count_visible(q, k) * items * self.heads_q
 
     def flops(self, direction: Literal["forward", "backward"] = "forward") -> int:
         """Matrix FLOPs on visible scores: 2 products forward, 5 backward (scores are recomputed once)."""
@@ -108,8 +139,8 @@ class AttentionProblem:
 
     def bytes(self, direction: Literal["forward", "backward"] = "forward") -> int:
         """Fewest bytes through device memory: every input read once, every output written once."""
-        q = self.batch * self.seqlen_q * self.heads_q
-        kv = self.batch * self.seqlen_k * self.heads_kv
+        q = self.slabs * self.span_q * self.heads_q
+        kv = self.slabs * self.span_k * self.heads_kv
         tensors = q * (self.head_dim + self.head_dim_v) + kv * (self.head_dim + self.head_dim_v)
         if direction == "backward":  # reads q k v out dout lse, writes dq dk dv
             tensors = 2 * tensors + q * self.head_dim_v
@@ -137,6 +168,7 @@ class AttentionProblem:
             parts.append("deterministic")
         if self.returns_lse:
             parts.append("lse")
+        parts += self.lengths.spell()
         return f"attention({','.join(parts)})"
 
     @staticmethod
@@ -155,6 +187,8 @@ class AttentionProblem:
                 if not fields.keys().isdisjoint(parsed):
                     raise InvalidProblem(f"spelling is {text!r}; {name} appears twice.")
                 fields.update(parsed)
+            if not fields.keys().isdisjoint(LENGTHS):
+                fields["lengths"] = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})  # pyright: ignore[reportArgumentType]
             return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
         except (TypeError, KeyError, IndexError) as error:
             raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
@@ -178,6 +212,13 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
     if name == "scale":
         return dict(scale=float(value))
+    if name == "varlen":
+        total_q, total_k = (int(n) for n in value.split("x"))
+        return dict(total_q=total_q, total_k=total_k)
+    if name == "used":
+        if value not in ("q", "k", "qk"):
+            raise ValueError(f"used is {value!r}; it must be 'q', 'k' or 'qk'")
+        return dict(used_q="q" in value, used_k="k" in value)
     if name == "deterministic" and not value:
         return dict(deterministic=True)
     if name == "lse" and not value:

@@ -12,9 +12,11 @@ from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.plan.backend import Gradients
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.run import DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -30,6 +32,8 @@ def attention(
     mask: Band | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
 ) -> Any:
@@ -41,6 +45,8 @@ def attention(
         query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded.
     score: modifiers such as `Softcap(30.0)` or `Alibi(slopes)`, applied to the scaled scores in the order given.
     scale: factor of q k^T, 1 / sqrt(head_dim) by default.
+    seqused_q, seqused_k: how many of each item's queries and keys count, int32 (batch,): the rest is padding, never
+        looked at. Positions are aligned by what counts. Padded queries give out 0, lse -inf; gradients of padding are 0.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
@@ -50,15 +56,22 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse)
+    given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+    out, lse = attend(*prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given), q, k, v)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    call: PreparedCall, captured: tuple[torch.Tensor, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a prepared call, differentiable where a gradient is wanted."""
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
     ):
         call.require_backward()
-        out, lse = _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
-        out, lse, *_ = call.forward(q, k, v, captured)
-    return (out, lse) if return_lse else out
+        return _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
+    out, lse, *_ = call.forward(q, k, v, captured)
+    return out, lse
 
 
 class PreparedCall:
@@ -67,6 +80,7 @@ class PreparedCall:
     def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
         self.problem, self.options, self.device = problem, options, device
         self.names = tuple(f"score.{i}.{j}" for i, s in enumerate(problem.score) for j in range(len(s.tensors)))
+        self.names += problem.lengths.tensors
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
@@ -184,8 +198,12 @@ _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 def prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False,
+    given: Given | None = None,
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
-    """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
+    """The prepared call of these arguments, and the tensors besides q, k, v: captured ones and lengths.
+
+    Everything is validated at first sight of a layout.
+    """
     captured: tuple[torch.Tensor, ...] = ()
     try:
         key: Any = (
@@ -196,25 +214,32 @@ def prepare(
         if window is not None:
             key += _exactly(window)
         if not isinstance(score, (tuple, list)) or score:
-            captured, score_key = _capture(score, q.shape)
+            captured, score_key = _capture(score, *_rows(q, given))
             key += (score_key,)
+        if given is not None:
+            key += given.key()
         call = _CALLS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse)
-        captured, _ = _capture(score, q.shape)
+        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse, given)
+        captured, _ = _capture(score, *_rows(q, given))
         call = PreparedCall(problem, options, q.device)
         if key is not None:
             if len(_CALLS) >= _MOST_CALLS:
                 _CALLS.clear()
             _CALLS[key] = call
+    if given is not None:
+        captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
+        if q.device.type == "cpu":
+            given.check_values({"q": call.problem.span_q, "k": call.problem.span_k})
     return call, captured
 
 
 def make_problem(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: Any = False
-) -> tuple[AttentionProblem, Options]:
+    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
+    return_lse: Any = False, given: Given | None = None,
+) -> tuple[AttentionProblem, Options]:  # fmt: skip
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     options = DEFAULT if options is None else options
     if not isinstance(options, Options):
@@ -229,7 +254,9 @@ def make_problem(
         if tensor.is_neg():  # its memory holds the numbers before the negation
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.dim() != 4:
-            raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (batch, seqlen, heads, head_dim).")
+            size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
+            shape = tuple(tensor.shape[given is not None and given.varlen :])
+            raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
         if tensor.device.type not in ("cpu", "cuda"):
@@ -249,16 +276,28 @@ def make_problem(
         raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
     if not isinstance(return_lse, bool):
         raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
+    batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
+    if given is not None:
+        given.check(q)
+        batch, lengths = given.batch(q), given.lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = (
+            n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
+        )
     problem = AttentionProblem(
-        batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
-        score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
-        returns_lse=return_lse,
+        score=_score_specs(score, q, batch), scale=scale, precision=options.precision,
+        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths,
     )  # fmt: skip
     return problem, options
 
 
-def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
+def _rows(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
+    """(batch, heads_q): what the first axes of a captured tensor count."""
+    return q.shape[0] if given is None else given.batch(q), q.shape[2]
+
+
+def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
     if isinstance(score, Score) or not isinstance(score, (tuple, list)):
         raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     specs: list[ScoreSpec] = []
@@ -267,7 +306,7 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
             raise InvalidProblem(
                 f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
             )
-        tensors = modifier.tensors(q.shape[0], q.shape[2])
+        tensors = modifier.tensors(batch, q.shape[2])
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
@@ -287,12 +326,12 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
     return tuple(specs)
 
 
-def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Tensor, ...], Any]:
+def _capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Captured tensors of all modifiers, and what of them and of the scalars a prepared call depends on."""
     captured: list[torch.Tensor] = []
     key: list[Any] = []
     for modifier in score:
-        tensors = modifier.tensors(shape[0], shape[2])
+        tensors = modifier.tensors(batch, heads_q)
         captured += tensors
         described = ((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t), t.is_neg()) for t in tensors)
         key.append((type(modifier), *_exactly(modifier.scalars()), *described))

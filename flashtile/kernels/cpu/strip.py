@@ -29,6 +29,7 @@ class Strip:
     heads_kv: slice
     group: int
     masks: Masks
+    first_batch: int
 
     @property
     def heads_q(self) -> slice:
@@ -50,7 +51,8 @@ class Strip:
     @cached_property
     def batch_index(self) -> torch.Tensor:
         """`Position.batch`."""
-        return indices(self.batches.start, self.batches.stop)[:, None, None, None]
+        first = self.first_batch
+        return indices(first + self.batches.start, first + self.batches.stop)[:, None, None, None]
 
     @cached_property
     def head_index(self) -> torch.Tensor:
@@ -155,7 +157,7 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.new_empty(tensor.shape, dtype=dtype).copy_(tensor)
 
 
-def strips(p: AttentionProblem) -> Iterator[Strip]:
+def strips(p: AttentionProblem, first_batch: int = 0) -> Iterator[Strip]:
     """Strips that cover all items: as many heads at once as fill a tile, and if those are all, several batch entries."""
     region = region_of(p)
     if not region.rows:
@@ -168,4 +170,4 @@ def strips(p: AttentionProblem) -> Iterator[Strip]:
     for batch in range(0, p.batch, batches):
         for head in range(0, p.heads_kv, heads):
             some = slice(batch, min(batch + batches, p.batch)), slice(head, min(head + heads, p.heads_kv))
-            yield Strip(region, tiling, *some, p.group, masks)
+            yield Strip(region, tiling, *some, p.group, masks, first_batch)

@@ -26,8 +26,11 @@ LEAST = 2.0**-100
 LEAST_EXPONENT = math.log(LEAST)
 
 
-def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The outputs out, lse and, if named, lse_low: what lse is short of, being float32."""
+def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
+    """The outputs out, lse and, if named, lse_low: what lse is short of, being float32.
+
+    `first_batch` is what modifiers take the first batch entry for.
+    """
     out = tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))
     lse = out.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=torch.float32)
     made = {"out": out, "lse": lse}
@@ -35,7 +38,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch = score_dtype(p), Scratch()
     modifiers = Modifiers(p, tensors, wide)
-    for strip in strips(p):
+    for strip in strips(p, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         for rows in strip.runs():
             q = rows.load(tensors["q"], wide).mul_(p.scale_value)
@@ -77,12 +80,12 @@ def _attend(
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
     """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in float32 in a fixed order."""
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
     modifiers = Modifiers(p, tensors, wide)
-    for strip in strips(p):
+    for strip in strips(p, first_batch):
         wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
         k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
         dk, dv = (t.new_zeros(t.shape, dtype=wide) if name in made else None for name, t in (("dk", k), ("dv", v)))

@@ -53,6 +53,8 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
+        if p.lengths.ragged:
+            reasons.append("items differ in length; supported are batches of one length")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from dataclasses import replace
 from typing import Any
 
 from flashtile import _triton
 from flashtile.kernels.lib.score import captures, chain
+from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
@@ -19,6 +20,7 @@ from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.options import Variant
 
 Launches = Mapping[Pass, Launch]
@@ -55,12 +57,14 @@ class TritonBackend:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
         launch = launches.get("forward") or choose(p, device, "forward")
+        schedules = _Schedules(p)
         call = _call(
             attention_forward, p, launch, "forward",
             (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
-            tail=(p.scale_value, score_args(p)),
+            tail=(p.scale_value, score_args(p), schedules.of("forward", launch)),
         )  # fmt: skip
-        return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+        buffers = (*_forward_buffers(p), *schedules.buffers)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
 
     def backward(
         self,
@@ -79,45 +83,49 @@ class TritonBackend:
         buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
         captured = any(spec.wants_grad for spec in p.score)
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
+        schedules = _Schedules(p)
         delta = _call(
             bwd.attention_delta, p, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
-            ("out", "dout", dlse or "lse"), score=False,
+            ("out", "dout", dlse or "lse", "rows"), tail=(schedules.of("queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        sums: list[Buffer] = []
+        sums: list[tuple[Buffer, Pointer | None]] = []
         corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
-            capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
-            sums += capture.buffers
+            schedule = schedules.of("queries", launch)
+            capture = _capture(p, _tiles(p, launch, "queries"))
+            sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq), ("q", "k", "v", "dout", dq or "q"),
-                tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
+                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq),
+                ("q", "k", "v", "dout", dq or "q", "rows"),
+                tail=(p.scale_value, score_args(p), capture.args, schedule), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
         if wants_keys:
             launch = launches.get(key_pass) or choose(p, device, key_pass)
             outputs = (("dq" if _exact(p) else "dq_sum") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
-            strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
+            strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p)),
+                tail=(p.scale_value, score_args(p), schedules.of(key_pass, launch)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, _all_tokens(p), DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        for partial in sums:
-            rows, tiles = partial.shape
-            args = (Pointer(partial.name), Pointer(partial.name.replace("partial", "dscore")), tiles)
-            calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
-        return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
+        for partial, schedule in sums:
+            target = Pointer(partial.name.replace("partial", "dscore"))
+            args = (Pointer(partial.name), schedule, target, partial.shape[1], p.heads_q)
+            calls.append(KernelCall(bwd.sum_partials, (p.batch * p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        buffers += (*(partial for partial, _ in sums), *schedules.buffers)
+        return Plan(p, self.name, variant, buffers, (*schedules.calls, *calls), tuple(notes))
 
 
 BACKEND = TritonBackend()
@@ -128,9 +136,7 @@ def _call(
     *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
-    over_keys = which in ("keys", "fused")
-    tiles = ceil(p.seqlen_k / launch.block_k) if over_keys else ceil(p.seqlen_q / launch.block_q)
-    heads = p.heads_kv if over_keys else p.heads_q
+    heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
         constants += (("SCORE", chain(p.score)),)
@@ -142,7 +148,49 @@ def _call(
         *(value for name, value in integers(p).items() if name in kernel.arg_names),
         *tail,
     )
-    return KernelCall(kernel, (tiles * p.batch * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
+    return KernelCall(kernel, (_tiles(p, launch, which) * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
+
+
+def _all_tokens(p: AttentionProblem) -> AttentionProblem:
+    """The problem for a pass that treats all rows of the tensors alike, whatever items they belong to."""
+    score: tuple[Any, ...] = ()
+    return replace(p, batch=p.slabs, seqlen_q=p.span_q, seqlen_k=p.span_k, lengths=ALIKE, score=score)
+
+
+def _tiles(p: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """Tiles of a pass for one head, of all items together."""
+    length, block = (p.span_k, launch.block_k) if which in ("keys", "fused") else (p.span_q, launch.block_q)
+    return most_tiles(length, p.batch, block, p.lengths.varlen)
+
+
+class _Schedules:
+    """The schedules that the passes of a plan take their tiles from, each made once."""
+
+    def __init__(self, p: AttentionProblem):
+        self.problem, self.made = p, dict[Any, Pointer]()
+        self.buffers: list[Buffer] = []
+        self.calls: list[KernelCall] = []
+
+    def of(self, which: Pass, launch: Launch) -> Pointer | None:
+        """The schedule of a pass; None where all items are alike."""
+        p = self.problem
+        if not p.lengths.ragged:
+            return None
+        over_keys = which in ("keys", "fused")
+        key = over_keys, launch.block_k if over_keys else launch.block_q
+        if key not in self.made:
+            count = _tiles(p, launch, which)
+            self.made[key] = Pointer(f"schedule.{len(self.made)}")
+            self.buffers.append(Buffer(self.made[key].name, (count, getattr(RECORD, "value", RECORD)), "int32", "scratch"))
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
+            constants = dict(
+                BLOCK=key[1], OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
+                VARLEN=p.lengths.varlen, CHUNK=256,
+            )  # fmt: skip
+            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
+            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
+        return self.made[key]
 
 
 def _pointer(name: Any) -> Any:
@@ -169,7 +217,9 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
                 entries.append((0, None))
                 continue
             if captured.index is None:
-                buffers.append(Buffer(f"partial.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
+                heads = p.heads_q if p.lengths.ragged else p.batch * p.heads_q
+                tiles_here = tiles if p.lengths.ragged else tiles // max(p.batch, 1)
+                buffers.append(Buffer(f"partial.{i}.{j}", (heads, tiles_here), "fp32", "scratch"))
                 entries.append((slots, Pointer(f"partial.{i}.{j}")))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
@@ -184,7 +234,7 @@ def _exact(p: AttentionProblem) -> bool:
 
 
 def _stats_shape(p: AttentionProblem) -> tuple[int, ...]:
-    return (p.batch, p.heads_q, 2, p.seqlen_q)
+    return (p.slabs, p.heads_q, 2, p.span_q)
 
 
 def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
@@ -198,7 +248,7 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
     }  # added to by the kernels, like dq in the fused fp32 pass
     if adds_into_dq:
         zeroed.add("dq")
-    padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
+    padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    rows = Buffer("rows", (p.batch, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
+    rows = Buffer("rows", (p.slabs, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

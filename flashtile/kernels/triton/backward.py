@@ -9,81 +9,99 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
+from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, visible
-from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
+from flashtile.kernels.lib.memory import (
+    column_offset,
+    head_offset,
+    hold,
+    inside,
+    load_tile,
+    row_offset,
+    store_tile,
+    tile_offsets,
+)
 from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
+from flashtile.kernels.lib.varlen import RECORD, assign_tile, first_padded, slab
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, heads, T: tl.constexpr):
+def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
     which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
-    padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
+    padded to whole tiles by item, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
     +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
     lie in rows of their own.
-    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q).
+    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, batch_head = assign(tl.cdiv(seqlen_q, BLOCK_Q), 1, False)
-    batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
-    out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    out = load_tile(out_head, strides[0], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    dout = load_tile(dout_head, strides[1], 0, seqlen_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    tile, head, item, _ = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    batch, row = slab(item, T), tile * BLOCK_Q
+    out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
+    dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(item.first_q + row, strides[1])
+    out = load_tile(out_head, strides[0], 0, item.q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    dout = load_tile(dout_head, strides[1], 0, item.q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
     delta = tl.sum(out.to(WIDE) * dout.to(WIDE), 1).to(tl.float32)
     if T.lone:
         delta = tl.zeros([BLOCK_Q], tl.float32)
     index = row + tl.arange(0, BLOCK_Q)
-    here = index < seqlen_q
+    here = index < item.q
+    token = item.first_q + index
     dlse = tl.zeros([BLOCK_Q], tl.float32)
     if in_ptrs[3] is not None:
         dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        dlse = tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
-    rows = rows_ptr + rows_offset(batch_head, seqlen_q, T)
+        dlse = tl.load(dlse_head + token.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    rows = rows_ptr + rows_offset(item, head, strides[3], T)
+    written = index < tl.cdiv(item.span_q, BLOCK_Q) * BLOCK_Q  # none of a tile that a schedule has no item for
+    per_head = (batch * heads + head).to(tl.int64)
     if T.exact:
         rows += index
-        stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
+        stats = in_ptrs[4] + per_head * (2 * seqlen_q) + token
         level = tl.load(stats, mask=here, other=float("-inf"))
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
-        tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
-        tl.store(rows + padded_rows(seqlen_q), delta)
-        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, 1.0 / total))
-        tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
+        tl.store(rows, tl.where(level == float("-inf"), float("inf"), level), mask=written)
+        tl.store(rows + strides[3][2], delta, mask=written)
+        tl.store(rows + 2 * strides[3][2], tl.where(total == 0.0, 0.0, 1.0 / total), mask=written)
+        tl.store(rows + 3 * strides[3][2], -dlse, mask=written)
     else:
         delta -= dlse
-        level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
+        level = tl.load(in_ptrs[2] + per_head * seqlen_q + token, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
         if not T.prescale:
             level *= LOG2E
-        tl.store(rows + 2 * index, level)
-        tl.store(rows + 2 * index + 1, delta)
+        tl.store(rows + 2 * index, level, mask=written)
+        tl.store(rows + 2 * index + 1, delta, mask=written)
 
 
 @jit
-def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
-    """Elements from the start of `rows` to those of a head."""
-    count = 4 if T.exact else 2
-    return batch_head.to(tl.int64) * (count * padded_rows(seqlen_q))
+def rows_offset(item, head, strides, T: tl.constexpr):
+    """Elements from the start of `rows` to those of an item and head; strides of rows."""
+    padded = first_padded(item, T).to(tl.int64)
+    if not T.exact:
+        padded = 2 * padded
+    return slab(item, T).to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + padded
 
 
 @jit
-def load_rows(rows_ptr, batch_head, start, seqlen_q, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of a tile of queries from `start`, a multiple of block_q."""
+def load_rows(rows_ptr, strides, start, T: tl.constexpr):
+    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of a tile of queries from `start`, a multiple of block_q.
+
+    rows_ptr: those of an item and head; strides of rows.
+    """
     BLOCK_Q: tl.constexpr = T.block_q
-    rows, index = rows_ptr + rows_offset(batch_head, seqlen_q, T), tl.arange(0, BLOCK_Q)
+    index = tl.arange(0, BLOCK_Q)
     if T.exact:
-        rows += start + index
-        level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
-        norm, slip = tl.load(rows + 2 * padded_rows(seqlen_q)), tl.load(rows + 3 * padded_rows(seqlen_q))
+        rows = rows_ptr + start + index
+        level, delta = tl.load(rows), tl.load(rows + strides[2])
+        norm, slip = tl.load(rows + 2 * strides[2]), tl.load(rows + 3 * strides[2])
         return level, delta, norm, slip
     else:
         # The hint is what lets a thread's neighbouring rows come in one load: `start` counts a loop and carries none.
-        rows = tl.multiple_of(rows + 2 * start, 16)
+        rows = tl.multiple_of(rows_ptr + 2 * start, 16)
         pairs = tl.load(rows + tl.arange(0, 2 * BLOCK_Q))
         level, delta = tl.split(tl.reshape(pairs, [BLOCK_Q, 2]))
         return level, delta, tl.full(level.shape, 1.0, tl.float32), tl.zeros_like(level)
@@ -114,7 +132,8 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column).
+    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column). Pointers stand at
+    the item's first row; strides of q, k, v, dout, dq, rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
@@ -124,13 +143,13 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
         member = (start - walk[0]) // walk[1]
         start = tl.multiple_of(start - member * walk[1], BLOCK_Q)
         head = place[1] * sizes.group + member
-    q_ptr = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(start, strides[0])
-    dout_ptr = in_ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(start, strides[3])
+    q_ptr = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
+    dout_ptr = in_ptrs[1] + column_offset(head, strides[3]) + row_offset(start, strides[3])
     first, end = seen[0] - start, seen[1] - start
     q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(in_ptrs[4], batch * sizes.heads + head, start, sizes.q, T)
+    level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
     at = locate(batch, head, index[None, :], place[2], sizes)
     keep = visible(index[None, :], place[2], sizes, band, T)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
@@ -143,7 +162,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     dk = add_product(dk, ds, q_parts, T)
     if T.adds_dq:
         share = add_product(tl.zeros([BLOCK_Q, COLUMNS], tl.float32), transposed(ds, T), k, T)
-        target = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(start, strides[4])
+        target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
         if T.exact:  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
             share = share * scale
@@ -153,23 +172,25 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                            T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+                            schedule_ptr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
     """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
     in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, float32 zeroed, or None; dk; dv);
-    strides of q, k, v, dout, dq, dk, dv.
+    strides of q, k, v, dout, dq, rows, dk, dv.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    sizes, band, heads_kv = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), heads // group
-    tile, batch_head = assign(tl.cdiv(seqlen_k, BLOCK_K), T.swizzle, T.last_first)
-    batch, head_kv, column = batch_head // heads_kv, batch_head % heads_kv, tile * BLOCK_K
-    shift = seqlen_k - seqlen_q
-    first, last = column - shift, tl.minimum(column + BLOCK_K, seqlen_k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
-    if column + BLOCK_K > seqlen_k:  # keys beyond the end: no tile of queries is free of masking
+    band, heads_kv = (left, right), heads // group
+    tile, head_kv, item, _ = assign_tile(schedule_ptr, seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
+    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
+    column, shift, queries = tile * BLOCK_K, item.k - item.q, item.q
+    if T.ragged:
+        queries = tl.where(column < item.k, item.q, 0)
+    first, last = column - shift, tl.minimum(column + BLOCK_K, item.k) - 1 - shift
+    lo, full_lo, full_hi, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
+    if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
         full_lo = hi
         full_hi = hi
     seen_from = 0
@@ -177,9 +198,9 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         seen_from = tl.maximum(first - right, 0)
     seen = (seen_from, hi)
 
-    keys_here = seqlen_k - column
-    k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column, strides[1])
-    v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column, strides[2])
+    keys_here, column_k = item.k - column, item.first_k + column
+    k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
+    v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
     key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
     if T.left:
         key_first = tl.maximum(shift - left - column, 0)
@@ -194,29 +215,37 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     k, v = aligned_parts(k, T), aligned_parts(v, T)
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
-    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
+    place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None])
+    start_ptrs = (
+        in_ptrs[0] + batch.to(tl.int64) * strides[0][0] + row_offset(item.first_q, strides[0]),
+        in_ptrs[3] + batch.to(tl.int64) * strides[3][0] + row_offset(item.first_q, strides[3]),
+        in_ptrs[4] + rows_offset(item, head_kv * 0, strides[5], T),
+    )
     dq_ptr = grad_ptrs[0]
+    if T.adds_dq:
+        dq_ptr += batch.to(tl.int64) * strides[4][0] + row_offset(item.first_q, strides[4])
     members = group if T.grouped else 1
     if T.right or T.pads_keys:
         before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
         for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
-            dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, before, start, scale, band,
+            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, before, start, scale, band,
                               score_args, True, T, SCORE)  # fmt: skip
     inner = (full_lo, full_hi - full_lo)
     for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, inner, start, scale, band,
+        dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, inner, start, scale, band,
                           score_args, False, T, SCORE)  # fmt: skip
     after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
     for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, after, start, scale, band,
+        dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, after, start, scale, band,
                           score_args, True, T, SCORE)  # fmt: skip
 
+    keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
-        dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[5]) + row_offset(column, strides[5])
-        store_tile(dk_tile, strides[5], dk * scale, keys_here, T.head_dim, BLOCK_K, T.columns)
+        dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[6]) + row_offset(column_k, strides[6])
+        store_tile(dk_tile, strides[6], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
-        dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[6]) + row_offset(column, strides[6])
-        store_tile(dv_tile, strides[6], dv, keys_here, T.head_dim_v, BLOCK_K, T.columns_v)
+        dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
+        store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)
 
 
 @jit
@@ -256,8 +285,9 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                               grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq.
+                               grad_args, schedule_ptr, T: tl.constexpr, SCORE: tl.constexpr,
+                               CAPTURED: tl.constexpr):  # fmt: skip
+    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq, rows.
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
     far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
@@ -268,23 +298,24 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr = in_ptrs
-    sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
-    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-    tile, batch_head = assign(tiles, T.swizzle, T.last_first)
-    batch, head = batch_head // heads, batch_head % heads
-    row, shift = tile * BLOCK_Q, seqlen_k - seqlen_q
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
+    band = (left, right)
+    tile, head, item, unit = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
+    row, shift, keys = tile * BLOCK_Q, item.k - item.q, item.k
+    if T.ragged:
+        keys = tl.where(row < item.q, item.k, 0)
+    first, last = row + shift, tl.minimum(row + BLOCK_Q, item.q) - 1 + shift
+    lo, full_lo, full_hi, hi = key_range(first, last, keys, left, right, T.left, T.right, BLOCK_K)
     seen_from = 0
     if T.left:
         seen_from = tl.maximum(first - left, 0)
     seen = (seen_from, hi)
 
-    rows_here = seqlen_q - row
-    q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
-    k_head = k_ptr + head_offset(batch, head // group, strides[1])
-    v_head = v_ptr + head_offset(batch, head // group, strides[2])
+    rows_here, row_q = item.q - row, item.first_q + row
+    q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
+    dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
+    k_head = k_ptr + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
+    v_head = v_ptr + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
     q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
     dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     if T.held > 0:
@@ -293,13 +324,14 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
         dout = hold(dout, T.columns_v)
     q, dout = aligned_parts(q, T), aligned_parts(dout, T)
     index = row + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(rows_ptr, batch_head, row, seqlen_q, T)
+    rows_ptr += rows_offset(item, head, strides[5], T)
+    level, delta, norm, slip = load_rows(rows_ptr, strides[5], row, T)
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
         off = (tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
-    place = (batch, head, index[:, None])
+    place = (item.batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     if T.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
@@ -314,12 +346,14 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     if T.corrects:
         dq -= off[0][:, None] * off[1]
         totals -= off[0][:, None] * off[2]
-        tl.store(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 3 * padded_rows(seqlen_q) + index, slip + off[0])
+        tl.store(rows_ptr + 3 * strides[5][2] + index, slip + off[0], mask=index < item.q)
     if T.slots > 0:
-        store_totals(tl.sum(totals, 0), batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)
+        store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
-        dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row, strides[4])
-        store_tile(dq_tile, strides[4], dq * scale, rows_here, T.head_dim, BLOCK_Q, T.columns)
+        if T.ragged:  # rows that do not count may have met an infinite key
+            dq = tl.where((index < item.q)[:, None], dq, 0.0)
+        dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row_q, strides[4])
+        store_tile(dq_tile, strides[4], dq * scale, item.span_q - row, T.head_dim, BLOCK_Q, T.columns)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -334,12 +368,21 @@ def attention_convert(source_ptr, target_ptr, strides, seqlen_q, heads, scale, T
     store_tile(target, strides[1], value * scale, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns)
 
 
-@jit
-def sum_partials(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
-    """target[i] = the sum of source[i, :count], in a fixed order."""
+@jit(do_not_specialize=["count", "heads"])
+def sum_partials(source_ptr, schedule_ptr, target_ptr, count, heads, BLOCK: tl.constexpr):
+    """target[i] = the sum of source[i, :count], in a fixed order, for i over items and heads.
+
+    With a schedule source is (heads, count), a number for each record, and those of the item are summed.
+    """
     row = tl.program_id(0).to(tl.int64)
+    source = source_ptr + row * count
+    if schedule_ptr is not None:
+        source = source_ptr + row % heads * count
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, count, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        total += tl.load(source_ptr + row * count + column, mask=column < count, other=0.0)
+        mine = column < count
+        if schedule_ptr is not None:
+            mine = mine & (tl.load(schedule_ptr + column * RECORD + 1, mask=mine, other=-1) == row // heads)
+        total += tl.load(source + column, mask=mine, other=0.0)
     tl.store(target_ptr + row, tl.sum(total))

@@ -88,7 +88,7 @@ IEEE: dict[int, tuple[Launch, ...]] = {
 
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes."""
-    band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
+    band = problem.band
     mask = {(False, False): "full", (False, True): "causal", (True, False): "left", (True, True): "window"}[
         (band.left is not None, band.right is not None)
     ]

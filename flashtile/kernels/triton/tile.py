@@ -62,6 +62,8 @@ class Tile:
     adds_dq: bool  # the pass over keys adds its share of dq
     corrects: bool = False  # the pass over queries finds what delta is off by
     held: int = 0  # as in Launch
+    ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
+    varlen: bool = False  # items lie one after another
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
@@ -85,15 +87,15 @@ def wants_parts(problem: AttentionProblem) -> bool:
     4096 causal, 12 heads of 64: forward 2.9 ms instead of 3.0, fused backward 7.4 instead of 9.7). Beyond head_dim 128 the
     matrix units' truncation is a bias that no number of elements evens out.
     """
-    large = min(problem.seqlen_q, problem.seqlen_k) >= 1024
+    large = min(problem.span_q, problem.span_k) >= 1024
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     return problem.dtype is DType.FP32 and problem.precision == "tf32x3" and (wide or not large)
 
 
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
-    band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
-    lone = problem.seqlen_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    band, lengths = problem.band, problem.lengths
+    lone = problem.span_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -104,7 +106,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=which in ("keys", "fused") and problem.seqlen_k % launch.block_k != 0,
+        pads_keys=which in ("keys", "fused") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=bool(problem.score) or problem.dtype is DType.FP32 or problem.scale_value <= 0,
         exact=problem.dtype is DType.FP32,
         precision=PRODUCTS[problem.precision],
@@ -115,5 +117,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         adds_dq=which == "fused",
         corrects=corrects and not lone,
         held=launch.held,
+        ragged=lengths.ragged,
+        varlen=lengths.varlen,
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )
