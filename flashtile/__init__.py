@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashtile.spec.options import Options
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
-    from flashtile.torch.varlen import attention_varlen
+    from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,9 @@ _HOMES = {
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
-    "attention_varlen": "flashtile.torch.varlen",
+    "attention_kvpacked": "flashtile.torch.layouts",
+    "attention_qkvpacked": "flashtile.torch.layouts",
+    "attention_varlen": "flashtile.torch.layouts",
     "explain": "flashtile.explanation",
     "use_tuning": "flashtile.kernels.triton.choose",
 }
@@ -52,6 +54,8 @@ __all__ = [
     "Score",
     "Softcap",
     "attention",
+    "attention_kvpacked",
+    "attention_qkvpacked",
     "attention_varlen",
     "explain",
     "use_tuning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.lengths import Given, given_lengths
+from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.run import DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -57,20 +59,17 @@ def attention(
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
     given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
-    out, lse = attend(*prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given), q, k, v)
+    call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given)
+    out, lse = attend(call, others, q, k, v)
     return (out, lse) if return_lse else out
 
 
-def attend(
-    call: PreparedCall, captured: tuple[torch.Tensor, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a prepared call, differentiable where a gradient is wanted."""
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
-    ):
+def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a prepared call, differentiable where a gradient is wanted. packs: q, k, v as `call.packing` has them."""
+    if torch.is_grad_enabled() and (any(t.requires_grad for t in packs) or any(t.requires_grad for t in others)):
         call.require_backward()
-        return _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
-    out, lse, *_ = call.forward(q, k, v, captured)
+        return _Attention.apply(call, *packs, *others)  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
+    out, lse, *_ = call.forward(packs, others)
     return out, lse
 
 
@@ -88,6 +87,7 @@ class PreparedCall:
         self.kept = tuple(b.name for b in self.plan.named("output"))  # out, lse, and what else the backward wants
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
+        self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -100,23 +100,31 @@ class PreparedCall:
             dispatch.select(problem, self.place, self.options.backend, self.options.backward)
             self.differentiable.add(deterministic)
 
-    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Tensors:
-        tensors = {"q": q, "k": k, "v": v}
-        if captured:
-            tensors.update(zip(self.names, captured, strict=True))
+    def packed(self, packing: Packing) -> PreparedCall:
+        """The same call of tensors that hold q, k and v as parts."""
+        found = self.packings.get(packing)
+        if found is None:
+            found = self.packings[packing] = copy(self)
+            found.packing, found.bound_backward = packing, {}
+        return found
+
+    def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> Tensors:
+        tensors = self.packing.unpack(packs)
+        if others:
+            tensors.update(zip(self.names, others, strict=True))
         return tensors
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def forward(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The plan's outputs, `kept` in order: out and lse first."""
-        tensors = self.tensors(q, k, v, captured)
+        tensors = self.tensors(packs, others)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
         self.bound_forward.run(tensors)
         return [tensors[name] for name in self.kept]
 
-    def backward(self, tensors: Tensors, wanted: frozenset[str], deterministic: bool) -> Tensors:
+    def backward(
+        self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
+    ) -> Tensors:
         dout, dlse = tensors["dout"], tensors.get("dlse")
         key = (wanted, deterministic, _layout(dout), None if dlse is None else _layout(dlse))
         bound = self.bound_backward.get(key)
@@ -126,17 +134,21 @@ class PreparedCall:
                 problem = replace(problem, deterministic=True)
             gradients = Gradients(wanted, dlse is not None)
             plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
-            bound = self.bound_backward[key] = Bound(plan, tensors, self.device)
+            packed = [
+                PackedGradient(pack, tensor)
+                for pack, tensor in zip(self.packing.packs, packs, strict=True)
+                if len(pack.parts) > 1 and wanted.issuperset(pack.parts)
+            ]
+            bound = self.bound_backward[key] = Bound(plan, tensors, self.device, packed)
         return bound.run(tensors)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: PreparedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor
-    ) -> Any:
-        kept = call.forward(q, k, v, captured)
-        ctx.save_for_backward(q, k, v, *captured, *kept)
+    def forward(ctx: Any, call: PreparedCall, *given: torch.Tensor) -> Any:
+        count = len(call.packing.packs)
+        kept = call.forward(given[:count], given[count:])
+        ctx.save_for_backward(*given, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return kept[0], kept[1]
@@ -155,23 +167,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
-        q, k, v, *rest = ctx.saved_tensors
-        captured, kept = rest[: len(call.names)], rest[len(call.names) :]
+        names = call.packing.names
+        packs, rest = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        others, kept = rest[: len(call.names)], rest[len(call.names) :]
         if dout is None:
             if dlse is None:
-                return (None,) * (4 + len(captured))
-            dout = torch.zeros((), dtype=q.dtype, device=q.device).expand(kept[0].shape)
-        tensors = call.tensors(q, k, v, captured)
+                return (None,) * (1 + len(packs) + len(others))
+            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
+        tensors = call.tensors(packs, others)
         tensors.update(zip(call.kept, kept, strict=True), dout=dout.resolve_neg())
         if dlse is not None:
             tensors["dlse"] = dlse.resolve_neg()
-        wanted = frozenset(name for name, need in zip("qkv", ctx.needs_input_grad[1:4], strict=True) if need)
+        needs = ctx.needs_input_grad[1:]
+        wanted = frozenset("".join(name for name, need in zip(names, needs, strict=False) if need))
         deterministic = call.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        call.backward(tensors, wanted, deterministic)
-        given = [tensors[f"d{name}"] if name in wanted else None for name in "qkv"]
-        for name, tensor, need in zip(call.names, captured, ctx.needs_input_grad[4:], strict=True):
+        call.backward(tensors, packs, wanted, deterministic)
+        given = [tensors[f"d{name}"] if need else None for name, need in zip(names, needs, strict=False)]
+        for name, tensor, need in zip(call.names, others, needs[len(names) :], strict=True):
             given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
         return (None, *given)
 
