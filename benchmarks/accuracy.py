@@ -104,7 +104,7 @@ def launches_of(case: Case, device: torch.device) -> list[tuple[Any, KernelLaunc
         q, k, v, case.causal, case.window, case.mask, case.modifiers(leaves), case.scale, case.options("triton")
     )
     tensors = {n: t for n, t in tensors.items() if n not in leaves}
-    tensors.update(call.tensors(q, k, v, [t.detach() for t in captured]))
+    tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")
     found = []
     for plan in (call.plan, dispatch.plan_backward(call.problem, call.place, gradients, "triton", case.backward)):

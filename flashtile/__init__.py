@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
+    from flashtile.predicate.dilated import Dilated
+    from flashtile.predicate.document import Document
+    from flashtile.predicate.key_padding import KeyPadding
+    from flashtile.predicate.prefix import Prefix
     from flashtile.score.alibi import Alibi
     from flashtile.score.softcap import Softcap
     from flashtile.spec.attention import AttentionProblem
     from flashtile.spec.mask import Band
     from flashtile.spec.options import Options
+    from flashtile.spec.predicate import Predicate
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
+    from flashtile.torch.blocks import Blocks
     from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 __version__ = "0.1.0"
@@ -27,11 +33,17 @@ _HOMES = {
     "Alibi": "flashtile.score.alibi",
     "AttentionProblem": "flashtile.spec.attention",
     "Band": "flashtile.spec.mask",
+    "Blocks": "flashtile.torch.blocks",
     "Captured": "flashtile.spec.score",
+    "Dilated": "flashtile.predicate.dilated",
+    "Document": "flashtile.predicate.document",
     "InvalidProblem": "flashtile.errors",
+    "KeyPadding": "flashtile.predicate.key_padding",
     "NotSupported": "flashtile.errors",
     "Options": "flashtile.spec.options",
     "Position": "flashtile.spec.score",
+    "Predicate": "flashtile.spec.predicate",
+    "Prefix": "flashtile.predicate.prefix",
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
@@ -46,11 +58,17 @@ __all__ = [
     "Alibi",
     "AttentionProblem",
     "Band",
+    "Blocks",
     "Captured",
+    "Dilated",
+    "Document",
     "InvalidProblem",
+    "KeyPadding",
     "NotSupported",
     "Options",
     "Position",
+    "Predicate",
+    "Prefix",
     "Score",
     "Softcap",
     "attention",

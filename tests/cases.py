@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Options, Softcap
+from flashtile import Alibi, Band, Blocks, Dilated, Document, KeyPadding, Options, Prefix, Softcap
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
@@ -21,6 +21,60 @@ MODIFIERS: dict[str, tuple[Callable[[int, int], tuple[int, ...]] | None, Callabl
     "softcap30": (None, lambda _: Softcap(30.0)),
     "alibi": (lambda batch, heads: (heads,), Alibi),
     "alibi-per-batch": (lambda batch, heads: (batch, heads), Alibi),
+}
+
+
+def ids(case: Case, seqlen: int, device: torch.device) -> torch.Tensor:
+    """Documents of a few keys each, also in pieces, other ones in every item: int32 (items, seqlen)."""
+    generator = torch.Generator().manual_seed(seqlen)
+    starts = torch.rand((case.items, seqlen), generator=generator) < 0.1
+    return (starts.cumsum(1) % 3).to(device, torch.int32)
+
+
+def table(case: Case, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    shape = (case.items, case.heads_q, -(-case.seqlen_q // rows), -(-case.seqlen_k // columns))
+    return (torch.rand(shape, generator=generator) < 0.5).to(device)
+
+
+def documents(case: Case, device: torch.device) -> Document:
+    return Document(ids(case, case.seqlen_q, device), ids(case, case.seqlen_k, device))
+
+
+def holes(case: Case, device: torch.device) -> KeyPadding:
+    keep = torch.rand((case.items, case.seqlen_k), generator=torch.Generator().manual_seed(5)) < 0.6
+    return KeyPadding(keep.to(device))
+
+
+def prefixes(case: Case, device: torch.device) -> Prefix:
+    return Prefix(torch.arange(3, 3 + 11 * case.items, 11, dtype=torch.int32, device=device))
+
+
+def blocks(case: Case, device: torch.device, mask: Any, size: tuple[int, int]) -> Blocks:
+    return Blocks.build(mask, case.seqlen_q, case.seqlen_k, batch=case.items, heads=1, block_size=size, device=device)
+
+
+# Masks by name, made for a case and a device.
+MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
+    "document": documents,
+    "document-causal": lambda case, device: documents(case, device) & Band(right=0),
+    "prefix": lambda case, device: prefixes(case, device) | Band(right=0),
+    "dilated": lambda case, device: Dilated(3) & Band(left=30, right=0),
+    "global-and-dilated": lambda case, device: (
+        Dilated(3) & Band(left=30, right=0) | Prefix(torch.full((case.items,), 4, dtype=torch.int32, device=device))
+    ),
+    "holes": holes,
+    "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
+    "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),
+    "document-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)),
+    "holes-blocks": lambda case, device: blocks(case, device, holes(case, device), (32, 32)),
+    "prefix-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(right=0), (32, 64)),
+    "band-blocks": lambda case, device: blocks(case, device, Band(left=40, right=3), (64, 32)),
+    "joined-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)) & Band(right=9) | Dilated(8),
+    "table": lambda case, device: Blocks.from_block_mask(table(case, 128, 128, device), case.seqlen_q, case.seqlen_k),
+    "flash-attn-v1": lambda case, device: Blocks.from_block_mask(
+        table(case, 16, 256, device), case.seqlen_q, case.seqlen_k, block_size=(16, 256)
+    ),
 }
 
 
@@ -44,7 +98,7 @@ class Case:
     dtype: str = "fp32"
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
-    mask: Band | None = None
+    mask: Band | str | None = None  # a Band, or the name of one of MASKS
     score: tuple[str, ...] = ()
     scale: float | None = None
     layout: Literal["bshd", "bhsd", "packed", "gaps"] = "bshd"
@@ -74,8 +128,12 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that `attention`, the reference and the plain computation share, `score` aside."""
-        return {"causal": self.causal, "window": self.window, "mask": self.mask, "scale": self.scale}
+        """Keyword arguments that `attention`, the reference and the plain computation share, `score` and mask aside."""
+        return {"causal": self.causal, "window": self.window, "scale": self.scale}
+
+    def masks(self, device: torch.device) -> dict[str, Any]:
+        """The mask as a keyword argument."""
+        return {"mask": MASKS[self.mask](self, device) if isinstance(self.mask, str) else self.mask}
 
     def options(self, backend: str) -> Options:
         return Options(backend=backend, backward=self.backward, deterministic=self.deterministic, precision=self.precision)
@@ -247,6 +305,23 @@ def _lengths_of_items() -> Iterator[Case]:
     yield replace(padded, name="padded-nothing", used_k=(0, 0, 0), upstream="lse")
 
 
+def _predicates() -> Iterator[Case]:
+    base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
+    yield from variants(*dtypes(replace(base, name="mask-document", mask="document")))
+    for i, name in enumerate(MASKS):
+        yield replace(base, name=f"mask-{name}", mask=name, backward=("split", "fused")[i % 2])
+        yield replace(base, name=f"mask-{name}-fp16", mask=name, dtype="fp16", seqlen_q=70, seqlen_k=40)
+    large = replace(base, batch=1, seqlen_q=140, seqlen_k=160, heads_q=2, heads_kv=1, dtype="fp16")
+    yield from variants(replace(large, name="mask-large-document-blocks", mask="document-blocks", causal=True))
+    yield from variants(replace(large, name="mask-large-flash-attn-v1", mask="flash-attn-v1"))
+    rich = replace(base, score=("softcap", "alibi-per-batch"), causal=True)
+    yield from variants(replace(rich, name="mask-scores", mask="document"))
+    yield from variants(replace(rich, name="mask-scores-blocks", mask="prefix-blocks", dtype="fp16"))
+    yield replace(rich, name="mask-window", mask="holes", causal=False, window=(20, 10), layout="bhsd")
+    yield replace(base, name="mask-padded", mask="document-causal", used_q=(50, 13), used_k=(40, 0))
+    yield from variants(replace(base, name="mask-varlen", batch=1, mask="prefix", cu_q=(0, 20, 20, 50), cu_k=(0, 30, 40, 66)))
+
+
 def _precisions() -> Iterator[Case]:
     for precision in ("ieee", "tf32"):
         yield Case(f"precision-{precision}", precision=precision, causal=True)
@@ -254,7 +329,19 @@ def _precisions() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for group in (_heads, _head_dims, _lengths, _masks, _scores, _scales, _gradients, _layouts, _lengths_of_items, _precisions)
+    for group in (
+        _heads,
+        _head_dims,
+        _lengths,
+        _masks,
+        _scores,
+        _scales,
+        _gradients,
+        _layouts,
+        _lengths_of_items,
+        _predicates,
+        _precisions,
+    )
     for case in group()
 )
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

@@ -25,7 +25,9 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
     for name, leaf in leaves.items():
         leaf.requires_grad_(not (case.fixed_slopes and name.startswith("score")))
     inputs = (leaves["q"], leaves["k"], leaves["v"])
-    out, lse = function(*inputs, score=case.modifiers(leaves), **case.arguments, **case.lengths(leaves["q"].device), **extra)
+    place = leaves["q"].device
+    given = {**case.arguments, **case.masks(place), **case.lengths(place), **extra}
+    out, lse = function(*inputs, score=case.modifiers(leaves), **given)
     flows = {"out": (out, tensors["dout"]), "lse": (lse, tensors["dlse"])}
     flowing = [flows[name] for name in ("out", "lse") if case.upstream in (name, "both")]
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}

@@ -29,7 +29,7 @@ def problem_of(case: Case, inputs: list[torch.Tensor], arguments: dict[str, Any]
 @pytest.mark.parametrize("backend", [backend.name for backend in dispatch.BACKENDS])
 def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
-    arguments, options = {**case.arguments, "score": case.modifiers(tensors)}, case.options(backend)
+    arguments, options = {**case.arguments, **case.masks(place), "score": case.modifiers(tensors)}, case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem = problem_of(case, inputs, arguments, options)
     reasons = dispatch.backend_named(backend).unsupported(problem, device_of(place), case.backward)

@@ -18,6 +18,7 @@ from flashtile._triton import tile_layout
 from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 
+INTEGERS = {"int32": "i32", "int8": "i8", "uint8": "u8", "bool": "i1"}  # as Triton's signature language spells them
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
 
 
@@ -56,7 +57,7 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
             dtype = buffers[arg.name].dtype
-            return "*" + ("i32" if dtype == "int32" else dtype)
+            return "*" + INTEGERS.get(dtype, dtype)
         if isinstance(arg, Descriptor):
             return descriptor_type(arg, buffers[arg.name].dtype)
         if isinstance(arg, float):

@@ -16,6 +16,17 @@ def integers(p: AttentionProblem) -> dict[str, int]:
     }  # fmt: skip
 
 
+def mask_args(p: AttentionProblem) -> tuple[Any, ...]:
+    """Per predicate its scalars, then pointer and strides of each tensor."""
+    chained: list[tuple[Any, ...]] = []
+    for i, leaf in enumerate(p.leaves):
+        tensors: list[Any] = []
+        for j in range(len(leaf.tensors)):
+            tensors += [Pointer(f"mask.{i}.{j}"), Strides(f"mask.{i}.{j}")]
+        chained.append((*leaf.scalars, *tensors))
+    return tuple(chained)
+
+
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     """Per modifier its scalars, then pointer and strides of each captured tensor."""
     chained: list[tuple[Any, ...]] = []

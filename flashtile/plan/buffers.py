@@ -21,14 +21,29 @@ def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v, the captured tensors `score.I.J`, and those that hold the items' lengths."""
+    """q, k, v, the tensors `score.I.J` of modifiers and `mask.I.J` of predicates, and those that hold the items' lengths."""
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
         for i, spec in enumerate(p.score)
         for j, tensor in enumerate(spec.tensors)
     ]
+    blocks = [Buffer(name, shape, "int32", "input") for name, shape in block_shapes(p).items()]
     lengths = [Buffer(n, (p.batch + n.startswith("cu_"),), "int32", "input") for n in p.lengths.tensors]
-    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *lengths)
+    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *mask_buffers(p), *blocks, *lengths)
+
+
+def mask_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
+    """The tensors of predicates."""
+    return tuple(
+        Buffer(f"mask.{i}.{j}", shape, dtype, "input")
+        for i, leaf in enumerate(p.leaves)
+        for j, (shape, dtype) in enumerate(leaf.tensors)
+    )
+
+
+def block_shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """Of the block lists' tensors, by name; none where there are no lists."""
+    return {} if p.blocks is None else p.blocks.shapes(p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
 
 
 def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:

@@ -103,7 +103,7 @@ class Plan:
     def scratch_bytes(self) -> int:
         total = 0
         for b in self.named("scratch"):
-            size = 4 if b.dtype in ("fp32", "int32") else 2
+            size = {"fp32": 4, "int32": 4, "int8": 1}.get(b.dtype, 2)
             for n in b.shape:
                 size *= n
             total += size

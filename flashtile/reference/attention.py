@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.mask import Band
+from flashtile.spec.predicate import Joined, normal_form
 from flashtile.spec.score import Position, Score
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Mask = tuple[Band, tuple[tuple[Any, ...], ...]]  # as `normal_form` has it
 
 
 def attention_reference(
@@ -21,13 +23,13 @@ def attention_reference(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     **lengths: torch.Tensor | None,
 ) -> Pair:
     """(out, lse) of `flashtile.attention`, or with cu_seqlens_q of `attention_varlen`, in float64; laid out as those are."""
-    return _attend_items(q.double(), k.double(), v.double(), make_mask(causal, window, mask), score, scale, lengths)
+    return _attend_items(q.double(), k.double(), v.double(), normal_form(causal, window, mask), score, scale, lengths)
 
 
 def attention_plain(
@@ -37,13 +39,13 @@ def attention_plain(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     **lengths: torch.Tensor | None,
 ) -> Pair:
     """(out, lse) as a few lines of PyTorch compute them in the inputs' own dtype: what the accuracy rule measures against."""
-    return _attend_items(q, k, v, make_mask(causal, window, mask), score, scale, lengths)
+    return _attend_items(q, k, v, normal_form(causal, window, mask), score, scale, lengths)
 
 
 def items(
@@ -67,12 +69,12 @@ def items(
 
 
 def _attend_items(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score: Sequence[Score], scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, score: Sequence[Score], scale: float | None,
     lengths: Mapping[str, torch.Tensor | None],
 ) -> Pair:  # fmt: skip
     """Each item by itself; 0 and -inf where there is none."""
     if all(tensor is None for tensor in lengths.values()):
-        return _attend(q, k, v, band, score, scale)
+        return _attend(q, k, v, mask, score, scale)
     varlen = lengths.get("cu_seqlens_q") is not None
     if varlen:
         q, k, v = q[None], k[None], v[None]
@@ -81,36 +83,54 @@ def _attend_items(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf) + nothing
     places = items(q, k, lengths)
     for i, (rows, keys) in enumerate(places):
-        values, sums = _attend(q[rows], k[keys], v[keys], band, score, scale, (i, len(places)))
+        values, sums = _attend(q[rows], k[keys], v[keys], mask, score, scale, (i, len(places)))
         out[rows], lse[rows[0], :, rows[1]] = values, sums
     return (out[0], lse[0]) if varlen else (out, lse)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, score: Sequence[Score], scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, score: Sequence[Score], scale: float | None,
     item: tuple[int, int] | None = None,
 ) -> Pair:  # fmt: skip
     """`item` = (index, count) of the one item that q, k, v are, where a batch is taken apart."""
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     group = heads_q // heads_kv
-    keep = visible(band, seqlen_q, seqlen_k, q.device)
-    sees, seen = keep.any(1), keep.any(0)
+    at, items_here = positions(batch, heads_q, seqlen_q, seqlen_k, q.device), batch
+    if item is not None:
+        at, items_here = at._replace(batch=at.batch + item[0]), item[1]
+    keep = visible(mask[0], seqlen_q, seqlen_k, q.device) & holds(mask[1], at, (items_here, heads_q))
+    keep = keep.expand(batch, heads_q, seqlen_q, seqlen_k)
+    sees, seen = keep.any(3), keep.any(2)
     # What nobody looks at may hold NaN, and 0 * NaN is NaN: replace it. The gradient there becomes exactly 0.
-    q = q.masked_fill(~sees[:, None, None], 0.0).transpose(1, 2)
-    k, v = (t.masked_fill(~seen[:, None, None], 0.0).transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    q = q.transpose(1, 2).masked_fill(~sees[..., None], 0.0)
+    k, v = (t.transpose(1, 2).repeat_interleave(group, 1).masked_fill(~seen[..., None], 0.0) for t in (k, v))
 
     scores = q @ k.transpose(2, 3) * (1.0 / math.sqrt(head_dim) if scale is None else scale)
-    at = positions(batch, heads_q, seqlen_q, seqlen_k, q.device)
-    if item is not None:
-        at = at._replace(batch=at.batch + item[0])
     for modifier in score:
-        tensors = modifier.tensors(batch if item is None else item[1], heads_q)
+        tensors = modifier.tensors(items_here, heads_q)
         scores = type(modifier).apply(scores, at, modifier.scalars(), tensors).to(q.dtype)
     # A row that sees nothing would be exp(-inf - -inf): give it finite scores first, then discard them.
-    scores = scores.masked_fill(~keep, -math.inf).masked_fill(~sees[:, None], 0.0)
+    scores = scores.masked_fill(~keep, -math.inf).masked_fill(~sees[..., None], 0.0)
     lse = torch.logsumexp(scores, -1) if seqlen_k else scores.sum(-1)
     p = torch.softmax(scores, -1).masked_fill(~keep, 0.0)
     return (p @ v).transpose(1, 2), lse.masked_fill(~sees, -math.inf)
+
+
+def holds(terms: tuple[tuple[Any, ...], ...], at: Position, rows: tuple[int, int]) -> torch.Tensor:
+    """Where one of a mask's terms holds; everywhere where there is none."""
+    if not terms:
+        return torch.ones((), dtype=torch.bool, device=at.row.device)
+    found = torch.zeros((), dtype=torch.bool, device=at.row.device)
+    for term in terms:
+        every = torch.ones_like(found)
+        for leaf in term:
+            if isinstance(leaf, Band):
+                left, right = (math.inf if b is None else b for b in (leaf.left, leaf.right))
+                every = every & (at.q - at.k <= left) & (at.k - at.q <= right)
+            else:
+                every = every & leaf.apply(at, leaf.scalars(), leaf.tensors(*rows))
+        found = found | every
+    return found
 
 
 def visible(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> torch.Tensor:

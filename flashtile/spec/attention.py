@@ -10,9 +10,11 @@ from functools import cached_property
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
+from flashtile.spec.predicate import PredicateSpec, Where, parse_where, spell_where
 from flashtile.spec.score import ScoreSpec
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
@@ -28,6 +30,8 @@ class AttentionProblem:
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
+    `where` narrows the mask: an "or" of "and"s of predicates, one of which must hold; empty where nothing must.
+    `blocks`: the mask comes with lists of its blocks, which repeat what `mask` and `where` say.
     `lengths` says whether items differ in length. Where they do, seqlen_q and seqlen_k are the longest that they may be;
     varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
@@ -48,6 +52,8 @@ class AttentionProblem:
     deterministic: bool = False
     returns_lse: bool = False
     lengths: Lengths = ALIKE
+    where: Where = ()
+    blocks: BlockSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -62,6 +68,11 @@ class AttentionProblem:
             raise InvalidProblem(f"dtype is {self.dtype!r}; it must be one of {', '.join(d.value for d in DType)}.")
         if not isinstance(self.mask, Band):
             raise InvalidProblem(f"mask is a {type(self.mask).__name__}; it must be a flashtile mask such as Band.")
+        terms = self.where if isinstance(self.where, tuple) else ((None,),)
+        if not all(isinstance(t, tuple) and t and all(isinstance(s, PredicateSpec) for s in t) for t in terms):
+            raise InvalidProblem(f"where is {self.where!r}; it must be a tuple of tuples of PredicateSpec, none of them empty.")
+        if not (self.blocks is None or isinstance(self.blocks, BlockSpec)):
+            raise InvalidProblem(f"blocks is {self.blocks!r}; it must be a BlockSpec or None.")
         if not isinstance(self.lengths, Lengths):
             raise InvalidProblem(f"lengths is {self.lengths!r}; it must be a Lengths.")
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
@@ -100,6 +111,11 @@ class AttentionProblem:
         return self.scale
 
     @property
+    def leaves(self) -> tuple[PredicateSpec, ...]:
+        """All predicates, in order."""
+        return tuple(leaf for term in self.where for leaf in term)
+
+    @property
     def slabs(self) -> int:
         """The size of the tensors' first axis."""
         return 1 if self.lengths.varlen else self.batch
@@ -125,7 +141,7 @@ class AttentionProblem:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """Visible scores; at most so many where items differ in length."""
+        """Visible scores; at most so many where items differ in length or a predicate hides more."""
         items, q, k = self.batch, self.seqlen_q, self.seqlen_k
         if self.lengths.varlen:  # as if all tokens were in items of the greatest length: there cannot be more
             q, k = min(q, self.span_q), min(k, self.span_k)
@@ -169,6 +185,10 @@ class AttentionProblem:
         if self.returns_lse:
             parts.append("lse")
         parts += self.lengths.spell()
+        if self.where:
+            parts.append("where=" + spell_where(self.where))
+        if self.blocks is not None:
+            parts.append(f"blocks={self.blocks.block_q}x{self.blocks.block_k}")
         return f"attention({','.join(parts)})"
 
     @staticmethod
@@ -212,6 +232,11 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(score=tuple(ScoreSpec.parse(s) for s in re.split(r"(?<=\))\+", value)))  # not the + of 1e+16
     if name == "scale":
         return dict(scale=float(value))
+    if name == "blocks":
+        block_q, block_k = (int(n) for n in value.split("x"))
+        return dict(blocks=BlockSpec(block_q, block_k))
+    if name == "where":
+        return dict(where=parse_where(value))
     if name == "varlen":
         total_q, total_k = (int(n) for n in value.split("x"))
         return dict(total_q=total_q, total_k=total_k)

@@ -12,12 +12,15 @@ import torch
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import block_shapes
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
+from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.lengths import Given, given_lengths
+from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.run import DTYPES, Bound, device_of
 
@@ -31,7 +34,7 @@ def attention(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     seqused_q: torch.Tensor | None = None,
@@ -44,7 +47,8 @@ def attention(
     q: (batch, seqlen_q, heads_q, head_dim); k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16 or fp32, any strides; heads_q a multiple of heads_kv.
     causal, window = (left, right), mask: which keys a query sees, together by `&`. Positions are aligned bottom-right:
-        query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded.
+        query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded. A mask is a `Band` or
+        a predicate such as `Document(ids)`, or several joined by `&` and `|`.
     score: modifiers such as `Softcap(30.0)` or `Alibi(slopes)`, applied to the scaled scores in the order given.
     scale: factor of q k^T, 1 / sqrt(head_dim) by default.
     seqused_q, seqused_k: how many of each item's queries and keys count, int32 (batch,): the rest is padding, never
@@ -79,7 +83,8 @@ class PreparedCall:
     def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
         self.problem, self.options, self.device = problem, options, device
         self.names = tuple(f"score.{i}.{j}" for i, s in enumerate(problem.score) for j in range(len(s.tensors)))
-        self.names += problem.lengths.tensors
+        self.names += tuple(f"mask.{i}.{j}" for i, leaf in enumerate(problem.leaves) for j in range(len(leaf.tensors)))
+        self.names += (*block_shapes(problem), *problem.lengths.tensors)
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
@@ -219,10 +224,14 @@ def prepare(
     Everything is validated at first sight of a layout.
     """
     captured: tuple[torch.Tensor, ...] = ()
+    plain_mask, predicates = mask, None
     try:
+        if isinstance(mask, Joined):
+            predicates = predicates_of(causal, window, mask, *_rows(q, given))
+            plain_mask = predicates.key()
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), mask, scale, type(scale), options,
+            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), plain_mask, scale, type(scale), options,
             return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
         if window is not None:
@@ -243,6 +252,8 @@ def prepare(
             if len(_CALLS) >= _MOST_CALLS:
                 _CALLS.clear()
             _CALLS[key] = call
+    if isinstance(mask, Joined):
+        captured += (predicates or predicates_of(causal, window, mask, *_rows(q, given))).flat
     if given is not None:
         captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
         if q.device.type == "cpu":
@@ -297,11 +308,21 @@ def make_problem(
         seqlen_q, seqlen_k = (
             n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
         )
+    where, blocks = (), None
+    if not isinstance(mask, Joined):
+        band = make_mask(causal, window, mask)
+    else:
+        predicates = predicates_of(causal, window, mask, batch, q.shape[2])
+        predicates.check(q.device)
+        where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
+        if blocks is not None and predicates.mask.seqlens != (q.shape[1], k.shape[1]):
+            made = " x ".join(map(str, predicates.mask.seqlens))
+            raise InvalidProblem(f"the mask's blocks are for {made} scores; they must be for {q.shape[1]} x {k.shape[1]}.")
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
+        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
         score=_score_specs(score, q, batch), scale=scale, precision=options.precision,
-        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths,
+        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
     )  # fmt: skip
     return problem, options
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from flashtile.spec.mask import Band
     from flashtile.spec.options import Options
+    from flashtile.spec.predicate import Joined
     from flashtile.spec.score import Score
 
 
@@ -34,7 +35,7 @@ class Arguments(TypedDict, total=False):
 
     causal: bool
     window: tuple[int | None, int | None] | None
-    mask: Band | None
+    mask: Band | Joined | None
     score: Sequence[Score]
     scale: float | None
     return_lse: bool

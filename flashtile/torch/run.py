@@ -21,7 +21,7 @@ from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_stri
 from flashtile.torch.packing import PackedGradient
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32}
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32, "int8": torch.int8}
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
 DIRECT_LAUNCH = (

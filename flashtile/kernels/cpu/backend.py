@@ -14,6 +14,7 @@ from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
+from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Score
 
 DELEGATED = "cpu: delegates to torch's flash attention"
@@ -40,6 +41,9 @@ class CpuBackend:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
         if variant == "fused":
             reasons.append("backward is 'fused'; the CPU has one backward, 'split'")
+        for leaf in problem.leaves:
+            if leaf.kind.apply is Predicate.apply:
+                reasons.append(f"predicate {leaf.kind.name} has no `apply`, its formula in PyTorch")
         for spec in problem.score:
             if spec.kind.apply is Score.apply:
                 reasons.append(f"score modifier {spec.kind.name} has no `apply`, its formula in PyTorch")
@@ -70,7 +74,7 @@ BACKEND = CpuBackend()
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
+    if p.score or p.where or p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 

@@ -38,7 +38,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch = score_dtype(p), Scratch()
     modifiers = Modifiers(p, tensors, wide)
-    for strip in strips(p, first_batch):
+    for strip in strips(p, tensors, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         for rows in strip.runs():
             q = rows.load(tensors["q"], wide).mul_(p.scale_value)
@@ -74,7 +74,7 @@ def _attend(
         made.mul_(decay)
         if len(tiles) == 1:  # as plain PyTorch does; fewer roundings at the size of the sum
             prob.div_(_or_one(total))
-        scratch.add_product(made, scratch.cast("operand", prob, v.dtype), v[:, tile.keys])
+        scratch.add_product(made, scratch.cast("operand", prob, v.dtype), rows.some_keys(v, tile))
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
@@ -85,7 +85,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
     modifiers = Modifiers(p, tensors, wide)
-    for strip in strips(p, first_batch):
+    for strip in strips(p, tensors, first_batch):
         wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
         k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
         dk, dv = (t.new_zeros(t.shape, dtype=wide) if name in made else None for name, t in (("dk", k), ("dv", v)))
@@ -98,20 +98,21 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
                 keys = tile.keys
                 prob, saved = _probabilities(rows, tile, modifiers, scratch, given, wide_k[:, keys], whole)
                 if dv is not None:
-                    scratch.add_product(dv[:, keys], scratch.cast("operand", prob, dtype).mT, given.dout)
+                    scratch.add_product(dv[:, keys], scratch.cast("operand", prob, dtype).mT, rows.some_rows(given.dout, tile))
                 if outputs == ("dv",):
                     continue
-                dp = scratch.product("dp", given.dout, v[:, keys].mT)
+                dp = scratch.product("dp", given.dout, rows.some_keys(v, tile).mT)
                 delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
                 ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
                 if saved is not None:
                     ds = modifiers.pull(saved, rows.by_head(ds)).reshape(ds.shape)
+                if saved is not None or p.where:
                     rows.hide(ds, tile, 0.0)
                 ds = scratch.cast("operand", ds.mul_(p.scale_value), dtype)
                 if dk is not None:
-                    scratch.add_product(dk[:, keys], ds.mT, given.q)
+                    scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile))
                 if dq is not None:
-                    scratch.add_product(dq, ds, k[:, keys])
+                    scratch.add_product(dq, ds, rows.some_keys(k, tile))
             if dq is not None:
                 rows.of(made["dq"]).copy_(rows.by_head(dq))
         if dk is not None:

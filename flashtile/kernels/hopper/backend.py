@@ -55,6 +55,10 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
         if p.lengths.ragged:
             reasons.append("items differ in length; supported are batches of one length")
+        if p.where:
+            reasons.append("the mask has predicates; supported are bands")
+        if p.blocks is not None:
+            reasons.append("the mask has block lists; supported are bands")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

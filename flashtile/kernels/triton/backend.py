@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from flashtile import _triton
+from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain
 from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
-from flashtile.plan.arguments import integers, score_args
+from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
@@ -45,6 +46,11 @@ class TritonBackend:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
+        if problem.blocks is not None and problem.lengths.ragged:
+            reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+        for leaf in problem.leaves:
+            if not hasattr(leaf.kind, "visible"):
+                reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
         for spec in problem.score:
             if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
                 reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
@@ -61,7 +67,7 @@ class TritonBackend:
         call = _call(
             attention_forward, p, launch, "forward",
             (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
-            tail=(p.scale_value, score_args(p), schedules.of("forward", launch)),
+            tail=(p.scale_value, score_args(p), _region(p, schedules.of("forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
         return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
@@ -99,9 +105,9 @@ class TritonBackend:
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", (inputs, dq),
+                bwd.attention_backward_queries, p, launch, "queries", ((*inputs, dq),),
                 ("q", "k", "v", "dout", dq or "q", "rows"),
-                tail=(p.scale_value, score_args(p), capture.args, schedule), slots=capture.slots, corrects=corrects,
+                tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
         if wants_keys:
@@ -111,7 +117,7 @@ class TritonBackend:
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p), schedules.of(key_pass, launch)),
+                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
@@ -140,6 +146,8 @@ def _call(
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
         constants += (("SCORE", chain(p.score)),)
+    if "MASK" in kernel.arg_names:
+        constants += (("MASK", predicates(p)),)
     if "CAPTURED" in kernel.arg_names:
         constants += (("CAPTURED", captures(p.score)),)
     args = (
@@ -151,10 +159,19 @@ def _call(
     return KernelCall(kernel, (_tiles(p, launch, which) * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages)
 
 
+def _region(p: AttentionProblem, schedule: Pointer | None, over_keys: bool = False) -> tuple[Any, ...]:
+    """What kernels call `region`: all that says where there are scores, besides lengths and band."""
+    if p.blocks is None:
+        return schedule, mask_args(p), None
+    side = "k" if over_keys else "q"
+    names = f"blocks.count_{side}", f"blocks.index_{side}"
+    return schedule, mask_args(p), tuple(arg for name in names for arg in (Pointer(name), Strides(name)))
+
+
 def _all_tokens(p: AttentionProblem) -> AttentionProblem:
     """The problem for a pass that treats all rows of the tensors alike, whatever items they belong to."""
     score: tuple[Any, ...] = ()
-    return replace(p, batch=p.slabs, seqlen_q=p.span_q, seqlen_k=p.span_k, lengths=ALIKE, score=score)
+    return replace(p, batch=p.slabs, seqlen_q=p.span_q, seqlen_k=p.span_k, lengths=ALIKE, where=(), blocks=None, score=score)
 
 
 def _tiles(p: AttentionProblem, launch: Launch, which: Pass) -> int:

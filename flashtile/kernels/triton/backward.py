@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes, assign
-from flashtile.kernels.lib.mask import key_range, visible
+from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
 from flashtile.kernels.lib.memory import (
     column_offset,
     head_offset,
@@ -24,6 +24,7 @@ from flashtile.kernels.lib.memory import (
 from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.lib.varlen import RECORD, assign_tile, first_padded, slab
+from flashtile.kernels.triton.blocks import block_list, block_start
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -127,12 +128,21 @@ def beyond_mean(dout, v, delta, slip, T: tl.constexpr):
 
 
 @jit
-def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, start, scale, band, score_args,
-             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+def seen_parts(k, keep, T: tl.constexpr):
+    """The parts of a key tile, 0 in keys that no query of this tile sees."""
+    if T.parts:
+        return zero_unseen(k[0], keep, 1), zero_unseen(k[1], keep, 1), zero_unseen(k[2], keep, 1)
+    else:
+        return (zero_unseen(k[0], keep, 1),)
+
+
+@jit
+def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, start, scale, band, score_args,
+             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column). Pointers stand at
+    ends = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column). Pointers stand at
     the item's first row; strides of q, k, v, dout, dq, rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -145,13 +155,15 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
         head = place[1] * sizes.group + member
     q_ptr = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     dout_ptr = in_ptrs[1] + column_offset(head, strides[3]) + row_offset(start, strides[3])
-    first, end = seen[0] - start, seen[1] - start
+    first, end = ends[0] - start, ends[1] - start
     q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
     level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
     at = locate(batch, head, index[None, :], place[2], sizes)
-    keep = visible(index[None, :], place[2], sizes, band, T)
+    keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = product(k, transposed(q_parts, T), T)
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
@@ -161,6 +173,8 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
     if T.adds_dq:
+        if MASKED and T.predicate:
+            k = seen_parts(k, keep, T)
         share = add_product(tl.zeros([BLOCK_Q, COLUMNS], tl.float32), transposed(ds, T), k, T)
         target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
@@ -172,7 +186,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                            schedule_ptr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+                            region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
     in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, float32 zeroed, or None; dk; dv);
@@ -182,8 +196,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    band, heads_kv = (left, right), heads // group
-    tile, head_kv, item, _ = assign_tile(schedule_ptr, seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
+    band, heads_kv = (left, right, region[1]), heads // group
+    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift, queries = tile * BLOCK_K, item.k - item.q, item.q
     if T.ragged:
@@ -193,10 +207,13 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
         full_lo = hi
         full_hi = hi
+    if T.predicate:  # any tile may be visible in part
+        full_lo = lo
+        full_hi = lo
     seen_from = 0
     if T.right:
         seen_from = tl.maximum(first - right, 0)
-    seen = (seen_from, hi)
+    ends = (seen_from, hi)
 
     keys_here, column_k = item.k - column, item.first_k + column
     k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
@@ -225,19 +242,33 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if T.adds_dq:
         dq_ptr += batch.to(tl.int64) * strides[4][0] + row_offset(item.first_q, strides[4])
     members = group if T.grouped else 1
-    if T.right or T.pads_keys:
-        before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
-        for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
-            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, before, start, scale, band,
-                              score_args, True, T, SCORE)  # fmt: skip
-    inner = (full_lo, full_hi - full_lo)
-    for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, inner, start, scale, band,
-                          score_args, False, T, SCORE)  # fmt: skip
-    after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
-    for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, seen, place, after, start, scale, band,
-                          score_args, True, T, SCORE)  # fmt: skip
+    if T.blocks_q > 0:
+        PER: tl.constexpr = T.blocks_q // BLOCK_Q
+        whole = (0, tl.cdiv(seqlen_q, T.blocks_q) * T.blocks_q)
+        for member in tl.range(0, members):
+            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.blocks_k)
+            for step in tl.range(0, partial * PER):
+                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
+                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+            for step in tl.range(partial * PER, visited * PER):
+                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
+                                  score_args, False, T, SCORE, MASK)  # fmt: skip
+    else:
+        if T.right or T.pads_keys:
+            before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
+            for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, before, start, scale, band,
+                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+        inner = (full_lo, full_hi - full_lo)
+        for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
+            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, inner, start, scale, band,
+                              score_args, False, T, SCORE, MASK)  # fmt: skip
+        after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
+        for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
+            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, after, start, scale, band,
+                              score_args, True, T, SCORE, MASK)  # fmt: skip
 
     keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
@@ -249,20 +280,23 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
 
 
 @jit
-def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
+def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
                score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
-               CAPTURED: tl.constexpr):  # fmt: skip
+               CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq; of totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
-    first, end = seen[0] - start, seen[1] - start
-    k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
-    v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    first, end = ends[0] - start, ends[1] - start
+    k_ptr, v_ptr = kv_ptrs[0] + row_offset(start, strides[1]), kv_ptrs[1] + row_offset(start, strides[2])
+    k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    keep = visible(place[2], key, sizes, band, T)
+    keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
     raw = product(q, transposed(k, T), T)
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
@@ -284,10 +318,12 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                               grad_args, schedule_ptr, T: tl.constexpr, SCORE: tl.constexpr,
-                               CAPTURED: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head. in_ptrs as above; strides of q, k, v, dout, dq, rows.
+def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                               grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+                               MASK: tl.constexpr):  # fmt: skip
+    """One program: dq of one query tile of one head.
+
+    in_ptrs as above, and dq; region as in the forward; strides of q, k, v, dout, dq, rows.
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
     far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
@@ -297,25 +333,29 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr = in_ptrs
-    band = (left, right)
-    tile, head, item, unit = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dq_ptr = in_ptrs
+    band = (left, right, region[1])
+    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row, shift, keys = tile * BLOCK_Q, item.k - item.q, item.k
     if T.ragged:
         keys = tl.where(row < item.q, item.k, 0)
     first, last = row + shift, tl.minimum(row + BLOCK_Q, item.q) - 1 + shift
     lo, full_lo, full_hi, hi = key_range(first, last, keys, left, right, T.left, T.right, BLOCK_K)
+    if T.predicate:  # any tile may be visible in part
+        full_lo = lo
+        full_hi = lo
     seen_from = 0
     if T.left:
         seen_from = tl.maximum(first - left, 0)
-    seen = (seen_from, hi)
+    ends = (seen_from, hi)
 
     rows_here, row_q = item.q - row, item.first_q + row
     q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
     dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
     k_head = k_ptr + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     v_head = v_ptr + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
+    kv_head = (k_head, v_head)
     q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
     dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     if T.held > 0:
@@ -333,16 +373,30 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    if T.left:
-        for start in tl.range(lo, full_lo, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
-    for start in tl.range(full_lo, full_hi, BLOCK_K):
-        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                     start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED)  # fmt: skip
-    for start in tl.range(full_hi, hi, BLOCK_K):
-        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                     start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
+    if T.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
+        PER: tl.constexpr = T.blocks_k // BLOCK_K
+        for step in tl.range(0, partial * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
+                                         scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        for step in tl.range(partial * PER, visited * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
+                                         scale, band, score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    else:
+        if T.left:
+            for start in tl.range(lo, full_lo, BLOCK_K):
+                dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                             start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED,
+                                             MASK)  # fmt: skip
+        for start in tl.range(full_lo, full_hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                         start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED,
+                                         MASK)  # fmt: skip
+        for start in tl.range(full_hi, hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:
         dq -= off[0][:, None] * off[1]
         totals -= off[0][:, None] * off[2]

@@ -97,7 +97,14 @@ def family(problem: AttentionProblem, which: Pass) -> str:
 
 
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
-    """The tile of a pass on a device."""
+    """The tile of a pass on a device; no larger than a block of the mask, where it has lists of them."""
+    launch, blocks = _choose(problem, device, which), problem.blocks
+    if blocks is None:
+        return launch
+    return replace(launch, block_q=min(launch.block_q, blocks.block_q), block_k=min(launch.block_k, blocks.block_k))
+
+
+def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     parts = wants_parts(problem)
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], parts=parts)  # small, so that short sequences still cross tile borders

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashtile._triton import INTERPRETED
+from flashtile.kernels.lib.mask import term_starts
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
@@ -64,6 +65,10 @@ class Tile:
     held: int = 0  # as in Launch
     ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
     varlen: bool = False  # items lie one after another
+    predicate: bool = False  # predicates narrow the mask
+    starts: int = 0  # where their terms begin (`term_starts`)
+    blocks_q: int = 0  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int = 0
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
@@ -119,5 +124,9 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         held=launch.held,
         ragged=lengths.ragged,
         varlen=lengths.varlen,
+        predicate=bool(problem.where),
+        starts=term_starts(problem),
+        blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
+        blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )
