@@ -1,6 +1,7 @@
 """Judges random GPU cases by the accuracy rule of tests/judge.py, and writes what it found.
 
-    python benchmarks/accuracy.py [--cases 2400] [--seed 0] [--dtype fp32 ...] [--output benchmarks/results/accuracy.csv]
+    python benchmarks/accuracy.py [--cases 2400] [--seed 0] [--backend hopper] [--dtype fp32 ...]
+        [--output benchmarks/results/accuracy.csv]
 
 Lengths, batch and upstream gradients are random; dtype, head dims, mask kind, modifiers, heads and backward variant are
 drawn from a bounded set, so that a run compiles a few hundred kernels and no more. Of error ratios to plain PyTorch's the
@@ -15,7 +16,7 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import Gradients
-from flashtile.torch.attention import prepare
-from flashtile.torch.run import Bound, KernelLaunch
+from flashtile.torch.attention import make_problem, prepare
+from flashtile.torch.run import Bound, KernelLaunch, device_of
 from tests.cases import DTYPES, Case, Tensors
 from tests.judge import breaches, expected, measure, measure_lse, run
 
@@ -66,10 +67,24 @@ def draw(number: int, seed: int) -> Case:
     )  # fmt: skip
 
 
-def assess(case: Case, device: torch.device) -> dict[str, Any]:
+def as_hopper_has_it(case: Case) -> Case:
+    """The case with the one backward there is, and slopes that want no gradient."""
+    return replace(case, backward="fused", fixed_slopes=bool(case.score))
+
+
+def refused(case: Case, device: torch.device) -> list[str]:
+    """Why the hopper backend does not run a case."""
+    tensors = case.tensors(device)
+    arguments = {**case.arguments, "score": case.modifiers(tensors)}
+    problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=case.options("hopper"))
+    hopper = dispatch.backend_named("hopper")
+    return hopper.unsupported(problem, device_of(device)) or hopper.unsupported(problem, device_of(device), "fused")
+
+
+def assess(case: Case, device: torch.device, backend: str) -> dict[str, Any]:
     """A row: the errors, and `breach`, which says what broke the rule."""
     tensors = case.tensors(device)
-    got = run("triton", case, tensors)
+    got = run(backend, case, tensors)
     truth, plain = expected(case, tensors)
     row = describe(case)
     for name, exact in truth.items():
@@ -95,19 +110,19 @@ def specialised(arg: Any) -> Any:
     return arg
 
 
-def launches_of(case: Case, device: torch.device) -> list[tuple[Any, KernelLaunch, Tensors]]:
+def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[Any, KernelLaunch, Tensors]]:
     """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
     tensors = case.tensors(device)
-    leaves = {n: t.requires_grad_() for n, t in tensors.items() if n.startswith("score")}
+    leaves = {n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if n.startswith("score")}
     q, k, v = (tensors[n] for n in "qkv")
     call, captured = prepare(
-        q, k, v, case.causal, case.window, case.mask, case.modifiers(leaves), case.scale, case.options("triton")
+        q, k, v, case.causal, case.window, case.mask, case.modifiers(leaves), case.scale, case.options(backend)
     )
     tensors = {n: t for n, t in tensors.items() if n not in leaves}
     tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")
     found = []
-    for plan in (call.plan, dispatch.plan_backward(call.problem, call.place, gradients, "triton", case.backward)):
+    for plan in (call.plan, dispatch.plan_backward(call.problem, call.place, gradients, backend, case.backward)):
         bound = Bound(plan, {b.name: tensors[b.name] for b in plan.named("input")}, device)
         for name, shape, strides, dtype, _ in bound.allocations:
             tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -118,11 +133,11 @@ def launches_of(case: Case, device: torch.device) -> list[tuple[Any, KernelLaunc
     return found
 
 
-def compile_ahead(cases: list[Case], device: torch.device) -> None:
+def compile_ahead(cases: list[Case], device: torch.device, backend: str) -> None:
     """Compile what the cases need, in parallel."""
     needed: dict[Any, tuple[KernelLaunch, Tensors]] = {}
     for case in cases:
-        for identity, launch, tensors in launches_of(case, device):
+        for identity, launch, tensors in launches_of(case, device, backend):
             needed.setdefault(identity, (launch, tensors))
     print(f"{len(needed)} kernels to compile", flush=True)
     with ThreadPoolExecutor() as pool:
@@ -150,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="triton", choices=[backend.name for backend in dispatch.BACKENDS])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, after which no case is begun")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accuracy.csv"))
@@ -157,12 +173,14 @@ def main() -> int:
     device = torch.device("cuda", 0)
     start = time.perf_counter()
     cases = [case for case in (draw(n, chosen.seed) for n in range(chosen.cases)) if case.dtype in chosen.dtype]
-    compile_ahead(cases, device)
+    if chosen.backend == "hopper":
+        cases = [case for case in map(as_hopper_has_it, cases) if not refused(case, device)]
+    compile_ahead(cases, device, chosen.backend)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:
         try:
-            rows.append(assess(case, device))
+            rows.append(assess(case, device, chosen.backend))
         except NotSupported:
             raise
         except RuntimeError as error:

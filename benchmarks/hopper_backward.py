@@ -1,6 +1,6 @@
 """Checks and times tiles of the Hopper backward, beside the backward of SDPA's cuDNN backend.
 
-    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-shares ...] [--output FILE] [--dry]
+    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-stages3 ...] [--output FILE] [--dry]
 
 Every variant first answers small, odd problems against float64, in a process of its own and on poisoned memory: one that
 is wrong, fails or hangs is named and left out. The others are timed in rotation. --dry compiles every variant without a
@@ -60,24 +60,21 @@ class Variant:
         return BACKEND.backward(problem, device, Gradients(dlse=dlse), "fused", self.launch)
 
 
-SHARES = BackwardLaunch()
-OWN_2 = BackwardLaunch(shares=False)
-OWN_3 = BackwardLaunch(consumers=3, shares=False)
-HALVES = BackwardLaunch(shares=False, halves=True)
+WIDE = BackwardLaunch(block_q=128)
+HALVES = BackwardLaunch(halves=True)
 VARIANTS = {
-    "64-own3": Variant(64, OWN_3),
-    "64-own3-stages4": Variant(64, replace(OWN_3, stages=4, stages_dout=4)),
-    "64-own3-deterministic": Variant(64, OWN_3, True),
-    "64-own2": Variant(64, OWN_2),
-    "64-shares": Variant(64, SHARES),
-    "64-shares-128-queries": Variant(64, replace(SHARES, block_q=128)),
-    "128-shares": Variant(128, SHARES),
-    "128-shares-stages3": Variant(128, replace(SHARES, stages=3)),
-    "128-shares-swizzle4": Variant(128, replace(SHARES, swizzle=4)),
-    "128-shares-deterministic": Variant(128, SHARES, True),
-    "128-own": Variant(128, OWN_2),
+    "64-64q": Variant(64, BackwardLaunch()),
+    "64-128q": Variant(64, WIDE),
+    "64-128q-swizzle1": Variant(64, replace(WIDE, swizzle=1)),
+    "64-128q-deterministic": Variant(64, WIDE, True),
+    "64-128q-deterministic-swizzle8": Variant(64, replace(WIDE, swizzle=8), True),
+    "128-stages2": Variant(128, BackwardLaunch()),
+    "128-stages3": Variant(128, BackwardLaunch(stages=3)),
+    "128-stages3-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16)),
+    "128-deterministic": Variant(128, BackwardLaunch(stages=3), True),
+    "128-deterministic-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16), True),
     "256-halves": Variant(256, HALVES),
-    "256-halves-swizzle4": Variant(256, replace(HALVES, swizzle=4)),
+    "256-halves-swizzle16": Variant(256, replace(HALVES, swizzle=16)),
     "256-halves-deterministic": Variant(256, HALVES, True),
 }
 
@@ -175,9 +172,9 @@ def poisoned(shape: Any, strides: Any, **options: Any) -> torch.Tensor:
 EMPTY_STRIDED = torch.empty_strided
 
 
-def check_all(names: list[str], limit_s: float) -> list[str]:
-    """The names of those that are right; the others are printed. All are compiled and run at the same time."""
-    command = [sys.executable, "-u", str(Path(__file__).resolve()), "--check"]
+def check_all(names: list[str], limit_s: float, script: str = __file__) -> list[str]:
+    """The names of those that `script --check` finds right; the others are printed. All run at the same time."""
+    command = [sys.executable, "-u", str(Path(script).resolve()), "--check"]
     children = {
         name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for name in names
     }

@@ -19,7 +19,8 @@ AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
-# three products for one. "ieee" does not use the matrix units, whose peak is the only one known here.
+# three products for one; so does q k^T under "tf32". "ieee" does not use the matrix units, whose peak is the only one
+# known here.
 FP32_RATE = {"tf32": 1 / 2, "tf32x3": 1 / 6}
 
 
@@ -36,9 +37,13 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self.problem.spell(), f"on {_name(self.device)}"]
-        lines += ["", f"forward: {self.forward.backend}", *_pass_lines(self.forward, self.device, "forward")]
+        lines += ["", f"forward: {self.forward.backend}", *_pass_lines(self.forward, self.problem, self.device, "forward")]
         ways = (self.backward.backend, self.backward.variant)
-        lines += ["", f"backward: {', '.join(w for w in ways if w)}", *_pass_lines(self.backward, self.device, "backward")]
+        lines += [
+            "",
+            f"backward: {', '.join(w for w in ways if w)}",
+            *_pass_lines(self.backward, self.problem, self.device, "backward"),
+        ]
         if self.refusals:
             lines += ["", "other backends", *(f"  {name}: {line}" for name, why in self.refusals.items() for line in why)]
         if self.layout:
@@ -156,9 +161,9 @@ def _refusal(backend: Any, problem: AttentionProblem, place: Device, options: Op
     return (f"could run it, but {chosen.name} comes first",)
 
 
-def _pass_lines(plan: Plan, device: Device, direction: Literal["forward", "backward"]) -> list[str]:
+def _pass_lines(plan: Plan, problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> list[str]:
     lines = [_call_line(call) for call in plan.calls] + list(plan.notes)
-    lines.append(_cost_line(plan.problem, device, direction))
+    lines.append(_cost_line(problem, device, direction))
     if any(isinstance(call, KernelCall) for call in plan.calls):
         lines.append(f"scratch {_scaled(plan.scratch_bytes, 'B')}")
     return [f"  {line}" for line in lines]
@@ -176,9 +181,8 @@ def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["fo
     line = f"{_scaled(flops, 'FLOP')}, {_scaled(size, 'B')}"
     if size:
         line += f", {flops / size:.1f} FLOP/B"
-    peak = _peak_tflops(problem, device)
     bounds = {
-        "arithmetic": None if peak is None else flops / (peak * 1e9),
+        "arithmetic": _arithmetic_ms(problem, device, direction),
         "memory": None if device.peak_gbps is None else size / (device.peak_gbps * 1e6),
     }
     known = {name: ms for name, ms in bounds.items() if ms is not None}
@@ -188,11 +192,15 @@ def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["fo
     return f"{line}; roofline {known[name]:.3g} ms, bound by {name}"
 
 
-def _peak_tflops(problem: AttentionProblem, device: Device) -> float | None:
-    if device.peak_tflops is None:
-        return None
-    rate = FP32_RATE.get(problem.precision) if problem.dtype is DType.FP32 else 1.0
-    return None if rate is None else device.peak_tflops * rate
+def _arithmetic_ms(problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> float | None:
+    flops: float = problem.flops(direction)
+    if problem.dtype is DType.FP32:
+        rate = FP32_RATE.get(problem.precision)
+        if rate is None:
+            return None
+        scores = 2 * problem.visible_pairs * problem.head_dim
+        flops = (flops - scores) / rate + scores / FP32_RATE["tf32x3"]
+    return None if device.peak_tflops is None else flops / (device.peak_tflops * 1e9)
 
 
 def _copies(plan: Plan, tensors: dict[str, Any]) -> tuple[str, ...]:

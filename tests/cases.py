@@ -206,7 +206,7 @@ def _head_dims() -> Iterator[Case]:
         dtype = ("fp16", "bf16")[i % 2]
         yield Case(f"head_dim{head_dim}-{dtype}", head_dim=head_dim, dtype=dtype, seqlen_k=70, heads_q=1)
     for head_dim, head_dim_v, dtype in (
-        (16, 40, "fp32"), (40, 16, "fp32"), (100, 8, "fp32"), (1, 256, "fp32"),
+        (16, 40, "fp32"), (40, 16, "fp32"), (64, 32, "fp32"), (33, 17, "fp32"), (100, 8, "fp32"), (1, 256, "fp32"),
         (5, 80, "fp16"), (64, 128, "bf16"), (192, 128, "fp16"),
     ):  # fmt: skip
         case = Case(f"head_dim{head_dim}-v{head_dim_v}", head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, heads_q=1)

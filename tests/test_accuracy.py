@@ -44,3 +44,17 @@ def test_the_floor_is_two_units() -> None:
     assert not list(breaches(case, {"dq": result.float()}, {"dq": exact}, {"dq": plain}))
     assert measure("dq", case, wrong, exact, plain).ratio > 1.5
     assert measure("dq", case, exact, exact, plain).mean_ratio <= 1.0
+
+
+@pytest.mark.parametrize("upstream", ["out", "both"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_slopes_do_not_feel_the_rounding_of_out(
+    place: torch.device, backend: str, variant: str, upstream: str, dtype: str
+) -> None:
+    """Far from the diagonal every row adds what its delta is off by, times its distances."""
+    case = Case("slopes-far", seqlen_q=96, seqlen_k=16, score=("softcap30", "alibi"))
+    case = replace(case, dtype=dtype, upstream=upstream, backward=variant)
+    tensors = case.tensors(place)
+    result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
+    error = measure("dscore.1", case, result["dscore.1"], truth["dscore.1"], plain["dscore.1"])
+    assert error.largest <= 0.1 * error.plain_largest

@@ -32,12 +32,14 @@ def test_case(backend: str, place: torch.device, case: Case) -> None:
     arguments, options = {**case.arguments, **case.masks(place), "score": case.modifiers(tensors)}, case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
     problem = problem_of(case, inputs, arguments, options)
-    reasons = dispatch.backend_named(backend).unsupported(problem, device_of(place), case.backward)
+    asked, device = dispatch.backend_named(backend), device_of(place)
+    reasons = asked.unsupported(problem, device) or asked.unsupported(problem, device, case.backward)  # in the order of use
     if not reasons:
         judge(case, run(backend, case, tensors), *expected(case, tensors))
         return
     assert case.backward in PORTABLE.get(backend, (case.backward,)), reasons
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with pytest.raises(flashtile.NotSupported) as refusal:
-        case.function(*inputs, **arguments, **case.lengths(place), options=options)
+        case.function(*leaves, **arguments, **case.lengths(place), options=options)
     assert refusal.value.reasons == {backend: tuple(reasons)}
     assert all(reason in str(refusal.value) for reason in reasons)

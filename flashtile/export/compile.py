@@ -18,8 +18,9 @@ from flashtile._triton import tile_layout
 from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 
-INTEGERS = {"int32": "i32", "int8": "i8", "uint8": "u8", "bool": "i1"}  # as Triton's signature language spells them
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
+
+INTEGERS = {"int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}  # in Triton's signature language
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import SIZES_BYTES
 
 Role = Literal["input", "output", "scratch"]
 
 
+class Problem(Protocol):
+    """What a plan computes: hashable, without tensors."""
+
+    def spell(self) -> str:
+        """One canonical string."""
+        ...
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that a plan reads or writes. `like` names the input whose memory order an output follows."""
+    """A tensor that a plan reads or writes. `like` names the input whose memory order an output follows.
+
+    `over` names the input that an output is written over, or the output before it that is the same tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -21,6 +32,7 @@ class Buffer:
     role: Role
     like: str | None = None
     zeroed: bool = False
+    over: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class HostCall:
     It allocates them, in any dtype and memory order; the executor converts what is not as its buffer describes.
     """
 
-    function: Callable[[AttentionProblem, dict[str, Any], tuple[str, ...]], dict[str, Any]]
+    function: Callable[[Any, dict[str, Any], tuple[str, ...]], dict[str, Any]]
     outputs: tuple[str, ...]
 
 
@@ -83,7 +95,7 @@ class HostCall:
 class Plan:
     """Buffers and calls, in order. `notes` are the lines that `explain` prints."""
 
-    problem: AttentionProblem
+    problem: Problem
     backend: str
     variant: str
     buffers: tuple[Buffer, ...]
@@ -103,7 +115,7 @@ class Plan:
     def scratch_bytes(self) -> int:
         total = 0
         for b in self.named("scratch"):
-            size = {"fp32": 4, "int32": 4, "int8": 1}.get(b.dtype, 2)
+            size = SIZES_BYTES[b.dtype]
             for n in b.shape:
                 size *= n
             total += size

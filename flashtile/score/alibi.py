@@ -11,16 +11,15 @@ from flashtile.spec.score import Captured, Position, Score
 
 
 @jit
-def alibi_distance(at):
-    return tl.abs(at.q - at.k).to(tl.float32)
+def alibi_add(score, at, args, unit):
+    strides = args[1]
+    slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(tl.float32)
+    return score - (slope * unit) * tl.abs(at.ahead)
 
 
 @jit
 def alibi_forward(score, at, args):
-    strides = args[1]
-    slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(tl.float32)
-    slope = ((at.q - at.k) * 0).to(tl.float32) - slope  # in the shape of a tile: Gluon broadcasts no scalars
-    return tl.fma(slope, alibi_distance(at), score)
+    return alibi_add(score, at, args, 1.0)
 
 
 @jit
@@ -30,7 +29,7 @@ def alibi_backward(grad, score, out, at, args):
 
 @jit
 def alibi_slope_contribution(grad, score, at, args):
-    return -grad * alibi_distance(at)
+    return -grad * tl.abs(at.ahead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +41,7 @@ class Alibi(Score):
     name = "alibi"
     forward = alibi_forward
     backward = alibi_backward
+    add = alibi_add
     captured = (Captured(alibi_slope_contribution),)
 
     def __post_init__(self) -> None:

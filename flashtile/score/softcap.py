@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.spec.score import Position, Score
+from flashtile.spec.score import Curve, Position, Score
 
 
 @jit
@@ -19,6 +19,22 @@ def tanh(x):
     decay = tl.exp2(size * -2.885390081777927)  # exp(-2 |x|)
     far = 1.0 - 2.0 * decay / (1.0 + decay)
     return tl.where(size < 0.6, x + x * square * fit, tl.where(x < 0.0, -far, far))
+
+
+@jit
+def tanh_approximate(x):
+    """The hardware's tanh (sm75 and later), to 2^-11 of the result."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def tanh_derivative(y):
+    return 1.0 - y * y
+
+
+@jit
+def softcap_width(args):
+    return args[0]
 
 
 @jit
@@ -41,6 +57,7 @@ class Softcap(Score):
     name = "softcap"
     forward = softcap_forward
     backward = softcap_backward
+    curve = Curve(tanh, tanh_derivative, softcap_width, tanh_approximate)
 
     def __post_init__(self) -> None:
         Softcap.check((self.cap,))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+SIZES_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "int8": 1, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}  # of plans
+
 
 class DType(str, Enum):
     """Element type of a tensor."""
@@ -14,7 +16,7 @@ class DType(str, Enum):
 
     @property
     def size_bytes(self) -> int:
-        return 4 if self is DType.FP32 else 2
+        return SIZES_BYTES[self.value]
 
     def __str__(self) -> str:
         return self.value

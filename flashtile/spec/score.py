@@ -9,6 +9,11 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
 `at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`.
+
+A modifier that says more of itself costs 16-bit kernels less, because its factors join the exponent's multiply-add: one that
+adds something independent of the score has `add(score, at, args, unit)`, a `@jit` function that returns score + unit * what
+it adds; one that bends the score by a rising curve has `curve`, a `Curve`. Problems whose modifiers are such, a curve at the
+end if at all, are computed by these; all others, and fp32, by `forward` and `backward`.
 """
 
 from __future__ import annotations
@@ -32,6 +37,21 @@ class Position(NamedTuple):
     row: Any  # index of the query, 0 .. seqlen_q - 1
     q: Any  # its aligned position: row + seqlen_k - seqlen_q
     k: Any  # index of the key
+    ahead: Any = None  # k - q in float32; kernels only
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A modifier that makes width * function(score / width) of a score, function rising everywhere. All are `@jit` functions.
+
+    `width(args)`: a positive scalar. `derivative(y)`: function's derivative where its value is y. `approximate`: as
+    `function`, on NVIDIA's GPUs, to 2^-11, which rounding scores to 16 bits costs too: used where the caller does not see lse.
+    """
+
+    function: Callable[..., Any]
+    derivative: Callable[..., Any]
+    width: Callable[..., Any]
+    approximate: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,8 @@ class Score:
     captured: ClassVar[tuple[Captured, ...]] = ()
     forward: ClassVar[Callable[..., Any]]
     backward: ClassVar[Callable[..., Any]]
+    add: ClassVar[Callable[..., Any] | None] = None
+    curve: ClassVar[Curve | None] = None
     kinds: ClassVar[dict[str, type[Score]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.errors import InvalidProblem
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import block_shapes
 from flashtile.spec.attention import AttentionProblem
@@ -19,6 +19,7 @@ from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -162,12 +163,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with torch.no_grad():
             given = _Attention.gradients(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return given
-        # create_graph: whoever differentiates these again must hear that it is not possible, not get a zero
-        made = [g for g in given if g is not None]
-        refusing = iter(_FirstDerivative.apply(ctx.call, *(g.requires_grad_() for g in made)) if made else ())
-        return tuple(None if g is None else next(refusing) for g in given)
+        return first_derivatives(ctx.call, given)
 
     @staticmethod
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -193,21 +189,6 @@ class _Attention(torch.autograd.Function):
         for name, tensor, need in zip(call.names, others, needs[len(names) :], strict=True):
             given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
         return (None, *given)
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """The identity, with a refusal for a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, call: PreparedCall, *grads: torch.Tensor) -> Any:
-        ctx.call = call
-        return tuple(g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call: PreparedCall = ctx.call
-        reason = "gradients of gradients are not implemented"
-        raise NotSupported(f"the second derivative of {call.problem.spell()}", {call.plan.backend: [reason]})
 
 
 _CALLS: dict[Any, PreparedCall] = {}

@@ -21,7 +21,10 @@ from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_stri
 from flashtile.torch.packing import PackedGradient
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32, "int8": torch.int8}
+TORCH_DTYPES = {
+    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+    "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
 DIRECT_LAUNCH = (
@@ -75,6 +78,8 @@ class Bound:
         within = {name: strides for gradient in packed for name, strides in gradient.parts.items()}
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.zeroed: list[str] = []  # of the parts of packed gradients
+        self.over: list[tuple[str, str]] = []
+        self.shared: list[tuple[str, str]] = []
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
         self.staged = [
             (name, staged_strides(inputs[name].shape, inputs[name].element_size())) for name in staged_inputs(plan, inputs)
@@ -83,6 +88,10 @@ class Bound:
         returned = {name for call in plan.calls if isinstance(call, HostCall) for name in call.outputs}
         for buffer in plan.buffers:
             if buffer.role == "input":
+                continue
+            if buffer.over is not None:
+                self.strides[buffer.name] = self.strides[buffer.over]
+                (self.over if buffer.over in inputs else self.shared).append((buffer.name, buffer.over))
                 continue
             like = inputs.get(buffer.like) if buffer.like else None
             strides = within.get(buffer.name) or output_strides(buffer, like, buffer.name in plan.described)
@@ -107,6 +116,8 @@ class Bound:
         for name, shape, strides, dtype, zeroed in self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
+        for name, source in self.over:
+            tensors[name] = tensors[source]
         if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
@@ -115,6 +126,8 @@ class Bound:
     def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for launch in self.launches:
             launch(tensors)
+        for name, source in self.shared:
+            tensors[name] = tensors[source]
         return tensors
 
 
@@ -133,13 +146,18 @@ class HostStep:
 
     def __init__(self, call: HostCall, plan: Plan, strides: dict[str, Any], device: torch.device):
         self.call, self.problem, self.device = call, plan.problem, device
-        self.layouts = {b.name: (strides[b.name], TORCH_DTYPES[b.dtype]) for b in plan.buffers if b.name in call.outputs}
+        made = [b for b in plan.buffers if b.name in call.outputs]
+        self.layouts = {b.name: (strides[b.name], TORCH_DTYPES[b.dtype]) for b in made}
+        self.over = {b.name for b in made if b.over is not None}
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
         if torch.is_autocast_enabled(self.device.type):  # a plan computes the same under a caller's autocast
             with torch.autocast(self.device.type, enabled=False):
                 return self(tensors)
         for name, tensor in self.call.function(self.problem, tensors, self.call.outputs).items():
+            if name in self.over:
+                tensors[name].copy_(tensor)
+                continue
             strides, dtype = self.layouts[name]
             if name in tensors:  # a part of a packed gradient
                 tensors[name].copy_(tensor)

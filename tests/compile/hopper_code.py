@@ -29,6 +29,7 @@ for spelling in sys.argv[1:]:
             "spills": loop.spills,
             "products": loop.count("HGMMA"),
             "exponentials": loop.places("MUFU.EX2"),
+            "curves": loop.places("MUFU.TANH"),
             "waits": loop.places("WARPGROUP.DEPBAR"),
         }
         for loop in matrix_loops(disassemble(compiled))

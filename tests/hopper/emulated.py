@@ -42,7 +42,7 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     overrides = case.get("launch", {})
     if case["pass"] == "forward":
         return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
-    launch = replace(choose_backward(problem), **overrides)
+    launch = replace(choose_backward(problem, H100), **overrides)
     return BACKEND.backward(problem, H100, Gradients(dlse=case.get("dlse", False)), "fused", launch)
 
 

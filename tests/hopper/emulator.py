@@ -18,7 +18,6 @@ import torch
 from tests.hopper import language
 from tests.hopper.machine import Barrier, Block, Memory, NamedBarrier, Product, here
 
-REPORTS = 4  # warps of a role: each reports to a lock (flashtile/kernels/hopper/order.py)
 _DICE = random.Random(0)
 
 
@@ -148,6 +147,17 @@ def tma_store(target: Described, coordinates: list[Any], tile: Memory) -> None:
     here().stores.append(write)
 
 
+def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
+    outside, inside = target.overlap(coordinates)
+    source = tile.tensor.view(target.block)
+    tile.check_fenced()
+
+    def add() -> None:
+        target.tensor[outside] += source[inside]
+
+    here().stores.append(add)
+
+
 def store_wait(pendings: int) -> None:
     stores = here().stores
     while len(stores) > pendings:
@@ -171,15 +181,14 @@ def warpgroup_mma_wait(pendings: int, deps: list[Any]) -> Any:
     return tuple(values) if len(values) > 1 else values[0]
 
 
-def await_turn(lock: language.Pointer, turn: Any) -> None:
+def await_turn(lock: language.Pointer, reports: Any) -> None:
     """Blocks run one after another here: who waits for a later one never goes on."""
-    wanted = int(turn) * REPORTS
-    what = f"turn {int(turn)} of lock {int(lock.offset)}"
-    here().block.wait(lambda: int(language.load(lock)) == wanted, what)
+    what = f"{int(reports)} reports to lock {int(lock.offset)}"
+    here().block.wait(lambda: int(language.load(lock)) == int(reports), what)
 
 
 def report(lock: language.Pointer) -> None:
-    language.store(lock, language.load(lock) + REPORTS)
+    language.store(lock, language.load(lock) + here().warps)
     here().block.pause()
 
 
@@ -203,11 +212,11 @@ def install(seed: int = 0) -> None:
     )
     from flashtile.kernels.hopper import order
 
-    replace(order, await_turn=await_turn, report=report)
+    replace(order, await_turn=await_turn, report=report, adds_done=store_wait)
 
 
 WORDS: tuple[Any, ...] = (
-    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_load, tma_store, warpgroup_mma,
+    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
 

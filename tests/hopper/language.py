@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import Barriers, Memory, Register, here
+from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here
 
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 int32, int64 = torch.int32, torch.int64
@@ -113,12 +113,13 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object 
 
 def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[int]) -> None:
     assert len(parts) - 1 == len(num_warps) == len(num_registers)
-    here().block.specialise(parts)
+    here().block.specialise(parts, [WARPGROUP // 32, *num_warps])
 
 
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **options: Any) -> Any:
-    assert asm == "mov.b32 $0, $1;", f"the emulator does not know {asm}"
-    return args[0]
+    known = {"mov.b32 $0, $1;": plain, "tanh.approx.f32 $0, $1;": torch.tanh}
+    assert asm in known, f"the emulator does not know {asm}"
+    return known[asm](args[0]).as_subclass(Register)
 
 
 def arange(start: int, end: int, layout: object = None) -> torch.Tensor:

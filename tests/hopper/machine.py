@@ -35,8 +35,8 @@ class Abandoned(Exception):
 class Role:
     """A thread of a block: what it waits for, and what it has under way."""
 
-    def __init__(self, block: Block, name: str):
-        self.block, self.name = block, name
+    def __init__(self, block: Block, name: str, warps: int = WARPGROUP // 32):
+        self.block, self.name, self.warps = block, name, warps
         self.baton = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
@@ -73,9 +73,12 @@ class Block:
         for barrier in self.barriers:
             assert not barrier.copies, "the block ends with bulk loads that nobody waited for"
 
-    def specialise(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Run (function, arguments) as roles, side by side, to their end."""
-        self.all_roles = [Role(self, f"{function.__name__} {i}") for i, (function, _) in enumerate(parts)]
+    def specialise(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Sequence[int]) -> None:
+        """Run (function, arguments) as roles of so many warps, side by side, to their end."""
+        self.all_roles = [
+            Role(self, f"{function.__name__} {i}", count)
+            for i, ((function, _), count) in enumerate(zip(parts, warps, strict=True))
+        ]
         self.running = list(self.all_roles)
         threads = [
             threading.Thread(target=self._play, args=(role, *part), daemon=True)

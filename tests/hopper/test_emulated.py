@@ -53,27 +53,30 @@ class Tile:
             yield {"problem": spelling, "pass": direction, "launch": self.launch, "dlse": dlse}
 
 
-OWN = dict(consumers=2, shares=False)
-SHARES_128 = dict(consumers=2, shares=True, block_q=128)
+SMALL = dict(block_q=64)
 FORWARD = {
     "head_dim64": (
         Tile(ALL, 64),
         Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
     ),
     "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3))),
+    "thirds": (
+        Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96),
+        Tile((CAUSAL,), 80, 40),
+    ),
     "wide": (Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256), Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128)),
 }
 BACKWARD = {
     "head_dim64": (
         Tile(ALL, 64),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 64, deterministic=True),
-        Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SHARES_128),
-        Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(OWN, stages=3, swizzle=2)),
+        Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SMALL),
+        Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(SMALL, stages=3, swizzle=2)),
     ),
     "head_dim128": (
         Tile(ALL, 128),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
-        Tile((CAUSAL, SHARED_HEADS), 128, launch=OWN),
+        Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((CAUSAL, MODIFIERS), 80, 40),
     ),
     "wide": (
@@ -113,3 +116,10 @@ def test_a_warpgroup_without_queries_lets_go_of_its_block_s_keys() -> None:
     narrow: Sizes = ("1x130x1", "192x1", ",band=10:0", False)
     blind: Sizes = ("1x130x1", "192x1", ",band=5:-40", False)  # no query sees anything
     judge([*Tile((narrow, blind), 256).cases("forward"), *Tile((LEFT,), 64, launch=dict(groups=3)).cases("forward")])
+
+
+def test_modifiers_in_other_forms() -> None:
+    biased: Sizes = ("1x140x2", "150x2", ",band=:0,score=alibi(1x2:fp32)+softcap(30.0)", False)
+    twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one
+    tile = Tile((biased, twice), 64)
+    judge([*tile.cases("forward"), *tile.cases("backward")])

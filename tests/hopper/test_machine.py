@@ -19,7 +19,7 @@ def run(*roles: Program, before: Program = lambda: None, seed: int = 0) -> None:
 
     def program() -> None:
         before()
-        block.specialise([(role, ()) for role in roles])
+        block.specialise([(role, ()) for role in roles], [4] * len(roles))
 
     block.run(program)
 

@@ -15,7 +15,7 @@ from flashtile.kernels.hopper.tile_backward import (
     padded_queries,
     unseen,
 )
-from flashtile.kernels.lib.score import chain
+from flashtile.kernels.lib.score import chain, form_of
 from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -69,7 +69,7 @@ class HopperBackend:
     def unsupported_backward(self, problem: AttentionProblem, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
         p = problem
-        reasons = ["the backward compiles, but has not been proven on a GPU yet"]
+        reasons: list[str] = []
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
         if unseen(p):
@@ -88,7 +88,8 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_forward(p, device)
-        tile = make_forward_tile(p, launch)
+        form = form_of(p)
+        tile = make_forward_tile(p, launch, form)
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -103,7 +104,7 @@ class HopperBackend:
                 p.scale_value,
                 score_args(p),
             ),
-            (("T", tile), ("SCORE", chain(p.score))),
+            (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
         return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
@@ -121,13 +122,14 @@ class HopperBackend:
         from flashtile.kernels.hopper.rows import attention_dq, attention_rows
 
         p = problem
-        launch = launch or choose_backward(p)
-        tile = make_backward_tile(p, launch)
+        launch = launch or choose_backward(p, device)
+        form = form_of(p, backward=True)
+        tile = make_backward_tile(p, launch, form)
         padded = padded_queries(p)
         counts = integers(p)
         scratch = [
             Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
-            Buffer("dq_sum", (p.batch, p.heads_q, padded, tile.columns), "fp32", "scratch"),
+            Buffer("dq_sum", (1, 1, p.batch * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = ()
         if tile.deterministic:
@@ -159,13 +161,13 @@ class HopperBackend:
                 Descriptor("v", (1, 1, GROUP_ROWS, tile.columns_v)),
                 Descriptor("dout", (1, 1, tile.block_q, tile.columns_v)),
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                (Pointer("dq_sum"), Pointer("dk"), Pointer("dv"), *locks),
-                (Strides("dk"), Strides("dv")),
+                Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                ((Pointer("dq_sum"), Pointer("dk"), Pointer("dv"), *locks), (Strides("dk"), Strides("dv"))),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
                 p.scale_value,
                 score_args(p),
             ),
-            (("T", tile), ("SCORE", chain(p.score))),
+            (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
         calls = [rows, keys]

@@ -13,10 +13,11 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
-from flashtile.kernels.hopper.order import await_turn, report
+from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
+from flashtile.kernels.hopper.visit import walk
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
-from flashtile.kernels.lib.mask import key_range, visible
+from flashtile.kernels.lib.grid import Sizes
+from flashtile.kernels.lib.mask import visible
 from flashtile.kernels.lib.memory import head_offset, row_offset
 from flashtile.kernels.lib.score import locate, probabilities
 
@@ -29,96 +30,29 @@ class Memory:
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor
-    level: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor  # level and delta of every stage
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    shares: gl.shared_memory_descriptor
     keys: Channel
     queries: Channel
     douts: Channel
+    sums: Channel
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, level, delta, p, ds, keys, queries, douts):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, sums):
         self.k = k
         self.v = v
         self.q = q
         self.dout = dout
-        self.level = level
-        self.delta = delta
+        self.rows = rows
         self.p = p
         self.ds = ds
+        self.shares = shares
         self.keys = keys
         self.queries = queries
         self.douts = douts
-
-
-@aggregate
-class Walk:
-    """The key tile of a program and the query tiles that see it, for one query head of the group after another."""
-
-    tile: gl.tensor
-    column: gl.tensor
-    batch: gl.tensor
-    head_kv: gl.tensor
-    lo: gl.tensor
-    full_lo: gl.tensor
-    full_hi: gl.tensor
-    tiles: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, tile, column, batch, head_kv, lo, full_lo, full_hi, tiles):
-        self.tile = tile
-        self.column = column
-        self.batch = batch
-        self.head_kv = head_kv
-        self.lo = lo
-        self.full_lo = full_lo
-        self.full_hi = full_hi
-        self.tiles = tiles
-
-    @gluon.jit
-    def at(self, step, T: gl.constexpr):
-        """(query head, first query) of a step."""
-        if T.group == 1:
-            return self.head_kv, self.lo + step * T.block_q
-        else:
-            return self.head_kv * T.group + step // self.tiles, self.lo + step % self.tiles * T.block_q
-
-    @gluon.jit
-    def turn(self, start, sizes, band, T: gl.constexpr):
-        """How many key tiles add to the query tile at `start` before this one. Blocks only wait for earlier ones.
-
-        Under a right bound the last tile comes first: each begins at its own diagonal, one tile behind the next, so that
-        nobody waits. Without, all begin with the first query that they see, and run one behind the other.
-        """
-        shift = sizes.k - sizes.q
-        if T.right:
-            end = gl.cdiv(gl.maximum(start + T.block_q + shift + band[1], 0), T.block_k)
-            tiles = gl.cdiv(sizes.k, T.block_k)
-            end = gl.where(start + T.block_q > sizes.q, tiles, gl.minimum(end, tiles))
-            return end - 1 - self.tile
-        elif T.left:
-            return self.tile - gl.maximum(start + shift - band[0], 0) // T.block_k
-        else:
-            return self.tile
-
-
-@gluon.jit
-def walk(sizes, band, T: gl.constexpr):
-    BLOCK_Q: gl.constexpr = T.block_q
-    BLOCK_K: gl.constexpr = T.block_k
-    tile, batch_head = assign(gl.cdiv(sizes.k, BLOCK_K), T.swizzle, T.last_first)
-    heads_kv = sizes.heads // T.group
-    column, shift = tile * BLOCK_K, sizes.k - sizes.q
-    first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, sizes.q, band[1], band[0], T.right, T.left, BLOCK_Q)
-    if T.pads_keys:  # keys beyond the end: no tile of queries is free of masking
-        if column + BLOCK_K > sizes.k:
-            full_lo = hi
-            full_hi = hi
-    lo = gl.to_tensor(lo)
-    return Walk(tile, column, batch_head // heads_kv, batch_head % heads_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+        self.sums = sums
 
 
 @gluon.jit
@@ -132,45 +66,13 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: g
         tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
     for step in range(place.tiles * T.group):
         head, start = place.at(step, T)
+        place_of_rows = 2 * memory.queries.at(step)
         bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.level.index(memory.queries.at(step)))
-        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.delta.index(memory.queries.at(step)))
+        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
+        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
         tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
         bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
         tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
-
-
-@gluon.jit
-def add_dq(dq, grad_ptrs, head, start, part, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
-    """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
-
-    Every thread adds 16 contiguous bytes at a time, a warp 512. `rows.attention_dq` is the way back.
-    """
-    COLUMNS: gl.constexpr = T.columns_dq
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
-    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
-    parts = gl.convert_layout(parts, flat, assert_trivial=True)
-    place_of_part = part_of(head, start, part, place, sizes, T)
-    if T.deterministic:
-        turn = place.turn(start, sizes, band, T)
-        await_turn(grad_ptrs[3] + place_of_part, turn if T.splits else turn * T.consumers + W)
-    at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
-    gl.atomic_add(grad_ptrs[0] + at, parts, sem="relaxed")
-
-
-@gluon.jit
-def part_of(head, start, part, place, sizes, T: gl.constexpr):
-    """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
-    PARTS: gl.constexpr = T.columns // T.columns_dq
-    head_rows = (place.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q)
-    return (head_rows + start) // 64 * PARTS + part
-
-
-@gluon.jit
-def report_dq(grad_ptrs, step, part, place, sizes, T: gl.constexpr):
-    """Let the next block add where this one did in `step`."""
-    head, start = place.at(step, T)
-    report(grad_ptrs[3] + part_of(head, start, part, place, sizes, T))
 
 
 @gluon.jit
@@ -262,9 +164,8 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     v = memory.v.index(W).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
     dout = memory.dout.index(memory.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
-    level_rows = memory.level.index(memory.queries.at(step)).reshape([BLOCK_Q])
-    delta_rows = memory.delta.index(memory.queries.at(step)).reshape([BLOCK_Q])
-    part = W if T.splits else 0  # of the query tile's dq: half of the columns, or half of the queries, or all
+    level_rows = memory.rows.index(2 * memory.queries.at(step)).reshape([BLOCK_Q])
+    delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.queries.wait(step)
     raw = starts(level_rows, BLOCK_Q, T)
@@ -272,9 +173,9 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
     memory.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
-    if T.deterministic:
+    if T.deterministic and not T.copies_dq:
         if step > 0:  # late, when the additions have long been performed
-            report_dq(grad_ptrs, step - 1, part, place, sizes, T)
+            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
     first_key = place.column + W * 64
     masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
     level = 0.0
@@ -282,7 +183,7 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     if not T.folds:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -302,27 +203,22 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
 
     ds = ds.to(dtype)
     dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
-    if T.shares:
-        # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
-        memory.ds.index(step % 2 * 2 + W).store(ds)
-        fence_async_shared()
-        named_wait(8, 256)
-        for i in gl.static_range(2):
-            if BLOCK_Q == 64:
-                share = memory.ds.index(step % 2 * 2 + i)
-                keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
-            else:
-                share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
-                keys = memory.k.index(i).reshape([64, COLUMNS])
-            dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
-    else:
-        memory.ds.index(W).store(ds)
-        fence_async_shared()
-        dq_token = warpgroup_mma(memory.ds.index(W).permute((1, 0)), k, dq_token, use_acc=False, is_async=True)
+    # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
+    memory.ds.index(step % 2 * 2 + W).store(ds)
+    fence_async_shared()
+    named_wait(8, 256)
+    for i in gl.static_range(2):
+        if BLOCK_Q == 64:
+            share = memory.ds.index(step % 2 * 2 + i)
+            keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+        else:
+            share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
+            keys = memory.k.index(i).reshape([64, COLUMNS])
+        dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
     memory.douts.release(step)
-    add_dq(dq, grad_ptrs, head, start, part, place, sizes, band, W, T)
+    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.queries.release(step)
     return dk, dv
@@ -347,8 +243,8 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     v = memory.v.index(0).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.queries.at(step)).reshape([64, COLUMNS])
     dout = memory.dout.index(memory.douts.at(step)).reshape([64, COLUMNS_V])
-    level_rows = memory.level.index(memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
-    delta_rows = memory.delta.index(memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    level_rows = memory.rows.index(2 * memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.queries.wait(step)
     raw = starts(level_rows, HALF_Q, T)
@@ -367,7 +263,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    if T.prescale:
+    if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
@@ -391,7 +287,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, grad_ptrs, head, start, W, place, sizes, band, W, T)
+    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     memory.douts.release(step)
     memory.queries.release(step)
@@ -413,9 +309,9 @@ def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.co
             dk, dv = step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
         else:
             dk, dv = step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-    if T.deterministic:
+    if T.deterministic and not T.copies_dq:
         if steps > 0:
-            report_dq(grad_ptrs, steps - 1, W if T.splits else 0, place, sizes, T)
+            report_dq(grad_ptrs, steps - 1, W, place, sizes, T)
     first = 0 if T.halves else W * 64
     column = W if T.halves else 0
     store_keys(grad_ptrs[1], strides[0], dk * scale, first, column * COLUMNS, place, sizes, T.head_dim)
@@ -433,42 +329,47 @@ def store_keys(ptr, strides, value, first, first_column, place, sizes, WIDTH: gl
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, grad_ptrs, strides, seqlen_q, seqlen_k, heads,
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, grads, seqlen_q, seqlen_k, heads,
                        left, right, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
 
-    grad_ptrs = (sum for dq as `rows.attention_rows` cleared it, dk, dv, and locks if T.deterministic); strides of dk, dv.
+    grads = ((sum for dq as `rows.attention_rows` cleared it, dk, dv, and locks if T.deterministic), strides of dk, dv).
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     STAGES: gl.constexpr = T.stages
     STAGES_DOUT: gl.constexpr = T.stages_dout
-    CONSUMERS: gl.constexpr = T.consumers
+    COLUMNS_DQ: gl.constexpr = T.columns_dq
     KEY_TILES: gl.constexpr = T.block_k // 64
-    DS_TILES: gl.constexpr = 4 if T.shares else 2 if T.halves else CONSUMERS  # pyright: ignore[reportAssignmentType]
+    DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
+    grad_ptrs, strides = grads[0], grads[1]
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
         p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    shares = ds
+    if T.copies_dq:
+        shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, COLUMNS_DQ // 4, 256], sum_desc.layout)
     memory = Memory(
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS_V], v_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, COLUMNS], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES_DOUT, 1, 1, BLOCK_Q, COLUMNS_V], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
         p,
         ds,
-        make_channel(1, CONSUMERS),
-        make_channel(STAGES, CONSUMERS),
-        make_channel(STAGES_DOUT, CONSUMERS),
+        shares,
+        make_channel(1, 2),
+        make_channel(STAGES, 2),
+        make_channel(STAGES_DOUT, 2),
+        make_channel(2, 1),
     )
     fence_async_shared()
-    if CONSUMERS == 2:
+    if T.halves:
         gl.warp_specialize([
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
@@ -478,6 +379,6 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, grad_ptrs, 
         gl.warp_specialize([
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
             (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 2, T, SCORE)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+            (add_shares, (sum_desc, grad_ptrs, memory, sizes, band, T)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip

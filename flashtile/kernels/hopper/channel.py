@@ -51,10 +51,20 @@ class Channel:
         return _place(use, self.STAGES)
 
     @gluon.jit
+    def claim(self, use):
+        """Producer: wait until the tile is free."""
+        mbarrier.wait(self.free.index(_place(use, self.STAGES)), _phase(use, self.STAGES) ^ 1)
+
+    @gluon.jit
     def acquire(self, use, BYTES: gl.constexpr):
         """Producer: wait until the tile is free, announce BYTES, and give the barrier that the copies must report to."""
-        mbarrier.wait(self.free.index(_place(use, self.STAGES)), _phase(use, self.STAGES) ^ 1)
+        self.claim(use)
         return self.announce(use, BYTES)
+
+    @gluon.jit
+    def hand_over(self, use):
+        """Producer: say that the tile is there, where no copy reports it."""
+        mbarrier.arrive(self.full.index(_place(use, self.STAGES)), count=1)
 
     @gluon.jit
     def reclaim(self, use):

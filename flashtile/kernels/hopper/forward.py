@@ -27,7 +27,7 @@ from flashtile.kernels.hopper.gluon import (
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.work import Size, assign, turns, walk, within
 from flashtile.kernels.lib.exponential import LN2, LOG2E
-from flashtile.kernels.lib.score import logits
+from flashtile.kernels.lib.score import added, bent, logits, unit
 from flashtile.spec.score import Position
 
 FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is; Triton uses the lower ones
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
 
     acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added
-    top: gl.tensor  # maximum score
+    top: gl.tensor  # maximum score, in units of `unit`
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
 
 
@@ -155,7 +155,7 @@ def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr
             for _ in range(seen.first - loaded.first):
                 skip(mem, use, GROUP, T)
                 use += 1
-        finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, GROUP, T)
+        finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args, GROUP, T, SCORE)
         if not T.staged:
             store_wait(0)
             mem.queries.release(turn * T.groups + GROUP)
@@ -177,15 +177,19 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """The state after the first key tile, without its values."""
+    score = starts(tile, at, size, scale, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
-    score = multiply_keys(mem, use, GROUP, T)
+    score = multiply_keys(score, mem, use, GROUP, T)
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
     top = gl.max(score, 1)
-    factor = exponent_factor(scale, T)
+    if not T.masked:
+        top = bent(top, scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
+    factor = unit(scale, score_args, T, SCORE) * LOG2E
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     return Rows(empty(T), weigh(p, mem, T), top, lane_sums(p, T))
 
@@ -196,20 +200,28 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     """The state after a further key tile; the values of the one before are added meanwhile.
 
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
-    under the exponentials, and probabilities are packed into the registers that the product has just freed.
+    under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
+    add is where the product starts from; a curve is evaluated while the values are being added.
     """
+    score = starts(tile, at, size, scale, score_args, MASKED, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
-    score = multiply_keys(mem, use, GROUP, T)
+    score = multiply_keys(score, mem, use, GROUP, T)
     acc = add_values(rows, mem, use - 1, tile + 1, size, T)
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
-    top = gl.maximum(rows.top, row_max(score, T))
-    factor = exponent_factor(scale, T)
+    top = row_max(score, T)
+    if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
+        top = bent(top, scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
+    top = gl.maximum(rows.top, top)
+    factor = unit(scale, score_args, T, SCORE) * LOG2E
     shift = pivot(top, factor, MASKED, T)
     decay = gl.exp2(rows.top * factor - shift)
+    if T.curved:
+        mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
     acc = settle(acc, T)
     mem.values.release(use - 1)
     p = gl.exp2(score * factor - shift[:, None])
@@ -218,7 +230,8 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
 
 
 @gluon.jit
-def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, GROUP: gl.constexpr, T: gl.constexpr):
+def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args,
+           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values."""
     PARTS_V: gl.constexpr = T.parts_v
     ROWS: gl.constexpr = T.rows
@@ -226,7 +239,7 @@ def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, GROUP: gl.constex
     COLUMNS: gl.constexpr = T.columns_v
     total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
     safe = gl.where(total == 0.0, 1.0, total)
-    lse = (rows.top * exponent_factor(scale, T) + gl.log2(safe)) * LN2
+    lse = (rows.top * (unit(scale, score_args, T, SCORE) * LOG2E) + gl.log2(safe)) * LN2
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
     gl.store(lse_ptr + (at.batch * size.heads + at.head).to(gl.int64) * size.seqlen_q + index, lse, mask=index < size.seqlen_q)
     share = gl.convert_layout(1.0 / safe, row_layout(COLUMNS))[:, None]
@@ -259,17 +272,16 @@ def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
-    """Queries times a key tile, under way; the head dim is summed part by part."""
+def multiply_keys(score, mem, use, GROUP: gl.constexpr, T: gl.constexpr):
+    """Queries times a key tile, under way, onto `score` if modifiers add; the head dim is summed part by part."""
     PARTS: gl.constexpr = T.parts
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns
-    score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     for part in gl.static_range(PARTS):
         q = mem.q.index(GROUP * T.parts + part).reshape([ROWS, COLUMNS])
         k = mem.k.index(mem.keys.at(use) * T.parts + part).reshape([BLOCK_K, COLUMNS])
-        score = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=part > 0, is_async=True)
+        score = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=T.adds > 0 or part > 0, is_async=True)
     return score
 
 
@@ -340,20 +352,51 @@ def empty(T: gl.constexpr):
 
 
 @gluon.jit
-def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """Modified scores, -inf where a query does not see a key."""
+def starts(tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
+    BLOCK_K: gl.constexpr = T.block_k
+    ROWS: gl.constexpr = T.rows
+    score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    if T.adds > 0:
+        score = added(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
+    return score
+
+
+@gluon.jit
+def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
+    """The Position of a tile's scores, its indices clamped into the tensors so that a modifier may load by them.
+
+    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's: `ahead` is one addition.
+    """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
-    row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
-    column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-    start = tile * BLOCK_K
+    shift = size.seqlen_k - size.seqlen_q
+    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), size.seqlen_q - 1)
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    if MASKED:
+        key = gl.minimum(key, size.seqlen_k - 1)
+    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    L: gl.constexpr = parts.type.layout
+    query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    ahead = (tile * BLOCK_K - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
+    ahead = gl.convert_layout(ahead.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
+    return Position(at.batch, at.head, row[:, None], (row + shift)[:, None], key[None, :], ahead)
+
+
+@gluon.jit
+def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
     if T.prescale:
-        inside, key = gl.minimum(row, size.seqlen_q - 1), start + column  # a modifier may load by its position
-        if MASKED:
-            key = gl.minimum(key, size.seqlen_k - 1)
-        place = Position(at.batch, at.head, inside[:, None], (inside + (size.seqlen_k - size.seqlen_q))[:, None], key[None, :])
-        score = logits(score, place, scale, score_args, T, SCORE)
+        score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
     if MASKED:  # one limit on either side, relative to the tile: a single comparison per score and side
+        row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+        column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+        start = tile * BLOCK_K
         position = row + (size.seqlen_k - size.seqlen_q) - start
         last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
         if T.right:
@@ -361,7 +404,7 @@ def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr,
         keep = column[None, :] <= last[:, None]
         if T.left:
             keep = keep & (column[None, :] >= (position - size.left)[:, None])
-        score = gl.where(keep, score, float("-inf"))
+        score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
     return score
 
 
@@ -390,15 +433,6 @@ def weigh(p, mem, T: gl.constexpr):
     """Probabilities as the left operand of the product with the values."""
     COLUMNS: gl.constexpr = T.columns_v
     return gl.convert_layout(pack(p, mem.v.dtype), operand_layout(COLUMNS))
-
-
-@gluon.jit
-def exponent_factor(scale, T: gl.constexpr):
-    """What turns scores into exponents of 2; unscaled scores are scaled here, within the exponent's multiply-add."""
-    if T.prescale:
-        return LOG2E
-    else:
-        return scale * LOG2E
 
 
 @gluon.jit

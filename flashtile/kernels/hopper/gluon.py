@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import triton.experimental.gluon
+from triton._C.libtriton import ir  # pyright: ignore[reportAttributeAccessIssue]
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 
 try:
@@ -30,6 +32,16 @@ if hasattr(tma, "async_load"):  # 3.9 renamed them; the old names remain and rai
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+
+@builtin
+def _tma_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Add a tile of shared memory to a tensor: 3.6's compiler knows it, its language does not."""
+    coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle)
+
+
+tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 
 
 @gluon.constexpr_function
@@ -65,5 +77,5 @@ def pack(x, DTYPE: gl.constexpr):
 
 __all__ = [
     "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "store_wait",
-    "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

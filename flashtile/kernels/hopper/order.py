@@ -2,24 +2,33 @@
 
 from flashtile.kernels.hopper.gluon import gl, gluon
 
-WARPS = gl.constexpr(4)  # of a role that adds: each reports for itself
-
 
 @gluon.jit
-def await_turn(lock_ptr, turn):
-    """Wait until `turn` adders have reported to the lock. Every thread looks for itself: what follows comes after."""
+def await_turn(lock_ptr, reports):
+    """Wait until `reports` warps have reported to the lock. Every thread looks for itself: what follows comes after."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 n;\nAGAIN: ld.acquire.gpu.global.b32 n, [$1]; setp.ne.s32 p, n, $2; @p bra AGAIN;\n"
         "mov.u32 $0, 0; }",
-        "=r,l,r", [lock_ptr.to(gl.int64), turn * WARPS], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [lock_ptr.to(gl.int64), reports], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def report(lock_ptr):
-    """Tell the lock that this role has added; a warp's additions are performed before it is told."""
+    """Tell the lock that this role's warps have added; a warp's additions are performed before it is told."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p;\nbar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff;\n"
         "@p red.release.gpu.global.add.u32 [$1], 1;\nmov.u32 $0, 0; }",
         "=r,l", [lock_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def adds_done(PENDING: gl.constexpr):
+    """Wait until all but the last PENDING additions that this thread began by the copy engine are performed."""
+    gl.inline_asm_elementwise(_adds_done(PENDING), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _adds_done(pending: int) -> str:
+    return f"cp.async.bulk.wait_group {pending}; mov.u32 $0, 0;"

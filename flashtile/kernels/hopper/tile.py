@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -55,7 +56,9 @@ class ForwardTile:
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
-    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
@@ -87,13 +90,15 @@ def columns_of(head_dim: int) -> int:
 
 
 def cut(head_dim: int) -> tuple[int, int]:
-    """(columns, parts) of a head dim. Tile widths are powers of two: 192 becomes 3 x 64, others the next of 64, 128, 256."""
+    """(columns, parts) of a head dim. Tile widths are powers of two: 96 and 192 become thirds, others 64, 128 or 256."""
     if 128 < head_dim <= 192:
         return 64, 3
+    if 64 < head_dim <= 96:
+        return 32, 3
     return columns_of(head_dim), 1
 
 
-def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> ForwardTile:
+def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
@@ -111,7 +116,9 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch) -> Forwa
         right=band.right is not None,
         pads_keys=p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
-        prescale=bool(p.score) or p.scale_value <= 0,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and band.right is not None,
@@ -145,7 +152,7 @@ def consumer_registers(launch: ForwardLaunch) -> int:
 
 def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of a tile: queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
-    d, dv = (columns * parts for columns, parts in (cut(problem.head_dim), cut(problem.head_dim_v)))
+    d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
     return tiles * problem.dtype.size_bytes + 1024

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.kernels.lib.score import Form
+from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
@@ -16,16 +18,14 @@ class BackwardLaunch:
     """A tile choice of the backward: what is measured."""
 
     block_q: int = 64
-    consumers: int = 2  # warpgroups of 64 keys each
     stages: int = 2  # tiles of queries under way
     stages_dout: int = 2
-    shares: bool = True  # two consumers share ds through shared memory, and each makes a half of dq
-    halves: bool = False  # two consumers share 64 keys, and each has half of the columns of dk and dv
-    swizzle: int = 1  # heads that go together, for the L2 cache
+    halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    swizzle: int = 4  # heads that go together, for the L2 cache
 
     @property
     def block_k(self) -> int:
-        return GROUP_ROWS if self.halves else GROUP_ROWS * self.consumers
+        return GROUP_ROWS if self.halves else 2 * GROUP_ROWS
 
     @property
     def num_warps(self) -> int:
@@ -34,7 +34,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        return " ".join([*words, *(name for name in ("shares", "halves") if getattr(self, name))])
+        return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class BackwardTile:
     """Plain ints, bools and strings only: Triton keys its cache by their text."""
 
     block_q: int
-    consumers: int  # warpgroups of 64 keys
     head_dim: int
     head_dim_v: int
     columns: int  # head_dim, padded to what a tile can have
@@ -53,31 +52,33 @@ class BackwardTile:
     left: bool  # the band is bounded on the left
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
-    prescale: bool  # scores are scaled before the softmax: for modifiers, or a scale that is not positive
-    shares: bool  # two consumers share ds through shared memory, and each makes a half of dq
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
+    modified: bool  # any of these: probabilities are formed as by the portable kernels
     folds: bool  # the matrix unit adds level and delta
     deterministic: bool
     swizzle: int
-    halves: bool = False  # two consumers share 64 keys, and each has half of the columns of dk and dv
+    halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
     def block_k(self) -> int:
-        return GROUP_ROWS if self.halves else GROUP_ROWS * self.consumers
+        return GROUP_ROWS if self.halves else 2 * GROUP_ROWS
 
     @property
     def masks(self) -> bool:
         return self.left or self.right or self.pads_keys
 
     @property
-    def splits(self) -> bool:
-        """Whether each consumer makes another part of dq, from all keys."""
-        return self.shares or self.halves
+    def copies_dq(self) -> bool:
+        """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
+        return not self.halves
 
     @property
     def columns_dq(self) -> int:
-        """Columns of a part of dq."""
-        return self.columns // 2 if self.splits and self.block_q == 64 else self.columns
+        """Columns of a part of dq: each consumer makes half of the columns or of the queries, from all keys."""
+        return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
     def last_first(self) -> bool:
@@ -87,23 +88,26 @@ class BackwardTile:
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
 BACKWARD = {
-    64: BackwardLaunch(consumers=3, shares=False),
-    128: BackwardLaunch(),
-    256: BackwardLaunch(shares=False, halves=True),
+    64: BackwardLaunch(block_q=128),
+    128: BackwardLaunch(stages=3),
+    256: BackwardLaunch(halves=True),
 }
 
 
-def choose_backward(problem: AttentionProblem) -> BackwardLaunch:
-    return BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
+    launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+    if not problem.deterministic:
+        return launch
+    # as many heads at a time as fill the device: then blocks end in the order in which the next ones have to begin
+    return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)))
 
 
-def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> BackwardTile:
+def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
     p = problem
     band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    prescale = bool(p.score) or p.scale_value <= 0
+    modified = form.prescale or form.curved or form.adds > 0
     return BackwardTile(
         block_q=launch.block_q,
-        consumers=launch.consumers,
         head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
         columns=columns_of(p.head_dim),
@@ -114,9 +118,11 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch) -> Bac
         left=band.left is not None,
         right=band.right is not None,
         pads_keys=p.seqlen_k % launch.block_k != 0,
-        prescale=prescale,
-        shares=launch.shares,
-        folds=not prescale,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
+        modified=modified,
+        folds=not modified,
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         halves=launch.halves,

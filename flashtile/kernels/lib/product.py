@@ -15,6 +15,8 @@ from flashtile._triton import constexpr, jit, tl
 EXPONENT = constexpr(0x7F800000)
 SIXTEEN = constexpr(16 << 23)
 LARGEST = constexpr((127 + 110) << 23)  # beyond this power, and for inf, the anchor would overflow
+HALF_TF32 = constexpr(1 << 12)
+KEPT_BY_TF32 = constexpr(-1 << 13)
 
 
 @jit
@@ -82,6 +84,19 @@ def rounded_sum(fresh, acc):
 
 
 @jit
+def operand(x, T: tl.constexpr):
+    """x as the matrix unit is to take it: of tf32 it ignores the last 13 bits, which x is rounded to first.
+
+    Cut off, they err twice as much and always towards zero. NaN keeps its bits: rounding would make 0 of all ones.
+    """
+    if T.precision == "tf32":
+        nearest = (x.to(tl.int32, bitcast=True) + HALF_TF32) & KEPT_BY_TF32
+        return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    else:
+        return x
+
+
+@jit
 def product_and_rest(a, b, T: tl.constexpr):
     """`product`, and what rounding its two sums took off it (0 where it is made otherwise)."""
     if T.parts:
@@ -100,17 +115,26 @@ def product(a, b, T: tl.constexpr):
         small = small_products(a, b)
         return rounded_sum(tl.dot(a[0], b[0]), small)
     else:
-        return tl.dot(a[0], b[0], input_precision=T.precision)
+        return tl.dot(operand(a[0], T), operand(b[0], T), input_precision=T.precision)
+
+
+@jit
+def score_product(a, b, T: tl.constexpr):
+    """Parts of q (m, k) times parts of k (k, n), or the other way round: exact enough for lse, whatever the precision."""
+    if T.parts:
+        return product(a, b, T)
+    else:
+        return tl.dot(a[0], b[0], input_precision=T.score_precision)
 
 
 @jit
 def add_product(acc, a, b, T: tl.constexpr):
-    """acc + a b. With parts both sums start from zero and a rounding unit adds them to acc.
+    """acc + a b. With parts the two sums start from zero, and rounding units add them up: acc, the largest, comes last.
 
     Of few terms, as in the first rows under a causal mask, the largest product is exact here too: 16 bits each.
+    "ieee" is a chain of multiply-adds, a rounding of the accumulator each: there too it starts from zero.
     """
-    if T.parts:
-        acc += small_products(a, b)
-        return rounded_sum(tl.dot(a[0], b[0]), acc)
+    if T.parts or T.precision == "ieee":
+        return rounded_sum(product(a, b, T), acc)
     else:
-        return tl.dot(a[0], b[0], acc, input_precision=T.precision)
+        return tl.dot(operand(a[0], T), operand(b[0], T), acc, input_precision=T.precision)

@@ -1,20 +1,60 @@
 """Applying a chain of score modifiers, forward and in reverse.
 
 Kernels get the functions as flat constexpr tuples (Triton 3.6 cannot index a tuple inside a tuple):
-`SCORE` = (forward 0, backward 0, forward 1, backward 1, ...), and `CAPTURED` = a pair (contribution, index) for each
-captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
+`SCORE` = (forward 0, backward 0, forward 1, backward 1, ...) where T.prescale, otherwise (add 0, add 1, ...) of T.adds
+modifiers and, where T.curved, (function, derivative, width) of a last one; and `CAPTURED` = a pair (contribution, index)
+for each captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
+
+Unless T.prescale the softmax works on raw products: what modifiers add is added in units of the product, a row's maximum may
+be taken before the curve, which rises, and all factors meet in the exponent's multiply-add.
 """
 
 from __future__ import annotations
 
-from flashtile._triton import JitTuple, jit, tl
+from dataclasses import dataclass
+
+from flashtile._triton import INTERPRETED, JitTuple, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E, exp
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
 from flashtile.spec.score import Position, ScoreSpec
 
 
-def chain(score: tuple[ScoreSpec, ...]) -> JitTuple:
-    """SCORE of a problem's modifiers."""
-    return JitTuple(function for spec in score for function in (spec.kind.forward, spec.kind.backward))
+@dataclass(frozen=True)
+class Form:
+    """How a problem's modifiers are applied: one after another to scaled scores, or by what they add and a curve."""
+
+    prescale: bool
+    adds: int = 0
+    curved: bool = False
+
+
+def form_of(p: AttentionProblem, backward: bool = False) -> Form:
+    """fp32 is scaled first for its accuracy, scales that are not positive because the maximum is taken before them.
+
+    Gradients of captured tensors are formed of scaled scores.
+    """
+    kinds = [spec.kind for spec in p.score]
+    adds = next((i for i, kind in enumerate(kinds) if kind.add is None), len(kinds))
+    curved = len(kinds) == adds + 1 and kinds[adds].curve is not None
+    generic = len(kinds) > adds + curved or (backward and any(spec.wants_grad for spec in p.score))
+    if generic or p.dtype is DType.FP32 or p.scale_value <= 0:
+        return Form(prescale=True)
+    return Form(False, adds, curved)
+
+
+def chain(p: AttentionProblem, device: Device, form: Form) -> JitTuple:
+    """SCORE of a problem's modifiers, applied in this form."""
+    if form.prescale:
+        return JitTuple(function for spec in p.score for function in (spec.kind.forward, spec.kind.backward))
+    functions = [spec.kind.add for spec in p.score[: form.adds]]
+    if form.curved:
+        curve = p.score[-1].kind.curve
+        assert curve is not None
+        coarse = not p.returns_lse and device.kind == "cuda" and not INTERPRETED
+        functions += [(coarse and curve.approximate) or curve.function, curve.derivative, curve.width]
+    return JitTuple(functions)
 
 
 def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
@@ -35,18 +75,50 @@ def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
 def locate(batch, head, row, key, sizes):
     """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them."""
     row = tl.minimum(row, sizes.q - 1)
-    return Position(batch, head, row, row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1))
+    q, k = row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1)
+    return Position(batch, head, row, q, k, k.to(tl.float32) - q.to(tl.float32))
 
 
 @jit
 def logits(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
-    """The product q k^T turned into modified scores; unscaled unless T.prescale."""
+    """The product q k^T turned into modified scores; where not T.prescale in units of the product, before any curve."""
     if T.prescale:
         score = raw * scale
         for i in tl.static_range(len(SCORE) // 2):
             score = SCORE[2 * i](score, at, score_args[i])
         return score
-    return raw
+    else:
+        return added(raw, at, scale, score_args, T, SCORE)
+
+
+@jit
+def added(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
+    """raw plus what modifiers add, in units of the product."""
+    ADDS: tl.constexpr = T.adds
+    score = raw
+    for i in tl.static_range(ADDS):
+        score = SCORE[i](score, at, score_args[i], 1.0 / scale)
+    return score
+
+
+@jit
+def bent(score, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
+    """What `logits` made, after the curve; `unit` of these make a score."""
+    if T.curved:
+        return SCORE[T.adds](score * (scale / SCORE[T.adds + 2](score_args[T.adds])))
+    else:
+        return score
+
+
+@jit
+def unit(scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
+    """The factor that turns `bent` logits into scores."""
+    if T.prescale:
+        return 1.0
+    elif T.curved:
+        return SCORE[T.adds + 2](score_args[T.adds])
+    else:
+        return scale
 
 
 @jit
@@ -71,14 +143,18 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
         if T.exact:
             p = p * row[2]
     else:
-        p = tl.exp2(raw * (scale * LOG2E) - row[0])
+        y = bent(added(raw, at, scale, score_args, T, SCORE), scale, score_args, T, SCORE)
+        p = tl.exp2(y * (unit(scale, score_args, T, SCORE) * LOG2E) - row[0])
     if MASKED:
         p = tl.where(keep, p, 0.0)
     ds = p * (dp - row[1])
-    for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
-        ds = SCORE[len(SCORE) - 2 * r + 1](
-            ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
-        )
+    if T.prescale:
+        for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
+            ds = SCORE[len(SCORE) - 2 * r + 1](
+                ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
+            )
+    elif T.curved:
+        ds = ds * SCORE[T.adds + 1](y)
     if MASKED:  # dp, or a modifier's derivative, may be NaN where nothing is to be seen
         ds = tl.where(keep, ds, 0.0)
     return p, ds

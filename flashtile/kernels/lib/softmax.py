@@ -7,6 +7,7 @@ from typing import NamedTuple
 from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
 from flashtile.kernels.lib.product import add_product, free_parts
+from flashtile.kernels.lib.score import bent, unit
 
 
 class Rows(NamedTuple):
@@ -27,22 +28,29 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
-    """The state after a tile of scores.
+def fold(rows, score, keep, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
+    """The state after a tile of `logits`; keep says which exist.
 
-    A plain 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where
-    T.prescale is set the difference to the maximum is formed first, which costs an instruction and rounds nothing.
-    GUARD keeps a row without any visible score finite; plain unmasked tiles need none.
+    A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
+    set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A row without any
+    visible score stays finite: its pivot is 0. Plain unmasked tiles have none. A curve rises: where nothing is hidden it is
+    evaluated while the maximum is being found.
     """
-    top = tl.maximum(rows.top, tl.max(score, 1))
+    if MASKED:
+        score = tl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
+        top = tl.max(score, 1)
+    else:
+        top = bent(tl.max(score, 1), scale, score_args, T, SCORE)
+        score = bent(score, scale, score_args, T, SCORE)
+    top = tl.maximum(rows.top, top)
     pivot = top
-    if GUARD:
+    if MASKED or T.prescale:
         pivot = tl.where(top == float("-inf"), 0.0, top)
     if T.prescale:
         decay = exp(rows.top - pivot, T)
         p = exp(score - pivot[:, None], T)
     else:
-        factor = scale * LOG2E
+        factor = unit(scale, score_args, T, SCORE) * LOG2E
         pivot = pivot * factor
         decay = tl.exp2(rows.top * factor - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
@@ -52,8 +60,11 @@ def fold(rows, score, v, scale, GUARD: tl.constexpr, T: tl.constexpr):
 
 
 @jit
-def finish(rows, scale, T: tl.constexpr):
+def finish(rows, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
-    top = rows.top if T.prescale else rows.top * scale
-    return rows.acc / total[:, None], top + tl.log2(total) * LN2
+    if T.exact:  # a plain division may be two units off
+        out = tl.div_rn(rows.acc, total[:, None])
+    else:
+        out = rows.acc / total[:, None]
+    return out, rows.top * unit(scale, score_args, T, SCORE) + tl.log2(total) * LN2

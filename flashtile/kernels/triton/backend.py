@@ -8,7 +8,7 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile.kernels.lib.mask import predicates
-from flashtile.kernels.lib.score import captures, chain
+from flashtile.kernels.lib.score import captures, chain, form_of
 from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton.choose import DELTA, choose, choose_variant
@@ -65,7 +65,7 @@ class TritonBackend:
         launch = launches.get("forward") or choose(p, device, "forward")
         schedules = _Schedules(p)
         call = _call(
-            attention_forward, p, launch, "forward",
+            attention_forward, p, device, launch, "forward",
             (("q", "k", "v"), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out"),
             tail=(p.scale_value, score_args(p), _region(p, schedules.of("forward", launch))),
         )  # fmt: skip
@@ -91,22 +91,24 @@ class TritonBackend:
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         schedules = _Schedules(p)
         delta = _call(
-            bwd.attention_delta, p, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
+            bwd.attention_delta, p, device, DELTA, "queries", (("out", "dout", "lse", dlse, stats), "rows"),
             ("out", "dout", dlse or "lse", "rows"), tail=(schedules.of("queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         sums: list[tuple[Buffer, Pointer | None]] = []
-        corrects = _exact(p) and p.precision != "tf32"  # tf32 is content with less
+        # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
+        corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
             schedule = schedules.of("queries", launch)
             capture = _capture(p, _tiles(p, launch, "queries"))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
+            slip = dlse if corrects and not _exact(p) else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, launch, "queries", ((*inputs, dq),),
-                ("q", "k", "v", "dout", dq or "q", "rows"),
+                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, dq),),
+                ("q", "k", "v", "dout", dq or "q", "rows", slip or "q"),
                 tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
@@ -116,14 +118,14 @@ class TritonBackend:
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, launch, key_pass, (inputs, outputs), strides,
+                bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
                 tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, _all_tokens(p), DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, _all_tokens(p), device, DELTA, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial, schedule in sums:
@@ -138,14 +140,14 @@ BACKEND = TritonBackend()
 
 
 def _call(
-    kernel: Any, p: AttentionProblem, launch: Launch, which: Pass, pointers: tuple[Any, ...], strides: tuple[str, ...],
-    *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
+    kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, pointers: tuple[Any, ...],
+    strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
-        constants += (("SCORE", chain(p.score)),)
+        constants += (("SCORE", chain(p, device, form_of(p, backward=which != "forward"))),)
     if "MASK" in kernel.arg_names:
         constants += (("MASK", predicates(p)),)
     if "CAPTURED" in kernel.arg_names:
@@ -243,6 +245,11 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
             slots += 1
         args.append(tuple(entries))
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+
+
+def _sums_captured(p: AttentionProblem) -> bool:
+    """Whether a captured tensor wants a gradient that is one sum per head."""
+    return any(t.grad and c.index is None for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True))
 
 
 def _exact(p: AttentionProblem) -> bool:

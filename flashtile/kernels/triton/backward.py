@@ -21,7 +21,15 @@ from flashtile.kernels.lib.memory import (
     store_tile,
     tile_offsets,
 )
-from flashtile.kernels.lib.product import add_product, aligned_parts, free_parts, product, product_and_rest, transposed
+from flashtile.kernels.lib.product import (
+    add_product,
+    aligned_parts,
+    free_parts,
+    product,
+    product_and_rest,
+    score_product,
+    transposed,
+)  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.lib.varlen import RECORD, assign_tile, first_padded, slab
 from flashtile.kernels.triton.blocks import block_list, block_start
@@ -52,10 +60,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
     index = row + tl.arange(0, BLOCK_Q)
     here = index < item.q
     token = item.first_q + index
-    dlse = tl.zeros([BLOCK_Q], tl.float32)
-    if in_ptrs[3] is not None:
-        dlse_head = in_ptrs[3] + batch.to(tl.int64) * strides[2][0] + head.to(tl.int64) * strides[2][1]
-        dlse = tl.load(dlse_head + token.to(tl.int64) * strides[2][2], mask=here, other=0.0)
+    dlse = load_dlse(in_ptrs[3], strides[2], batch, head, token, here)
     rows = rows_ptr + rows_offset(item, head, strides[3], T)
     written = index < tl.cdiv(item.span_q, BLOCK_Q) * BLOCK_Q  # none of a tile that a schedule has no item for
     per_head = (batch * heads + head).to(tl.int64)
@@ -66,7 +71,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
         total = tl.load(stats + seqlen_q, mask=here, other=0.0)
         tl.store(rows, tl.where(level == float("-inf"), float("inf"), level), mask=written)
         tl.store(rows + strides[3][2], delta, mask=written)
-        tl.store(rows + 2 * strides[3][2], tl.where(total == 0.0, 0.0, 1.0 / total), mask=written)
+        tl.store(rows + 2 * strides[3][2], tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)), mask=written)
         tl.store(rows + 3 * strides[3][2], -dlse, mask=written)
     else:
         delta -= dlse
@@ -76,6 +81,16 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
             level *= LOG2E
         tl.store(rows + 2 * index, level, mask=written)
         tl.store(rows + 2 * index + 1, delta, mask=written)
+
+
+@jit
+def load_dlse(ptr, strides, batch, head, token, here):
+    """The gradient of lse for the rows `token` of a tensor, 0 where they are not `here` or ptr is None; strides of dlse."""
+    dlse = tl.zeros(token.shape, tl.float32)
+    if ptr is not None:
+        first = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        dlse = tl.load(first + token.to(tl.int64) * strides[2], mask=here, other=0.0)
+    return dlse
 
 
 @jit
@@ -165,7 +180,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     if MASKED and T.predicate:
         q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
-    raw = product(k, transposed(q_parts, T), T)
+    raw = score_product(k, transposed(q_parts, T), T)
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
@@ -285,7 +300,8 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
                CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
-    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq; of totals).
+    off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
+    totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
     first, end = ends[0] - start, ends[1] - start
@@ -298,7 +314,7 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     if MASKED and T.predicate:
         k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
-    raw = product(q, transposed(k, T), T)
+    raw = score_product(q, transposed(k, T), T)
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
@@ -309,11 +325,13 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
         if MASKED:
             excess = tl.where(keep, excess, 0.0)
         ones = tl.full(dp.shape, 1.0, tl.float32)
-        _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
-        units = off[2]
+        units, turn = off[2], off[1]
+        if T.exact:
+            _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
+            turn = tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), turn)
         if T.slots > 0:
             units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
-        off = (off[0] + tl.sum(excess, 1), tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), off[1]), units)
+        off = (off[0] + tl.sum(excess, 1), turn, units)
     return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
 
@@ -323,17 +341,18 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
                                MASK: tl.constexpr):  # fmt: skip
     """One program: dq of one query tile of one head.
 
-    in_ptrs as above, and dq; region as in the forward; strides of q, k, v, dout, dq, rows.
+    in_ptrs = (q, k, v, dout, rows, dlse or None, dq or None); region as in the forward; strides of q, k, v, dout, dq, rows,
+    dlse.
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
-    far the two are apart; dq is corrected by that, and slip in `rows` for the pass over keys. (Plain PyTorch forms delta
-    of the very dp: what has to cancel, cancels.)
+    far the two are apart. What is summed over many rows for a captured tensor is corrected by that; where T.exact dq too,
+    and slip in `rows` for the pass over keys. (Plain PyTorch forms delta of the very dp: what has to cancel, cancels.)
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dq_ptr = in_ptrs
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, dq_ptr = in_ptrs
     band = (left, right, region[1])
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
@@ -369,7 +388,11 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
-        off = (tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        off = (tl.zeros([BLOCK_Q], tl.float32), delta, totals)
+        if T.exact:
+            off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+        else:  # delta holds dlse already
+            slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None])
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
@@ -398,8 +421,9 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
                                          start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:
-        dq -= off[0][:, None] * off[1]
         totals -= off[0][:, None] * off[2]
+    if T.corrects and T.exact:
+        dq -= off[0][:, None] * off[1]
         tl.store(rows_ptr + 3 * strides[5][2] + index, slip + off[0], mask=index < item.q)
     if T.slots > 0:
         store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)

@@ -18,7 +18,7 @@ MOST_HELD = 224  # with operands that wait in registers, which ptxas fits more t
 
 def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     """Shared memory of a tile: the resident operands once, the streamed ones per stage, and ds where it is shared."""
-    d, dv, size = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), problem.dtype.size_bytes
+    (d, dv), size = padded(problem), problem.dtype.size_bytes
     rows, columns = launch.block_q, launch.block_k
     scratch = 0
     if launch.parts:
@@ -35,7 +35,7 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
 
 def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     """32-bit registers per thread for accumulators and score tiles alone."""
-    d, dv = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype)
+    d, dv = padded(problem)
     rows, columns = launch.block_q, launch.block_k
     scores = rows * columns
     words = {
@@ -49,7 +49,7 @@ def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
 
 def held_registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     """32-bit registers per thread for one resident operand of a backward pass, where it waits in registers."""
-    d, dv = padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype)
+    d, dv = padded(problem)
     return (launch.block_q if which == "queries" else launch.block_k) * max(d, dv) // (64 * launch.num_warps)
 
 

@@ -84,6 +84,7 @@ IEEE: dict[int, tuple[Launch, ...]] = {
     128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     256: (Launch(16, 16, 8, 1, 8),),
 }
+IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),)}  # its correction of delta beside them: 32 x 32 would spill 11 KB on sm90
 
 
 def family(problem: AttentionProblem, which: Pass) -> str:
@@ -93,7 +94,8 @@ def family(problem: AttentionProblem, which: Pass) -> str:
         (band.left is not None, band.right is not None)
     ]
     kind = problem.precision if problem.dtype is DType.FP32 else "16bit"
-    return f"{which}/{kind}/{padded(problem.head_dim, problem.dtype)}x{padded(problem.head_dim_v, problem.dtype)}/{mask}"
+    columns, columns_v = padded(problem)
+    return f"{which}/{kind}/{columns}x{columns_v}/{mask}"
 
 
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
@@ -111,15 +113,19 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     tuned = tiles_of(device.target).get(family(problem, which))
     if tuned is not None and not problem.score and not parts:
         return tuned
-    width = max(padded(problem.head_dim, problem.dtype), padded(problem.head_dim_v, problem.dtype), 64)
+    width = max(*padded(problem), 64)
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
-        own = PARTS.get((which, width)) if parts else None
-        rules = own or (IEEE[width] if problem.precision == "ieee" else FP32[which][width])
-    if (problem.score or device.kind == "hip" or (parts and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma the parts wait in registers: the
-        # widest tiles would spill.
+        rules = FP32[which][width]
+        if parts:
+            rules = PARTS.get((which, width), rules)
+        elif problem.precision == "ieee":
+            rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
+    split = parts or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
+    if (problem.score or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
+        # registers: the widest tiles would spill.
         rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing

@@ -6,7 +6,7 @@ from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.lib.product import aligned_parts, product, transposed
+from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import locate, logits
 from flashtile.kernels.lib.softmax import empty_rows, finish, fold
 from flashtile.kernels.lib.varlen import assign_tile, slab
@@ -26,14 +26,11 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    if MASKED:
-        keep = seen(at, place[2], key, sizes, band, True, T, MASK)
-        if T.predicate:
-            v = zero_unseen(v, keep, 0)
-    score = logits(product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    if MASKED:
-        score = tl.where(keep, score, float("-inf"))
-    return fold(rows, score, v, scale, MASKED or T.prescale, T)
+    keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        v = zero_unseen(v, keep, 0)
+    score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
+    return fold(rows, score, keep, v, scale, score_args, MASKED, T, SCORE)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -85,8 +82,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     else:
         if T.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
-                                    True, T, SCORE)  # fmt: skip
+                rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                    True, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 False, T, SCORE, MASK)  # fmt: skip
@@ -94,7 +91,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 True, T, SCORE, MASK)  # fmt: skip
 
-    out, lse = finish(rows, scale, T)
+    out, lse = finish(rows, scale, score_args, T, SCORE)
     top, total = rows.top, rows.total
     if T.ragged:  # rows that belong to an item, but do not count
         counts = index < item.q

@@ -7,6 +7,7 @@ from typing import Literal
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
+from flashtile.kernels.lib.score import form_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
@@ -53,9 +54,12 @@ class Tile:
     left: bool  # the band is bounded on the left
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
-    prescale: bool  # scores are scaled before the softmax: for modifiers, fp32's accuracy, or a scale that is not positive
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
     exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
+    score_precision: str  # that of q k^T
     parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
     lone: bool  # no query sees more than one key
     swizzle: int
@@ -76,12 +80,16 @@ class Tile:
         return max(self.slots, 1)
 
 
-def padded(head_dim: int, dtype: DType) -> int:
-    """Columns of a tile for this head_dim: a power of two, at least the matrix units' depth.
+def padded(problem: AttentionProblem) -> tuple[int, int]:
+    """(columns, columns_v) of a tile for these head dims: powers of two, at least the matrix units' depth.
 
-    That is 16; in fp32 it is 32, because eight warps on fp32 tiles of 16 columns fault on an H100 (Triton 3.6.0).
+    That is 16; in fp32 it is 32, because eight warps on fp32 tiles of 16 columns fault on an H100 (Triton 3.6.0). There,
+    too, fp32 forwards of 64 columns beside 32 of v, with 64 keys or more, are wrong or fault: ptxas's doing, for the same
+    PTX is right under its -O0 and under a newer ptxas. 64 of v are right, as are 32 beside 64 or 128.
     """
-    return max(32 if dtype is DType.FP32 else 16, 1 << (head_dim - 1).bit_length())
+    fp32 = problem.dtype is DType.FP32
+    columns, columns_v = (max(32 if fp32 else 16, 1 << (n - 1).bit_length()) for n in (problem.head_dim, problem.head_dim_v))
+    return columns, max(columns_v, 64) if fp32 and columns == 64 else columns_v
 
 
 def wants_parts(problem: AttentionProblem) -> bool:
@@ -100,21 +108,27 @@ def wants_parts(problem: AttentionProblem) -> bool:
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
+    columns, columns_v = padded(problem)
     lone = problem.span_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    form = form_of(problem, backward=which != "forward")
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        columns=padded(problem.head_dim, problem.dtype),
-        columns_v=padded(problem.head_dim_v, problem.dtype),
+        columns=columns,
+        columns_v=columns_v,
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
         pads_keys=which in ("keys", "fused") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
-        prescale=bool(problem.score) or problem.dtype is DType.FP32 or problem.scale_value <= 0,
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
         exact=problem.dtype is DType.FP32,
         precision=PRODUCTS[problem.precision],
+        # With one tf32 product lse would be off by 5e-4, and probabilities with it.
+        score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         parts=launch.parts,
         lone=lone,
         swizzle=launch.swizzle,

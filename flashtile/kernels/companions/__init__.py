@@ -1,0 +1,1 @@
+"""Ops around attention, one file each: the problem, its Triton kernels, its plan, and the same in plain PyTorch."""

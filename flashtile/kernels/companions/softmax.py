@@ -1,0 +1,251 @@
+"""Softmax of scaled scores under a mask, a triangle, or both; of a triangle no more is read than it holds.
+
+y = softmax(where(mask, fill, scale * x)) along the last axis;   0 in a row whose maximum is `fill`: it sees nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.plan.call import KernelCall, Pointer, Strides
+from flashtile.plan.companion import Op, Steps
+from flashtile.plan.device import Device
+from flashtile.spec.companion import FLOATS, Companion, Described
+
+
+@dataclass(frozen=True)
+class Softmax(Companion):
+    """x (batch, heads, rows, columns); mask likewise, true where a score is hidden.
+
+    causal: row i sees columns j <= i + columns - rows. masked_score: what hidden scores are, None for -inf.
+    """
+
+    scale: float = 1.0
+    causal: bool = False
+    masked_score: float | None = None
+
+    op: ClassVar[str] = "softmax"
+    tensors: ClassVar[tuple[str, ...]] = ("x", "mask")
+    differentiable: ClassVar[tuple[str, ...]] = ("x",)
+
+    def check(self) -> None:
+        if not (self.has("x") and len(self["x"].shape) == 4 and self["x"].shape[3] >= 1):
+            raise InvalidProblem("x must be (batch, heads, rows, columns), with at least one column.")
+        self.expect_dtype("x", FLOATS)
+        self.expect_number("scale")
+        self.expect_bool("causal")
+        if self.masked_score is not None:
+            self.expect_number("masked_score")
+        self.expect("mask", self["x"].shape, "that of x", ("bool", "uint8"))
+
+    @property
+    def fill(self) -> float:
+        return -float("inf") if self.masked_score is None else float(self.masked_score)
+
+    def outputs(self) -> dict[str, Described]:
+        return {"y": self["x"]}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Compile-time part: `rows` rows at a time, of `chunks` steps of `block` columns."""
+
+    rows: int
+    block: int
+    columns: int
+    chunks: int
+    causal: bool
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def place(sizes, T: tl.constexpr):
+    """(batch, head, rows, their last visible column) of this program; heads go together, as they share a mask."""
+    program = tl.program_id(0)
+    heads, rows, shift = sizes
+    head = program % heads
+    tiles = tl.cdiv(rows, T.rows)
+    tile = program // heads % tiles
+    row = tile * T.rows + tl.arange(0, T.rows)
+    return (program // (heads * tiles)).to(tl.int64), head.to(tl.int64), row.to(tl.int64), row + shift
+
+
+@jit
+def lines(ptr, strides, at, first, T: tl.constexpr):
+    """Addresses of a step."""
+    batch, head, row, _last = at
+    column = first + tl.arange(0, T.block)
+    return ptr + batch * strides[0] + head * strides[1] + row[:, None] * strides[2] + column[None, :] * strides[3]
+
+
+@jit
+def seen(at, first, rows, T: tl.constexpr):
+    """(which scores a step has to read, which of them a row sees); the former in whole lines of 16 bytes."""
+    _batch, _head, row, last = at
+    column = first + tl.arange(0, T.block)
+    inside = (row < rows)[:, None] & (column < T.columns)[None, :]
+    if T.causal:
+        return inside & (column // 8 * 8 <= last[:, None]), inside & (column[None, :] <= last[:, None])
+    return inside, inside
+
+
+@jit
+def scores(x_ptr, mask_ptr, strides, at, first, rows, scale, fill, T: tl.constexpr):
+    """Scaled scores of a step, in float32; -inf where there is none."""
+    read, sees = seen(at, first, rows, T)
+    x = tl.load(lines(x_ptr, strides[0], at, first, T), mask=read, other=0.0).to(tl.float32) * scale
+    if mask_ptr is not None:
+        x = tl.where(tl.load(lines(mask_ptr, strides[2], at, first, T), mask=read, other=0) != 0, fill, x)
+    return tl.where(sees, x, float("-inf"))
+
+
+@jit
+def store(y_ptr, strides, at, first, rows, value, T: tl.constexpr):
+    _batch, _head, row, _last = at
+    column = first + tl.arange(0, T.block)
+    inside = (row < rows)[:, None] & (column < T.columns)[None, :]
+    tl.store(lines(y_ptr, strides, at, first, T), value.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.constexpr):
+    """Rows of y. strides of (x, y, mask), sizes = (heads, rows, columns - rows)."""
+    at, rows = place(sizes, T), sizes[1]
+    ROWS: tl.constexpr = T.rows
+    if T.chunks == 1:
+        x = scores(x_ptr, mask_ptr, strides, at, 0, rows, scale, fill, T)
+        top = tl.max(x, 1)
+        blind = (top == fill) | (top == float("-inf"))
+        x = tl.exp2((x - tl.where(blind, 0.0, top)[:, None]) * LOG2E)
+        factor = tl.where(blind, 0.0, 1.0 / tl.sum(x, 1))
+        store(y_ptr, strides[1], at, 0, rows, tl.where(blind[:, None], 0.0, x * factor[:, None]), T)
+    else:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for chunk in tl.range(0, T.chunks):
+            x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
+            higher = tl.maximum(top, tl.max(x, 1))
+            pivot = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp2((top - pivot) * LOG2E) + tl.sum(tl.exp2((x - pivot[:, None]) * LOG2E), 1)
+            top = higher
+        blind = (top == fill) | (top == float("-inf"))
+        pivot, factor = tl.where(blind, 0.0, top), tl.where(blind, 0.0, 1.0 / total)
+        for chunk in tl.range(0, T.chunks):  # the second time from L2
+            x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
+            x = tl.exp2((x - pivot[:, None]) * LOG2E) * factor[:, None]
+            store(y_ptr, strides[1], at, chunk * T.block, rows, tl.where(blind[:, None], 0.0, x), T)
+
+
+@jit
+def softmax_backward(y_ptr, dy_ptr, dx_ptr, strides, sizes, scale, T: tl.constexpr):
+    """Rows of dx = scale * y * (dy - sum(y * dy)). strides of (y, dy, dx)."""
+    at, rows = place(sizes, T), sizes[1]
+    ROWS: tl.constexpr = T.rows
+    if T.chunks == 1:
+        y, dy = pair(y_ptr, dy_ptr, strides, at, 0, rows, T)
+        inner = tl.sum(y * dy, 1)
+        store(dx_ptr, strides[2], at, 0, rows, scale * y * (dy - inner[:, None]), T)
+    else:
+        inner = tl.zeros([ROWS], tl.float32)
+        for chunk in tl.range(0, T.chunks):
+            y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
+            inner += tl.sum(y * dy, 1)
+        for chunk in tl.range(0, T.chunks):
+            y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
+            store(dx_ptr, strides[2], at, chunk * T.block, rows, scale * y * (dy - inner[:, None]), T)
+
+
+@jit
+def pair(y_ptr, dy_ptr, strides, at, first, rows, T: tl.constexpr):
+    """y and dy of a step, in float32, 0 where a row sees nothing."""
+    read, sees = seen(at, first, rows, T)
+    y = tl.load(lines(y_ptr, strides[0], at, first, T), mask=read, other=0.0).to(tl.float32)
+    dy = tl.load(lines(dy_ptr, strides[1], at, first, T), mask=read, other=0.0).to(tl.float32)
+    y = tl.where(sees, y, 0.0)
+    return y, tl.where(y == 0.0, 0.0, dy)  # what arrives at hidden scores may be anything
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rows at a time, columns a step, warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def choose(p: Softmax, lane: int) -> Launch:
+    """`lane` elements of each tensor per thread; longer rows than 16,384 are walked twice, the second time through L2."""
+    block = min(max(1 << (p["x"].shape[3] - 1).bit_length(), 16), 16384)
+    warps = min(max(block // (32 * lane), 4), 16)
+    return Launch(max(1, min(128 * lane // block, 16)), block, warps)
+
+
+def _call(p: Softmax, kernel: Any, launch: Launch, args: tuple[Any, ...], tail: tuple[Any, ...]) -> Steps:
+    batch, heads, rows, columns = p["x"].shape
+    constants = Tile(launch.rows, launch.block, columns, ceil(columns / launch.block), p.causal)
+    grid = (batch * heads * ceil(rows / launch.rows), 1, 1)
+    sizes = (heads, rows, columns - rows)
+    return Steps((KernelCall(kernel, grid, (*args, sizes, *tail), (("T", constants),), launch.warps, 1),))
+
+
+def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: Launch | None = None) -> Steps:
+    masks = p.has("mask")
+    strides = (Strides("x"), Strides("y"), Strides("mask") if masks else None)
+    args = (Pointer("x"), Pointer("mask") if masks else None, Pointer("y"), strides)
+    return _call(p, softmax_forward, launch or choose(p, 32), args, (p.scale, p.fill))
+
+
+def backward(
+    p: Softmax, device: Device, wanted: frozenset[str], arriving: frozenset[str], launch: Launch | None = None
+) -> Steps:
+    args = (Pointer("y"), Pointer("dy"), Pointer("dx"), (Strides("y"), Strides("dy"), Strides("dx")))
+    return _call(p, softmax_backward, launch or choose(p, 16), args, (p.scale,))
+
+
+def kept(p: Softmax, wanted: frozenset[str]) -> tuple[str, ...]:
+    return ("y",)
+
+
+# -- plain PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def _hidden(p: Softmax, device: Any) -> Any:
+    """What the triangle hides, (rows, columns); None without one."""
+    import torch
+
+    if not p.causal:
+        return None
+    _, _, rows, columns = p["x"].shape
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(columns - rows + 1)
+
+
+def host_forward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
+    x = t["x"].float() * p.scale
+    if p.has("mask"):
+        x = x.masked_fill(t["mask"] != 0, p.fill)
+    hidden = _hidden(p, x.device)
+    if hidden is not None:
+        x = x.masked_fill(hidden, -float("inf"))
+    top = x.nan_to_num(nan=1.0).amax(-1, keepdim=True) if x.numel() else x[..., :1]
+    blind = (top == p.fill) | (top < -3e38)
+    return {"y": x.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)}
+
+
+def host_backward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
+    y = t["y"].float()
+    dy = t["dy"].float().masked_fill(y == 0.0, 0.0)
+    return {"dx": p.scale * y * (dy - (y * dy).sum(-1, keepdim=True))}
+
+
+SOFTMAX = Op(Softmax, forward, backward, host_forward, host_backward, kept)

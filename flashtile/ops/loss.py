@@ -1,0 +1,125 @@
+"""cross_entropy: the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.torch.companion import check_tensor, rows, run
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_lse: bool = False,
+    eager_gradient: bool | None = None,
+    inplace: bool = False,
+    process_group: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Cross-entropy of logits (..., classes), fp16, bf16 or fp32, with labels (...), int32 or int64; float32.
+
+    loss = lse - (1 - label_smoothing) x_label - label_smoothing * mean(x) + z_loss * lse^2,  x = logit_scale * logits
+
+    reduction: "mean" over the rows whose label is not ignore_index, "sum", or "none", which gives (...). Ignored rows
+        have loss and gradient 0, whatever their logits; a label that is no class gives NaN.
+    return_lse: also return each row's log of the sum of exponentials (...), without a gradient.
+    eager_gradient: make the gradient together with the loss, which reads the logits from memory once instead of twice and
+        serves one backward; by default for a reduced loss, but not in fp16, whose gradients want the loss's scale first.
+    inplace: the gradient is written over the logits, with eager_gradient by the forward already. Not under torch.compile,
+        whose own planning of memory does that; there eager_gradient is False too.
+    process_group: the ranks hold consecutive shards of classes, equally wide; labels are of all classes and the same on
+        all ranks, and so is the loss.
+
+    Returns loss or (loss, lse). Raises InvalidProblem for a request without meaning.
+    """
+    check_tensor("logits", logits)
+    check_tensor("labels", labels, logits)
+    if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
+        raise InvalidProblem(
+            f"labels have shape {tuple(labels.shape)}; it must be that of logits {tuple(logits.shape)} but the last."
+        )
+    for name, value in (("return_lse", return_lse), ("inplace", inplace)):
+        if not isinstance(value, bool):
+            raise InvalidProblem(f"{name} is {value!r}; it must be True or False.")
+    flat = labels.reshape(-1).contiguous()
+    options: dict[str, Any] = dict(smoothing=label_smoothing, logit_scale=logit_scale, ignore_index=ignore_index)
+    if process_group is not None:
+        if eager_gradient or inplace:
+            raise InvalidProblem("eager_gradient or inplace is given with a process_group; they must be left out.")
+        loss, lse = _sharded(rows(logits), flat, options, reduction, z_loss, process_group, backend)
+    else:
+        compiling = torch.compiler.is_compiling()
+        if eager_gradient is None:
+            eager_gradient = reduction != "none" and logits.dtype != torch.float16
+        eager_gradient = eager_gradient and not compiling and torch.is_grad_enabled() and logits.requires_grad
+        options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not compiling)
+        loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend)[:2]
+    if reduction == "none":
+        loss = loss.view(labels.shape)
+    return (loss, lse.view(labels.shape)) if return_lse else loss
+
+
+def _sharded(
+    logits: torch.Tensor, labels: torch.Tensor, options: dict[str, Any], reduction: Any, z_loss: Any, group: Any, backend: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of all shards; on every rank the same, differentiable in its own logits."""
+    import torch.distributed as dist
+
+    if reduction not in ("none", "mean", "sum"):
+        raise InvalidProblem(f"reduction is {reduction!r}; it must be one of none, mean, sum.")
+    width = logits.shape[1]
+    shard = dict(shard=True, first_class=dist.get_rank(group) * width, classes=dist.get_world_size(group) * width)
+    share, lse = run("cross_entropy", {"logits": logits, "labels": labels}, {**options, **shard}, backend)[:2]
+    share, lse = _Sum.apply(share, group), _LogSumExp.apply(lse, group)
+    counts = labels != options["ignore_index"]
+    loss = torch.where(counts, lse + share + z_loss * lse * lse, 0.0)
+    if reduction == "none":
+        return loss, lse.detach()
+    return (loss.sum() / counts.sum() if reduction == "mean" else loss.sum()), lse.detach()
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, which all ranks go on with alike: each rank's gradient is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        import torch.distributed as dist
+
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class _LogSumExp(torch.autograd.Function):
+    """log(sum over ranks of exp(x)); a rank whose x is -inf adds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        import torch.distributed as dist
+
+        top = x.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        pivot = top.where(top != -torch.inf, 0.0)
+        total = (x - pivot).exp()
+        dist.all_reduce(total, group=group)
+        out = pivot + total.log()
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        return torch.where(x == -torch.inf, 0.0, grads[0] * (x - out).exp()), None

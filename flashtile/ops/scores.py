@@ -1,0 +1,43 @@
+"""softmax: the public function."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.torch.companion import check_tensor, run
+
+
+def softmax(
+    x: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    masked_score: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """softmax(scale * x) along the last axis, over the scores that are seen; 0 elsewhere and in rows that see none.
+
+    x: (..., rows, columns), up to four axes, fp16, bf16 or fp32, any strides.
+    mask: true where a score is hidden, bool or uint8, of a shape that broadcasts to x's.
+    causal: row i sees columns j <= i + columns - rows; the others are not read.
+    masked_score: the score of what the mask hides, instead of -inf: apex's and Megatron's is -10000, which a row of still
+        lower scores would see. A row whose largest score it is gives 0.
+
+    Differentiable in x. Raises InvalidProblem for a request without meaning.
+    """
+    check_tensor("x", x)
+    if not 2 <= x.dim() <= 4:
+        raise InvalidProblem(f"x has shape {tuple(x.shape)}; it must be (..., rows, columns), of two to four axes.")
+    wide = x[(None,) * (4 - x.dim())]
+    if mask is not None:
+        check_tensor("mask", mask, x)
+        try:
+            mask = mask.expand(x.shape)[(None,) * (4 - x.dim())]
+        except RuntimeError as error:
+            raise InvalidProblem(
+                f"mask has shape {tuple(mask.shape)}; it must broadcast to that of x {tuple(x.shape)}."
+            ) from error
+    options = dict(scale=scale, causal=causal, masked_score=masked_score)
+    return run("softmax", {"x": wide, "mask": mask}, options, backend)[0].view(x.shape)

@@ -1,0 +1,141 @@
+"""linear_cross_entropy against the same through its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile import InvalidProblem, NotSupported, ops
+from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.reference.cross_entropy import cross_entropy_reference
+
+OPTIONS: dict[str, Any] = dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.7)
+
+
+def draw(place: torch.device, rows: int, hidden: int, classes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    labels = torch.randint(classes, (rows,), device=place)
+    labels[1::5] = -100
+    x, weight = (torch.randn(*shape, device=place).to(dtype).requires_grad_() for shape in ((rows, hidden), (classes, hidden)))
+    return [x, weight, labels]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, reduction: str) -> list[torch.Tensor]:
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    options = dict(smoothing=0.1, z_loss=0.01, logit_scale=0.7)
+    loss = cross_entropy_reference(leaves[0] @ leaves[1].t(), labels, reduction=reduction, **options)[0]  # type: ignore[arg-type]
+    return [loss, *torch.autograd.grad(1.5 * loss, leaves)]
+
+
+@pytest.fixture(params=[1, 10**6], ids=["many chunks", "one chunk"])
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtile.ops.head.CHUNK_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(24, 8, 900), (6, 16, 600), (5, 4, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_and_gradients(backend: str, sizes: Any, dtype: torch.dtype, place: torch.device) -> None:
+    """More rows than hidden: logits wait in the memory of weight's gradient; fewer: they are computed again."""
+    x, weight, labels = draw(place, *sizes, dtype=dtype)
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    for reduction in ("mean", "sum"):
+        loss = ops.linear_cross_entropy(x, weight, labels, reduction=reduction, backend=backend, **OPTIONS)
+        grads = torch.autograd.grad(1.5 * loss, (x, weight))
+        truth = exact(x, weight, labels, reduction)
+        for got, true in zip((loss, *grads), truth, strict=True):
+            torch.testing.assert_close(got.double(), true, **tolerance)
+        with torch.no_grad():
+            alone = ops.linear_cross_entropy(x, weight, labels, reduction=reduction, backend=backend, **OPTIONS)
+        assert torch.equal(alone, loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_gradient_of_two(backend: str, place: torch.device) -> None:
+    x, weight, labels = draw(place, 12, 8, 300)
+    truth = exact(x, weight, labels, "mean")
+    for i, leaf in enumerate((x, weight)):
+        others = [t.detach() if t is not leaf else t for t in (x, weight)]
+        loss = 1.5 * ops.linear_cross_entropy(*others, labels, backend=backend, **OPTIONS)
+        torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0].double(), truth[1 + i], rtol=1e-4, atol=1e-5)
+
+
+def test_it_serves_one_backward() -> None:
+    x, weight, labels = draw(torch.device("cpu"), 12, 8, 300)
+    loss = ops.linear_cross_entropy(x, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(NotSupported, match="a second backward of linear_cross_entropy"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(backend: str, place: torch.device) -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return ops.linear_cross_entropy(x * 2, weight, labels, backend=backend, **OPTIONS)
+
+    torch._dynamo.reset()
+    traced = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (6, 11):
+        x, weight, labels = draw(place, rows, 8, 300)
+        made = [f(x, weight, labels) for f in (function, traced)]
+        torch.testing.assert_close(*made)
+        for got, true in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in made), strict=True):
+            torch.testing.assert_close(got, true)
+
+
+def test_no_rows() -> None:
+    x, weight, labels = draw(torch.device("cpu"), 0, 8, 300)
+    loss = ops.linear_cross_entropy(x, weight, labels, reduction="sum")
+    assert loss.item() == 0.0
+    assert not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+def test_the_logits_are_never_there(request: pytest.FixtureRequest) -> None:
+    """Where there are fewer chunks than classes no tensor has as many elements as the logits."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            made = func(*args, **(kwargs or {}))
+            tensors = (m for m in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(m))
+            largest = max([largest, *(m.numel() for m in tensors if m.is_floating_point())])
+            return made
+
+    x, weight, labels = draw(torch.device("cpu"), 40, 8, 1000)
+    with Watch():
+        ops.linear_cross_entropy(x, weight, labels).backward()
+    assert (largest >= 40 * 1000) == ("one chunk" in request.node.name)
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x-list": ({"x": [1.0]}, "x is a list; it must be a torch.Tensor"),
+    "weight-width": (
+        {"weight": t(5, 3)},
+        r"weight is torch.float32 \(5, 3\); it must be \(classes, hidden\) for x, torch.float32 \(3, 4\)",
+    ),
+    "weight-dtype": ({"weight": t(5, 4, dtype=torch.bfloat16)}, "weight is torch.bfloat16"),
+    "weight-rank": ({"weight": t(4)}, r"weight is torch.float32 \(4,\); it must be \(classes, hidden\)"),
+    "labels-shape": (
+        {"labels": t(4, dtype=torch.int64)},
+        r"labels have shape \(4,\); it must be that of x \(3, 4\) but the last",
+    ),
+    "labels-float": ({"labels": t(3)}, "labels is fp32; it must be int32 or int64"),
+    "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be 'mean' or 'sum'"),
+    "smoothing": ({"label_smoothing": 2}, "smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    arguments, message = BAD[name]
+    with pytest.raises(InvalidProblem, match=message):
+        ops.linear_cross_entropy(**{"x": t(3, 4), "weight": t(5, 4), "labels": t(3, dtype=torch.int64), **arguments})

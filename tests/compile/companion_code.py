@@ -1,0 +1,43 @@
+"""Compiles both passes of each companion spelling and prints, as JSON, what test_companions.py judges."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from flashtile.export.compile import compile_call, resources
+from flashtile.export.sass import disassemble
+from flashtile.kernels.companions.catalogue import OPS
+from flashtile.plan.call import KernelCall
+from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.plan.device import named
+from flashtile.spec.companion import Companion
+
+device = named(sys.argv[1])
+for spelling in sys.argv[2:]:
+    problem = Companion.parse(spelling)
+    op, wanted = OPS[problem.op], frozenset(n for n, _ in problem.given if n in problem.differentiable)
+    plans = [
+        plan_forward(op, problem, device, "triton", True),
+        plan_backward(op, problem, device, "triton", wanted, frozenset(problem.public())),
+    ]
+    for plan in plans:
+        for call in plan.calls:
+            if not isinstance(call, KernelCall):
+                continue
+            compiled = compile_call(call, plan, device)
+            used = resources(compiled, device)
+            sass = disassemble(compiled) if device.kind == "cuda" else ""
+            found = {
+                "spelling": spelling,
+                "kernel": call.kernel.fn.__name__,
+                "registers": used.registers,
+                "spill_bytes": used.spill_bytes,
+                "shared_bytes": used.shared_bytes,
+                "fits": used.shared_bytes <= device.smem_bytes,
+                "wide_loads": len(re.findall(r"LDG\.E(?:\.\w+)*\.128|LDGSTS(?:\.\w+)*\.128", sass)),
+                "wide_stores": len(re.findall(r"STG\.E(?:\.\w+)*\.128", sass)),
+                "narrow_stores": len(re.findall(r"STG\.E(?:\.U16|\.U8)?(?: |\.STRONG)", sass)),
+            }
+            print(json.dumps(found), flush=True)

@@ -1,0 +1,56 @@
+"""How a problem's modifiers are applied: by what they add and a curve where that is possible, otherwise one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flashtile._triton import INTERPRETED
+from flashtile.kernels.lib.score import Form, chain, form_of
+from flashtile.plan.device import H100, MI300X
+from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward
+from flashtile.spec.attention import AttentionProblem
+
+ONE_BY_ONE = Form(prescale=True)
+
+
+def problem(tail: str) -> AttentionProblem:
+    return AttentionProblem.parse(f"attention(q=1x64x2x64,kv=64x2x64,{tail})")
+
+
+@pytest.mark.parametrize(
+    ("tail", "form"),
+    [
+        ("bf16", Form(False)),
+        ("fp16,score=softcap(2.0)", Form(False, 0, True)),
+        ("bf16,score=alibi(1x2:fp32)+alibi(1x2:fp32)", Form(False, 2)),
+        ("bf16,score=alibi(1x2:fp32)+softcap(2.0)", Form(False, 1, True)),
+        ("bf16,score=softcap(2.0)+alibi(1x2:fp32)", ONE_BY_ONE),
+        ("bf16,score=softcap(2.0)+softcap(3.0)", ONE_BY_ONE),
+        ("fp32,score=softcap(2.0)", ONE_BY_ONE),
+        ("fp32", ONE_BY_ONE),
+        ("bf16,scale=-1.0", ONE_BY_ONE),
+        ("bf16,scale=0.0,score=alibi(1x2:fp32)", ONE_BY_ONE),
+    ],
+)
+def test_the_form_of_a_problem(tail: str, form: Form) -> None:
+    assert form_of(problem(tail)) == form_of(problem(tail), backward=True) == form
+
+
+def test_gradients_of_captured_tensors_need_scaled_scores() -> None:
+    p = problem("bf16,score=alibi(1x2:fp32:grad)")
+    assert form_of(p) == Form(False, 1)
+    assert form_of(p, backward=True) == ONE_BY_ONE
+
+
+def test_the_functions_of_a_form() -> None:
+    p, curve = problem("fp16,score=softcap(2.0)"), Softcap.curve
+    assert curve is not None
+    coarse = curve.function if INTERPRETED else curve.approximate
+    assert chain(p, H100, form_of(p)) == (coarse, curve.derivative, curve.width)
+    assert chain(replace(p, returns_lse=True), H100, form_of(p)) == (curve.function, curve.derivative, curve.width)
+    assert chain(p, MI300X, form_of(p))[0] is curve.function
+    assert chain(p, H100, ONE_BY_ONE) == (softcap_forward, softcap_backward)
