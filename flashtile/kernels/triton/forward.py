@@ -85,8 +85,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     else:
         if T.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                rows = forward_step(rows, q, k_head, v_head, strides, sizes, seen, place, start, scale, band, score_args,
-                                    True, T, SCORE)  # fmt: skip
+                rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                    True, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 False, T, SCORE, MASK)  # fmt: skip
