@@ -11,10 +11,10 @@ WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 
 
 @jit
-def load_seed(score_args, T: tl.constexpr, SCORE: tl.constexpr):
+def load_seed(score_args, T: tl.constexpr):
     """(two words of seed, offset, least word less 2^31, 1 / (1 - p)); any tuple unless T.dropout."""
     if T.dropout:
-        args = score_args[len(SCORE) // 2]
+        args = score_args[len(score_args) - 1]
         return (
             tl.load(args[0]).to(tl.uint32, bitcast=True),
             tl.load(args[0] + 1).to(tl.uint32, bitcast=True),
