@@ -132,6 +132,7 @@ class Case:
     fixed_slopes: bool = False
     sink: str | None = None  # its dtype
     dropout: float | None = None
+    refused: tuple[str, ...] = ()  # the portable backends that refuse it
     cu_q: tuple[int, ...] | None = None
     cu_k: tuple[int, ...] | None = None
     used_q: tuple[int, ...] | None = None
@@ -400,16 +401,17 @@ def _features_of_items() -> Iterator[Case]:
     yield from variants(*dtypes(replace(uneven, name="varlen-sink", sink="fp32", causal=True)))
     yield from variants(*dtypes(replace(uneven, name="varlen-dropout", dropout=0.2)))
     yield from variants(replace(uneven, name="varlen-sink-dropout-score", sink="bf16", dropout=0.1, score=("softcap", "alibi")))
+    refused = ("triton",)
     yield from variants(
         replace(uneven, name="varlen-bias-each-head", score=("bias-each-head",), fixed_slopes=True),
-        replace(uneven, name="varlen-bias", score=("bias-plane",), fixed_slopes=True, dtype="fp16"),
-        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True),
+        replace(uneven, name="varlen-bias", score=("bias-plane",), fixed_slopes=True, dtype="fp16", refused=refused),
+        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True, refused=refused),
     )
     padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 9, 17), used_k=(1, 0, 72))
     yield from variants(*dtypes(replace(padded, name="padded-sink-dropout", sink="fp32", dropout=0.3, causal=True)))
     yield from variants(
         replace(padded, name="padded-bias", score=("bias",), fixed_slopes=True, window=(30, 9)),
-        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16"),
+        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16", refused=refused),
     )
     base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
     for mask in ("document", "holes-and-documents", "holes-blocks"):

@@ -37,9 +37,10 @@ def test_case(backend: str, place: torch.device, case: Case) -> None:
     asked, device = dispatch.backend_named(backend), device_of(place)
     reasons = asked.unsupported(problem, device) or asked.unsupported(problem, device, case.backward)  # in the order of use
     if not reasons:
+        assert backend not in case.refused
         judge(case, run(backend, case, tensors), *expected(case, tensors))
         return
-    assert case.backward in PORTABLE.get(backend, (case.backward,)), reasons
+    assert backend in case.refused or case.backward in PORTABLE.get(backend, (case.backward,)), reasons
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with pytest.raises(flashtile.NotSupported) as refusal:
         case.function(*leaves, **arguments, **case.lengths(place), options=options)
