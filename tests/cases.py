@@ -194,7 +194,7 @@ class Case:
 
     def given(self, tensors: Tensors) -> dict[str, Any]:
         """`arguments`, and those made of tensors."""
-        made = {"score": self.modifiers(tensors)}
+        made: dict[str, Any] = {"score": self.modifiers(tensors)}
         if self.sink is not None:
             made["sink"] = tensors["sink"]
         if self.dropout is not None:
@@ -396,8 +396,9 @@ def _lengths_of_items() -> Iterator[Case]:
 
 def _features_of_items() -> Iterator[Case]:
     """Sinks, dropout and biases where items differ in length, and under predicates."""
-    cu = dict(cu_q=(0, 33, 33, 35, 80), cu_k=(0, 20, 37, 37, 101))  # one without queries, one without keys
-    uneven = Case("varlen", seqlen_q=84, seqlen_k=101, heads_q=4, heads_kv=2, **cu)
+    uneven = Case(  # an item without queries, one without keys
+        "varlen", seqlen_q=84, seqlen_k=101, heads_q=4, heads_kv=2, cu_q=(0, 33, 33, 35, 80), cu_k=(0, 20, 37, 37, 101)
+    )
     yield from variants(*dtypes(replace(uneven, name="varlen-sink", sink="fp32", causal=True)))
     yield from variants(*dtypes(replace(uneven, name="varlen-dropout", dropout=0.2)))
     yield from variants(replace(uneven, name="varlen-sink-dropout-score", sink="bf16", dropout=0.1, score=("softcap", "alibi")))
