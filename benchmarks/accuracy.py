@@ -121,7 +121,7 @@ def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[An
         sink=given.get("sink"), dropout=given.get("dropout"),
     )  # fmt: skip
     tensors = {n: t for n, t in tensors.items() if n not in leaves}
-    tensors.update(call.tensors(q, k, v, [t.detach() for t in captured]))
+    tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")
     found = []
     for plan in (call.plan, dispatch.plan_backward(call.problem, call.place, gradients, backend, case.backward)):

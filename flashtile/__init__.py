@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
+    from flashtile.predicate.dilated import Dilated
+    from flashtile.predicate.document import Document
+    from flashtile.predicate.key_padding import KeyPadding
+    from flashtile.predicate.prefix import Prefix
     from flashtile.score.alibi import Alibi
     from flashtile.score.bias import Bias
     from flashtile.score.softcap import Softcap
@@ -19,9 +23,12 @@ if TYPE_CHECKING:
     from flashtile.spec.dropout import Dropout
     from flashtile.spec.mask import Band
     from flashtile.spec.options import Options
+    from flashtile.spec.predicate import Predicate
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
+    from flashtile.torch.blocks import Blocks
     from flashtile.torch.dropout import dropout_mask
+    from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 __version__ = "0.1.0"
 
@@ -30,15 +37,24 @@ _HOMES = {
     "AttentionProblem": "flashtile.spec.attention",
     "Band": "flashtile.spec.mask",
     "Bias": "flashtile.score.bias",
+    "Blocks": "flashtile.torch.blocks",
     "Captured": "flashtile.spec.score",
+    "Dilated": "flashtile.predicate.dilated",
+    "Document": "flashtile.predicate.document",
     "Dropout": "flashtile.spec.dropout",
     "InvalidProblem": "flashtile.errors",
+    "KeyPadding": "flashtile.predicate.key_padding",
     "NotSupported": "flashtile.errors",
     "Options": "flashtile.spec.options",
     "Position": "flashtile.spec.score",
+    "Predicate": "flashtile.spec.predicate",
+    "Prefix": "flashtile.predicate.prefix",
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
     "attention": "flashtile.torch.attention",
+    "attention_kvpacked": "flashtile.torch.layouts",
+    "attention_qkvpacked": "flashtile.torch.layouts",
+    "attention_varlen": "flashtile.torch.layouts",
     "dropout_mask": "flashtile.torch.dropout",
     "explain": "flashtile.explanation",
     "use_tuning": "flashtile.kernels.triton.choose",
@@ -49,15 +65,24 @@ __all__ = [
     "AttentionProblem",
     "Band",
     "Bias",
+    "Blocks",
     "Captured",
+    "Dilated",
+    "Document",
     "Dropout",
     "InvalidProblem",
+    "KeyPadding",
     "NotSupported",
     "Options",
     "Position",
+    "Predicate",
+    "Prefix",
     "Score",
     "Softcap",
     "attention",
+    "attention_kvpacked",
+    "attention_qkvpacked",
+    "attention_varlen",
     "dropout_mask",
     "explain",
     "use_tuning",

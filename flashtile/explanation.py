@@ -16,6 +16,8 @@ from flashtile.spec.options import DEFAULT, Options
 
 AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 
+LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
+
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
 # three products for one; so does q k^T under "tf32". "ieee" does not use the matrix units, whose peak is the only one
 # known here.
@@ -73,19 +75,23 @@ def explain(
     dropout: Any = None,
     return_lse: bool = False,
     options: Options | None = None,
+    **lengths: Any,
 ) -> Explanation:
     """An Explanation: backends, kernels, tiles, FLOPs, bytes and roofline time of a problem; nothing is launched.
 
     problem: an AttentionProblem, its spelling, or the tensor q, followed by k, v and the arguments of `attention`.
+    lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`.
     device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
 
     Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only.
     """
+    if unknown := sorted(lengths.keys() - LENGTHS):
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     options = DEFAULT if options is None else options
     wanted, layout = frozenset("qkv"), None
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
-        given |= {"sink": sink, "dropout": dropout, "return_lse": return_lse}
+        given.update(sink=sink, dropout=dropout, return_lse=return_lse, **lengths)
         for name, value in given.items():
             if value is not None and value is not False and value != ():
                 raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
@@ -93,9 +99,15 @@ def explain(
         place = _device(device) or _this_machine()
     else:
         from flashtile.torch.attention import make_problem
+        from flashtile.torch.lengths import given_lengths
         from flashtile.torch.run import device_of
 
-        described, options = make_problem(problem, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
+        named = given_lengths(**lengths)
+        if named is not None and named.varlen:
+            problem, k, v = (t.unsqueeze(0) for t in (problem, k, v))
+        described, options = make_problem(
+            problem, k, v, causal, window, mask, score, scale, options, return_lse, sink=sink, dropout=dropout, given=named
+        )
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted

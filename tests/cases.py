@@ -10,7 +10,19 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Dropout, Options, Softcap
+from flashtile import (
+    Alibi,
+    Band,
+    Bias,
+    Blocks,
+    Dilated,
+    Document,
+    Dropout,
+    KeyPadding,
+    Options,
+    Prefix,
+    Softcap,
+)  # fmt: skip
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -35,12 +47,67 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
 }
 
 
+def ids(case: Case, seqlen: int, device: torch.device) -> torch.Tensor:
+    """Documents of a few keys each, also in pieces, other ones in every item: int32 (items, seqlen)."""
+    generator = torch.Generator().manual_seed(seqlen)
+    starts = torch.rand((case.items, seqlen), generator=generator) < 0.1
+    return (starts.cumsum(1) % 3).to(device, torch.int32)
+
+
+def table(case: Case, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    shape = (case.items, case.heads_q, -(-case.seqlen_q // rows), -(-case.seqlen_k // columns))
+    return (torch.rand(shape, generator=generator) < 0.5).to(device)
+
+
+def documents(case: Case, device: torch.device) -> Document:
+    return Document(ids(case, case.seqlen_q, device), ids(case, case.seqlen_k, device))
+
+
+def holes(case: Case, device: torch.device) -> KeyPadding:
+    keep = torch.rand((case.items, case.seqlen_k), generator=torch.Generator().manual_seed(5)) < 0.6
+    return KeyPadding(keep.to(device))
+
+
+def prefixes(case: Case, device: torch.device) -> Prefix:
+    return Prefix(torch.arange(3, 3 + 11 * case.items, 11, dtype=torch.int32, device=device))
+
+
+def blocks(case: Case, device: torch.device, mask: Any, size: tuple[int, int]) -> Blocks:
+    return Blocks.build(mask, case.seqlen_q, case.seqlen_k, batch=case.items, heads=1, block_size=size, device=device)
+
+
+# Masks by name, made for a case and a device.
+MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
+    "document": documents,
+    "document-causal": lambda case, device: documents(case, device) & Band(right=0),
+    "prefix": lambda case, device: prefixes(case, device) | Band(right=0),
+    "dilated": lambda case, device: Dilated(3) & Band(left=30, right=0),
+    "global-and-dilated": lambda case, device: (
+        Dilated(3) & Band(left=30, right=0) | Prefix(torch.full((case.items,), 4, dtype=torch.int32, device=device))
+    ),
+    "holes": holes,
+    "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
+    "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),
+    "document-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)),
+    "holes-blocks": lambda case, device: blocks(case, device, holes(case, device), (32, 32)),
+    "prefix-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(right=0), (32, 64)),
+    "band-blocks": lambda case, device: blocks(case, device, Band(left=40, right=3), (64, 32)),
+    "joined-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)) & Band(right=9) | Dilated(8),
+    "table": lambda case, device: Blocks.from_block_mask(table(case, 128, 128, device), case.seqlen_q, case.seqlen_k),
+    "flash-attn-v1": lambda case, device: Blocks.from_block_mask(
+        table(case, 16, 256, device), case.seqlen_q, case.seqlen_k, block_size=(16, 256)
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of `flashtile.attention`, with what flows back into it.
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    and sinks need no gradient.
+    and sinks need no gradient. `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are seqlen_q and
+    seqlen_k; batch is then 1. `used_q`, `used_k`: seqused.
     """
 
     name: str
@@ -54,7 +121,7 @@ class Case:
     dtype: str = "fp32"
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
-    mask: Band | None = None
+    mask: Band | str | None = None  # a Band, or the name of one of MASKS
     score: tuple[str, ...] = ()
     scale: float | None = None
     layout: Literal["bshd", "bhsd", "packed", "gaps"] = "bshd"
@@ -65,11 +132,34 @@ class Case:
     fixed_slopes: bool = False
     sink: str | None = None  # its dtype
     dropout: float | None = None
+    refused: tuple[str, ...] = ()  # the portable backends that refuse it
+    cu_q: tuple[int, ...] | None = None
+    cu_k: tuple[int, ...] | None = None
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+
+    @property
+    def items(self) -> int:
+        """Items of the batch."""
+        return self.batch if self.cu_q is None else len(self.cu_q) - 1
+
+    def lengths(self, device: torch.device) -> Tensors:
+        """The tensors of lengths by their arguments' names."""
+        named = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k, "seqused_q": self.used_q, "seqused_k": self.used_k}
+        return {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in named.items() if n is not None}
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return flashtile.attention if self.cu_q is None else flashtile.attention_varlen
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that `attention`, the reference and the plain computation share, `score` aside."""
-        return {"causal": self.causal, "window": self.window, "mask": self.mask, "scale": self.scale}
+        """Keyword arguments that `attention`, the reference and the plain computation share, `score` and mask aside."""
+        return {"causal": self.causal, "window": self.window, "scale": self.scale}
+
+    def masks(self, device: torch.device) -> dict[str, Any]:
+        """The mask as a keyword argument."""
+        return {"mask": MASKS[self.mask](self, device) if isinstance(self.mask, str) else self.mask}
 
     def options(self, backend: str) -> Options:
         return Options(backend=backend, backward=self.backward, deterministic=self.deterministic, precision=self.precision)
@@ -97,14 +187,14 @@ class Case:
         for i, name in enumerate(self.score):
             shape = MODIFIERS[name][0]
             if shape is not None:
-                made[f"score.{i}"] = (normal(*shape(self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)).abs() / 4).to(
-                    device
+                made[f"score.{i}"] = (
+                    normal(*shape(self.items, self.heads_q, self.seqlen_q, self.seqlen_k)).abs().div(4).to(device)
                 )
-        return made
+        return made if self.cu_q is None else {n: t[0] if n in ("dlse", *shapes) else t for n, t in made.items()}
 
     def given(self, tensors: Tensors) -> dict[str, Any]:
         """`arguments`, and those made of tensors."""
-        made = {"score": self.modifiers(tensors)}
+        made: dict[str, Any] = {"score": self.modifiers(tensors)}
         if self.sink is not None:
             made["sink"] = tensors["sink"]
         if self.dropout is not None:
@@ -226,6 +316,7 @@ def _sinks() -> Iterator[Case]:
     yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
     yield from variants(Case("sink-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, sink="bf16"))
     yield from variants(Case("sink-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, sink="fp16"))
+    yield Case("sink-one-key", sink="fp32", seqlen_k=1, seqlen_q=20)
     yield from variants(Case("sink-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, sink="fp32", dtype="fp16"))
     yield Case("sink-tiny-scale", scale=1e-30, seqlen_k=70, sink="fp32", dtype="bf16")
     yield Case("sink-fixed", sink="fp32", dtype="fp16", fixed_slopes=True, seqlen_q=70, deterministic=True)
@@ -239,6 +330,14 @@ def _dropouts() -> Iterator[Case]:
     yield from variants(Case("dropout-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, dropout=0.3))
     yield from variants(Case("dropout-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, dropout=0.1))
     yield from variants(*dtypes(Case("dropout-and-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
+    for score in (
+        ("alibi",),
+        ("alibi", "softcap"),
+        ("softcap",),
+        ("alibi", "alibi-per-batch"),
+    ):  # added unscaled
+        name = "-".join(("dropout-fixed", *score))
+        yield Case(name, score=score, fixed_slopes=True, dropout=0.2, dtype="fp16", seqlen_k=70)
     yield Case("dropout-most", dropout=0.9, seqlen_k=70, dtype="fp16")
     yield Case("dropout-lse", dropout=0.5, upstream="lse", seqlen_k=70)
     yield Case("dropout-long-keys", dropout=0.1, seqlen_q=20, seqlen_k=600, batch=2)
@@ -266,6 +365,80 @@ def _layouts() -> Iterator[Case]:
         yield Case(f"layout-{layout}-fused", layout=layout, heads_kv=2, backward="fused", dtype="fp16")
 
 
+def _lengths_of_items() -> Iterator[Case]:
+    """Uneven, empty and overlong items; tokens that belong to none."""
+    uneven = Case(
+        "varlen", seqlen_q=84, seqlen_k=101, heads_q=4, heads_kv=2, cu_q=(0, 33, 33, 35, 80), cu_k=(0, 20, 37, 37, 101)
+    )
+    yield from variants(*dtypes(uneven))
+    yield from variants(*dtypes(replace(uneven, name="varlen-causal", causal=True)))
+    itself = Case("varlen-itself", seqlen_q=70, seqlen_k=70, cu_q=(0, 1, 18, 70))
+    yield from variants(
+        replace(itself, window=(9, 3)), replace(itself, name="varlen-softcap", score=("softcap",), dtype="fp16")
+    )
+    yield from variants(replace(uneven, name="varlen-alibi", score=("alibi-per-batch", "softcap"), causal=True))
+    yield replace(uneven, name="varlen-alibi-deterministic", score=("alibi",), deterministic=True, dtype="fp16")
+    yield from variants(replace(uneven, name="varlen-used", used_q=(33, 0, 1, 20), used_k=(3, 17, 0, 40), causal=True))
+    for name, cu in (("nothing", (0,)), ("empty-items", (0, 0, 0)), ("one-token", (0, 1)), ("last-empty", (0, 50, 50))):
+        yield Case(f"varlen-{name}", seqlen_q=50, seqlen_k=50, cu_q=cu, causal=True, score=("alibi",) if len(cu) > 1 else ())
+    yield Case("varlen-no-tokens", seqlen_q=0, seqlen_k=0, cu_q=(0, 0))
+    for layout in ("bhsd", "packed", "gaps"):
+        yield replace(itself, name=f"varlen-{layout}", layout=layout, heads_kv=2, dtype="fp16", causal=True)
+    yield replace(uneven, name="varlen-head_dim5", head_dim=5, head_dim_v=24, causal=True)
+    yield replace(uneven, name="varlen-many", cu_q=(*range(0, 84, 7), 84), cu_k=(*range(0, 84, 7), 101), dtype="fp16")
+    padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 0, 17), used_k=(1, 30, 72))
+    yield from variants(*dtypes(replace(padded, causal=True)))
+    yield from variants(replace(padded, name="padded-alibi", score=("softcap", "alibi-per-batch")))
+    yield from variants(replace(padded, name="padded-keys", used_q=None, window=(8, 4), dtype="bf16"))
+    yield from variants(replace(padded, name="padded-queries", used_k=None, score=("alibi",), layout="bhsd"))
+    yield replace(padded, name="padded-nothing", used_k=(0, 0, 0), upstream="lse")
+
+
+def _features_of_items() -> Iterator[Case]:
+    """Sinks, dropout and biases where items differ in length, and under predicates."""
+    uneven = Case(  # an item without queries, one without keys
+        "varlen", seqlen_q=84, seqlen_k=101, heads_q=4, heads_kv=2, cu_q=(0, 33, 33, 35, 80), cu_k=(0, 20, 37, 37, 101)
+    )
+    yield from variants(*dtypes(replace(uneven, name="varlen-sink", sink="fp32", causal=True)))
+    yield from variants(*dtypes(replace(uneven, name="varlen-dropout", dropout=0.2)))
+    yield from variants(replace(uneven, name="varlen-sink-dropout-score", sink="bf16", dropout=0.1, score=("softcap", "alibi")))
+    refused = ("triton",)
+    yield from variants(
+        replace(uneven, name="varlen-bias-each-head", score=("bias-each-head",), fixed_slopes=True),
+        replace(uneven, name="varlen-bias", score=("bias-plane",), fixed_slopes=True, dtype="fp16", refused=refused),
+        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True, refused=refused),
+    )
+    padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 9, 17), used_k=(1, 0, 72))
+    yield from variants(*dtypes(replace(padded, name="padded-sink-dropout", sink="fp32", dropout=0.3, causal=True)))
+    yield from variants(
+        replace(padded, name="padded-bias", score=("bias",), fixed_slopes=True, window=(30, 9)),
+        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16", refused=refused),
+    )
+    base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
+    for mask in ("document", "holes-and-documents", "holes-blocks"):
+        yield from variants(replace(base, name=f"mask-{mask}-sink-dropout", mask=mask, sink="fp32", dropout=0.2))
+        for bias in ("bias", "bias-keys", "bias-rows", "bias-each-head"):
+            yield replace(base, name=f"mask-{mask}-{bias}", mask=mask, score=(bias,), sink="fp32")
+    yield replace(base, name="mask-holes-bias-fp16", mask="holes", score=("bias-batch", "softcap"), dropout=0.2, dtype="fp16")
+
+
+def _predicates() -> Iterator[Case]:
+    base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
+    yield from variants(*dtypes(replace(base, name="mask-document", mask="document")))
+    for i, name in enumerate(MASKS):
+        yield replace(base, name=f"mask-{name}", mask=name, backward=("split", "fused")[i % 2])
+        yield replace(base, name=f"mask-{name}-fp16", mask=name, dtype="fp16", seqlen_q=70, seqlen_k=40)
+    large = replace(base, batch=1, seqlen_q=140, seqlen_k=160, heads_q=2, heads_kv=1, dtype="fp16")
+    yield from variants(replace(large, name="mask-large-document-blocks", mask="document-blocks", causal=True))
+    yield from variants(replace(large, name="mask-large-flash-attn-v1", mask="flash-attn-v1"))
+    rich = replace(base, score=("softcap", "alibi-per-batch"), causal=True)
+    yield from variants(replace(rich, name="mask-scores", mask="document"))
+    yield from variants(replace(rich, name="mask-scores-blocks", mask="prefix-blocks", dtype="fp16"))
+    yield replace(rich, name="mask-window", mask="holes", causal=False, window=(20, 10), layout="bhsd")
+    yield replace(base, name="mask-padded", mask="document-causal", used_q=(50, 13), used_k=(40, 0))
+    yield from variants(replace(base, name="mask-varlen", batch=1, mask="prefix", cu_q=(0, 20, 20, 50), cu_k=(0, 30, 40, 66)))
+
+
 def _precisions() -> Iterator[Case]:
     for precision in ("ieee", "tf32"):
         yield Case(f"precision-{precision}", precision=precision, causal=True)
@@ -285,6 +458,9 @@ CASES: tuple[Case, ...] = tuple(
         _scales,
         _gradients,
         _layouts,
+        _lengths_of_items,
+        _features_of_items,
+        _predicates,
         _precisions,
     )
     for case in group()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import flashtile
 from flashtile.reference.attention import attention_plain, attention_reference
 from tests.cases import DTYPES, Case, Tensors
 
@@ -26,7 +25,8 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
     for name, leaf in leaves.items():
         leaf.requires_grad_(not (case.fixed_slopes and name.startswith(("score", "sink"))))
     inputs = (leaves["q"], leaves["k"], leaves["v"])
-    out, lse = function(*inputs, **case.given(leaves), **extra)
+    place = leaves["q"].device
+    out, lse = function(*inputs, **{**case.given(leaves), **case.masks(place), **case.lengths(place), **extra})
     flows = {"out": (out, tensors["dout"]), "lse": (lse, tensors["dlse"])}
     flowing = [flows[name] for name in ("out", "lse") if case.upstream in (name, "both")]
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -40,7 +40,7 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
 
 
 def run(backend: str, case: Case, tensors: Tensors) -> Tensors:
-    return evaluate(flashtile.attention, case, tensors, return_lse=True, options=case.options(backend))
+    return evaluate(case.function, case, tensors, return_lse=True, options=case.options(backend))
 
 
 def expected(case: Case, tensors: Tensors) -> tuple[Tensors, Tensors]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
+from flashtile import AttentionProblem, Options, dispatch
 from flashtile.torch.attention import make_problem
+from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import device_of
 from tests.backends import PORTABLE
 from tests.cases import CASES, Case
 from tests.judge import expected, judge, run
+
+
+def problem_of(case: Case, inputs: list[torch.Tensor], arguments: dict[str, Any], options: Options) -> AttentionProblem:
+    """What a case asks for."""
+    lengths = case.lengths(inputs[0].device)
+    if case.cu_q is not None:
+        inputs = [t[None] for t in inputs]
+    return make_problem(*inputs, **arguments, options=options, given=given_lengths(**lengths))[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -20,16 +31,18 @@ def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
     for name, tensor in tensors.items():  # as `run` has them
         tensor.requires_grad_(name not in ("dout", "dlse") and not (case.fixed_slopes and name.startswith("score")))
-    arguments, options = case.given(tensors), case.options(backend)
+    arguments, options = {**case.given(tensors), **case.masks(place)}, case.options(backend)
     inputs = [tensors[name] for name in "qkv"]
-    problem, _ = make_problem(*inputs, **arguments, options=options)
+    problem = problem_of(case, inputs, arguments, options)
     asked, device = dispatch.backend_named(backend), device_of(place)
     reasons = asked.unsupported(problem, device) or asked.unsupported(problem, device, case.backward)  # in the order of use
     if not reasons:
+        assert backend not in case.refused
         judge(case, run(backend, case, tensors), *expected(case, tensors))
         return
-    assert case.backward in PORTABLE.get(backend, (case.backward,)), reasons
+    assert backend in case.refused or case.backward in PORTABLE.get(backend, (case.backward,)), reasons
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with pytest.raises(flashtile.NotSupported) as refusal:
-        flashtile.attention(*(tensor.detach().requires_grad_() for tensor in inputs), **arguments, options=options)
+        case.function(*leaves, **arguments, **case.lengths(place), options=options)
     assert refusal.value.reasons == {backend: tuple(reasons)}
     assert all(reason in str(refusal.value) for reason in reasons)

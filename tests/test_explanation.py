@@ -105,3 +105,13 @@ def test_sinks_dropout_and_bias_are_explained() -> None:
     for name, value in given.items():
         with pytest.raises(flashtile.InvalidProblem, match=f"{name} is given besides a problem"):
             flashtile.explain("attention(q=1x64x2x64,kv=64x2x64,bf16)", **{name: value})
+
+
+def test_lengths_are_told_apart() -> None:
+    q, ends = torch.zeros(64, 2, 16), torch.tensor([0, 40, 64], dtype=torch.int32)
+    text = str(flashtile.explain(q, q, q, cu_seqlens_q=ends, max_seqlen_q=40, max_seqlen_k=40, device="H100"))
+    assert "attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)" in text
+    assert "schedule_tiles: grid 3x1x1" in text
+    assert str(flashtile.explain("attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)", device="H100")).startswith("att")
+    with pytest.raises(TypeError, match="cu_seqlens"):
+        flashtile.explain(q, q, q, cu_seqlens=ends)

@@ -94,6 +94,20 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
         for head_dim in (64, 128, 256):
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},{dtype},band=:0,dropout=0.1)"
+        yield f"attention(q=9x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad,dropout=0.1,varlen=9000x9000)"
+    for head_dim in (64, 128, 256):
+        for lengths in ("varlen=9000x9000", "used=qk"):
+            yield f"attention(q=9x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,{lengths})"
+    yield "attention(q=9x2048x8x64,kv=2048x2x64,bf16,band=:0,score=alibi(9x8:fp32:grad),varlen=9000x9000)"
+    yield "attention(q=9x2048x8x64,kv=2048x2x64,fp32,band=:0,tf32x3,varlen=9000x9000)"
+    documents = "document(2048;2048;2x2048:int32;2x2048:int32)"
+    for head_dim in (64, 128, 256):
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,where={documents},blocks=128x128)"
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,where={documents})"
+    shared = "score=bias(1x8x2048x2048:bf16:grad),sink=8:fp32:grad,dropout=0.1"
+    yield f"attention(q=2x2048x8x64,kv=2048x2x64,bf16,{shared},where={documents},blocks=128x128)"
+    yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,where=prefix(2:int32)|dilated(3)&within(64;0),blocks=64x64)"
+    yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32x3,where={documents},blocks=128x128)"
 
 
 def plan_of(job: Job) -> Plan:
@@ -120,7 +134,7 @@ def jobs_of(spelling: str, target: str) -> Iterator[Job]:
 def kind(problem: AttentionProblem) -> str:
     """The line of SPILL_BUDGETS that a problem falls under."""
     if problem.dtype is not DType.FP32:
-        return "modifiers" if problem.score or problem.dropout is not None else "16bit"
+        return "modifiers" if problem.score or problem.where or problem.dropout is not None else "16bit"
     if problem.precision == "ieee":
         return "ieee"
     return "fp32 beyond 128" if max(problem.head_dim, problem.head_dim_v) > 128 else "fp32"

@@ -10,12 +10,22 @@ from flashtile.spec.dropout import threshold
 
 
 def integers(p: AttentionProblem) -> dict[str, int]:
-    """The plain integer arguments by name: lengths, heads, the band's bounds (0 where there is none)."""
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    """The plain integer arguments by name: sizes of the tensors, heads, the band's bounds (0 where there is none)."""
     return {
-        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "heads": p.heads_q, "group": p.group,
-        "left": band.left or 0, "right": band.right or 0,
+        "seqlen_q": p.span_q, "seqlen_k": p.span_k, "heads": p.heads_q, "group": p.group,
+        "left": p.band.left or 0, "right": p.band.right or 0,
     }  # fmt: skip
+
+
+def mask_args(p: AttentionProblem) -> tuple[Any, ...]:
+    """Per predicate its scalars, then pointer and strides of each tensor."""
+    chained: list[tuple[Any, ...]] = []
+    for i, leaf in enumerate(p.leaves):
+        tensors: list[Any] = []
+        for j in range(len(leaf.tensors)):
+            tensors += [Pointer(f"mask.{i}.{j}"), Strides(f"mask.{i}.{j}")]
+        chained.append((*leaf.scalars, *tensors))
+    return tuple(chained)
 
 
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:

@@ -12,16 +12,18 @@ from flashtile.spec.attention import AttentionProblem
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
     """Shapes of q, k, v, out and lse."""
     return {
-        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
-        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
-        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
-        "out": (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v),
-        "lse": (p.batch, p.heads_q, p.seqlen_q),
+        "q": (p.slabs, p.span_q, p.heads_q, p.head_dim),
+        "k": (p.slabs, p.span_k, p.heads_kv, p.head_dim),
+        "v": (p.slabs, p.span_k, p.heads_kv, p.head_dim_v),
+        "out": (p.slabs, p.span_q, p.heads_q, p.head_dim_v),
+        "lse": (p.slabs, p.heads_q, p.span_q),
     }
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v, the captured tensors `score.I.J`, `sink`, and `seed`: the words of dropout's (seed, offset)."""
+    """q, k, v; the captured tensors `score.I.J`; `sink`; `seed`, the words of dropout's (seed, offset); the tensors `mask.I.J`
+    of predicates, those of block lists, and those that hold the items' lengths.
+    """
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
         for i, spec in enumerate(p.score)
@@ -31,7 +33,23 @@ def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
         captured.append(Buffer("sink", p.sink.shape, p.sink.dtype, "input"))
     if p.dropout is not None:
         captured.append(Buffer("seed", (4,), "int32", "input"))
-    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured)
+    blocks = [Buffer(name, shape, "int32", "input") for name, shape in block_shapes(p).items()]
+    lengths = [Buffer(n, (p.batch + n.startswith("cu_"),), "int32", "input") for n in p.lengths.tensors]
+    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *mask_buffers(p), *blocks, *lengths)
+
+
+def mask_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
+    """The tensors of predicates."""
+    return tuple(
+        Buffer(f"mask.{i}.{j}", shape, dtype, "input")
+        for i, leaf in enumerate(p.leaves)
+        for j, (shape, dtype) in enumerate(leaf.tensors)
+    )
+
+
+def block_shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """Of the block lists' tensors, by name; none where there are no lists."""
+    return {} if p.blocks is None else p.blocks.shapes(p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
 
 
 def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.dropout import keep as dropout_keep
-from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.mask import Band
+from flashtile.spec.predicate import Joined, normal_form
 from flashtile.spec.score import Position, Score
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Mask = tuple[Band, tuple[tuple[Any, ...], ...]]  # as `normal_form` has it
+Changes = tuple[Sequence[Score], float | None, torch.Tensor | None, Dropout | None]  # score, scale, sink, dropout
 
 
 def attention_reference(
@@ -22,14 +26,16 @@ def attention_reference(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     sink: torch.Tensor | None = None,
     dropout: Dropout | None = None,
+    **lengths: torch.Tensor | None,
 ) -> Pair:
-    """(out, lse) of `flashtile.attention` in float64: out like q's layout, lse (batch, heads_q, seqlen_q)."""
-    return _attend(q.double(), k.double(), v.double(), make_mask(causal, window, mask), score, scale, sink, dropout)
+    """(out, lse) of `flashtile.attention`, or with cu_seqlens_q of `attention_varlen`, in float64; laid out as those are."""
+    changes = score, scale, sink, dropout
+    return _attend_items(q.double(), k.double(), v.double(), normal_form(causal, window, mask), changes, lengths)
 
 
 def attention_plain(
@@ -39,38 +45,78 @@ def attention_plain(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     sink: torch.Tensor | None = None,
     dropout: Dropout | None = None,
+    **lengths: torch.Tensor | None,
 ) -> Pair:
     """(out, lse) as a few lines of PyTorch compute them in the inputs' own dtype: what the accuracy rule measures against."""
-    return _attend(q, k, v, make_mask(causal, window, mask), score, scale, sink, dropout)
+    return _attend_items(q, k, v, normal_form(causal, window, mask), (score, scale, sink, dropout), lengths)
+
+
+def items(
+    q: torch.Tensor, k: torch.Tensor, lengths: Mapping[str, torch.Tensor | None]
+) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Of each item where its queries and its keys lie: index of the first axis, index of the second; all 4-dimensional."""
+    given = {name: tensor.tolist() for name, tensor in lengths.items() if tensor is not None}
+    starts = {side: given.get(f"cu_seqlens_{side}") for side in "qk"}
+    if starts["q"] is not None and starts["k"] is None:
+        starts["k"] = starts["q"]
+    found: list[Any] = []
+    for i in range(q.shape[0] if starts["q"] is None else len(starts["q"]) - 1):
+        pair: list[tuple[slice, slice]] = []
+        for side, tensor in (("q", q), ("k", k)):
+            cu, used = starts[side], given.get(f"seqused_{side}")
+            first, end = (0, tensor.shape[1]) if cu is None else (cu[i], cu[i + 1])
+            slab = slice(i, i + 1) if cu is None else slice(0, 1)
+            pair.append((slab, slice(first, end if used is None else first + used[i])))
+        found.append(tuple(pair))
+    return found
+
+
+def _attend_items(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, changes: Changes,
+    lengths: Mapping[str, torch.Tensor | None],
+) -> Pair:  # fmt: skip
+    """Each item by itself; 0 and -inf where there is none."""
+    if all(tensor is None for tensor in lengths.values()):
+        return _attend(q, k, v, mask, changes)
+    varlen = lengths.get("cu_seqlens_q") is not None
+    if varlen:
+        q, k, v = q[None], k[None], v[None]
+    nothing = q[:, :0].sum()  # 0 with a graph, so that there is a gradient even where there is no item
+    out = q.new_zeros((*q.shape[:3], v.shape[3])) + nothing
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf) + nothing
+    places = items(q, k, lengths)
+    for i, (rows, keys) in enumerate(places):
+        values, sums = _attend(q[rows], k[keys], v[keys], mask, changes, (i, len(places)))
+        out[rows], lse[rows[0], :, rows[1]] = values, sums
+    return (out[0], lse[0]) if varlen else (out, lse)
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    band: Band,
-    score: Sequence[Score],
-    scale: float | None,
-    sink: torch.Tensor | None,
-    dropout: Dropout | None,
-) -> Pair:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, changes: Changes,
+    item: tuple[int, int] | None = None,
+) -> Pair:  # fmt: skip
+    """`item` = (index, count) of the one item that q, k, v are, where a batch is taken apart."""
+    score, scale, sink, dropout = changes
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     group = heads_q // heads_kv
-    keep = visible(band, seqlen_q, seqlen_k, q.device)
-    sees, seen = keep.any(1), keep.any(0)
+    at, items_here = positions(batch, heads_q, seqlen_q, seqlen_k, q.device), batch
+    if item is not None:
+        at, items_here = at._replace(batch=at.batch + item[0]), item[1]
+    keep = visible(mask[0], seqlen_q, seqlen_k, q.device) & holds(mask[1], at, (items_here, heads_q))
+    keep = keep.expand(batch, heads_q, seqlen_q, seqlen_k)
+    sees, seen = keep.any(3), keep.any(2)
     # What nobody looks at may hold NaN, and 0 * NaN is NaN: replace it. The gradient there becomes exactly 0.
-    q = q.masked_fill(~sees[:, None, None], 0.0).transpose(1, 2)
-    k, v = (t.masked_fill(~seen[:, None, None], 0.0).transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    q = q.transpose(1, 2).masked_fill(~sees[..., None], 0.0)
+    k, v = (t.transpose(1, 2).repeat_interleave(group, 1).masked_fill(~seen[..., None], 0.0) for t in (k, v))
 
     scores = q @ k.transpose(2, 3) * (1.0 / math.sqrt(head_dim) if scale is None else scale)
-    at = positions(batch, heads_q, seqlen_q, seqlen_k, q.device)
     for modifier in score:
-        tensors = modifier.tensors(batch, heads_q)
+        tensors = modifier.tensors(items_here, heads_q)
         scores = type(modifier).apply(scores, at, modifier.scalars(), tensors).to(q.dtype)
     scores = scores.masked_fill(~keep, -math.inf)
     if sink is not None:  # one more key, whose value is zero
@@ -78,7 +124,7 @@ def _attend(
         whole = torch.cat([scores, last], -1)
         p, lse = torch.softmax(whole, -1)[..., :seqlen_k], torch.logsumexp(whole, -1)
     else:  # a row that sees nothing would be exp(-inf - -inf): give it finite scores first, then discard them
-        scores = scores.masked_fill(~sees[:, None], 0.0)
+        scores = scores.masked_fill(~sees[..., None], 0.0)
         lse = torch.logsumexp(scores, -1) if seqlen_k else scores.sum(-1)
         p, lse = torch.softmax(scores, -1).masked_fill(~keep, 0.0), lse.masked_fill(~sees, -math.inf)
     if dropout is not None:
@@ -86,6 +132,23 @@ def _attend(
         kept = dropout_keep(dropout.p, at.batch, at.head, at.row, at.k, heads_q, seed.to(q.device))
         p = p * kept / (1.0 - dropout.p)
     return (p @ v).transpose(1, 2), lse
+
+
+def holds(terms: tuple[tuple[Any, ...], ...], at: Position, rows: tuple[int, int]) -> torch.Tensor:
+    """Where one of a mask's terms holds; everywhere where there is none."""
+    if not terms:
+        return torch.ones((), dtype=torch.bool, device=at.row.device)
+    found = torch.zeros((), dtype=torch.bool, device=at.row.device)
+    for term in terms:
+        every = torch.ones_like(found)
+        for leaf in term:
+            if isinstance(leaf, Band):
+                left, right = (math.inf if b is None else b for b in (leaf.left, leaf.right))
+                every = every & (at.q - at.k <= left) & (at.k - at.q <= right)
+            else:
+                every = every & leaf.apply(at, leaf.scalars(), leaf.tensors(*rows))
+        found = found | every
+    return found
 
 
 def visible(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> torch.Tensor:

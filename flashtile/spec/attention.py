@@ -10,14 +10,18 @@ from functools import cached_property
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dropout import check_chance, threshold
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
+from flashtile.spec.predicate import PredicateSpec, Where, parse_where, spell_where
 from flashtile.spec.score import ScoreSpec, TensorSpec
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
 MAX_HEAD_DIM = 512
+LENGTHS = tuple(ALIKE.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class AttentionProblem:
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v), out (batch, seqlen_q, heads_q, head_dim_v).
     `precision` matters for fp32 alone. `deterministic` asks for a bitwise repeatable backward.
+    `where` narrows the mask: an "or" of "and"s of predicates, one of which must hold; empty where nothing must.
+    `blocks`: the mask comes with lists of its blocks, which repeat what `mask` and `where` say.
+    `lengths` says whether items differ in length. Where they do, seqlen_q and seqlen_k are the longest that they may be;
+    varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
     probability is dropped; None for 0.
@@ -48,6 +56,9 @@ class AttentionProblem:
     returns_lse: bool = False
     sink: TensorSpec | None = None
     dropout: float | None = None
+    lengths: Lengths = ALIKE
+    where: Where = ()
+    blocks: BlockSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -62,6 +73,13 @@ class AttentionProblem:
             raise InvalidProblem(f"dtype is {self.dtype!r}; it must be one of {', '.join(d.value for d in DType)}.")
         if not isinstance(self.mask, Band):
             raise InvalidProblem(f"mask is a {type(self.mask).__name__}; it must be a flashtile mask such as Band.")
+        terms = self.where if isinstance(self.where, tuple) else ((None,),)
+        if not all(isinstance(t, tuple) and t and all(isinstance(s, PredicateSpec) for s in t) for t in terms):
+            raise InvalidProblem(f"where is {self.where!r}; it must be a tuple of tuples of PredicateSpec, none of them empty.")
+        if not (self.blocks is None or isinstance(self.blocks, BlockSpec)):
+            raise InvalidProblem(f"blocks is {self.blocks!r}; it must be a BlockSpec or None.")
+        if not isinstance(self.lengths, Lengths):
+            raise InvalidProblem(f"lengths is {self.lengths!r}; it must be a Lengths.")
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         for spec in self.score:
@@ -102,13 +120,42 @@ class AttentionProblem:
         return self.scale
 
     @property
+    def leaves(self) -> tuple[PredicateSpec, ...]:
+        """All predicates, in order."""
+        return tuple(leaf for term in self.where for leaf in term)
+
+    @property
+    def slabs(self) -> int:
+        """The size of the tensors' first axis."""
+        return 1 if self.lengths.varlen else self.batch
+
+    @property
+    def span_q(self) -> int:
+        """The size of q's second axis: no item is longer, whatever it was announced as."""
+        return self.seqlen_q if self.lengths.total_q is None else self.lengths.total_q
+
+    @property
+    def span_k(self) -> int:
+        return self.seqlen_k if self.lengths.total_k is None else self.lengths.total_k
+
+    @cached_property
+    def band(self) -> Band:
+        """The mask without the bounds that hide nothing, whatever the items' lengths."""
+        return self.mask.clipped(self.span_q, self.span_k)
+
+    @property
     def empty(self) -> bool:
         """No visible score at all because a dimension is zero."""
-        return self.batch == 0 or self.seqlen_q == 0 or self.seqlen_k == 0
+        return self.batch == 0 or self.span_q == 0 or self.span_k == 0
 
     @cached_property
     def visible_pairs(self) -> int:
-        return self.mask.count_visible(self.seqlen_q, self.seqlen_k) * self.batch * self.heads_q
+        """Visible scores; at most so many where items differ in length or a predicate hides more."""
+        items, q, k = self.batch, self.seqlen_q, self.seqlen_k
+        if self.lengths.varlen:  # as if all tokens were in items of the greatest length: there cannot be more
+            q, k = min(q, self.span_q), min(k, self.span_k)
+            items = min(items, max(-(-self.span_q // max(q, 1)), -(-self.span_k // max(k, 1))))
+        return self.mask.count_visible(q, k) * items * self.heads_q
 
     def flops(self, direction: Literal["forward", "backward"] = "forward") -> int:
         """Matrix FLOPs on visible scores: 2 products forward, 5 backward (scores are recomputed once)."""
@@ -117,8 +164,8 @@ class AttentionProblem:
 
     def bytes(self, direction: Literal["forward", "backward"] = "forward") -> int:
         """Fewest bytes through device memory: every input read once, every output written once."""
-        q = self.batch * self.seqlen_q * self.heads_q
-        kv = self.batch * self.seqlen_k * self.heads_kv
+        q = self.slabs * self.span_q * self.heads_q
+        kv = self.slabs * self.span_k * self.heads_kv
         tensors = q * (self.head_dim + self.head_dim_v) + kv * (self.head_dim + self.head_dim_v)
         if direction == "backward":  # reads q k v out dout lse, writes dq dk dv
             tensors = 2 * tensors + q * self.head_dim_v
@@ -150,6 +197,11 @@ class AttentionProblem:
             parts.append("deterministic")
         if self.returns_lse:
             parts.append("lse")
+        parts += self.lengths.spell()
+        if self.where:
+            parts.append("where=" + spell_where(self.where))
+        if self.blocks is not None:
+            parts.append(f"blocks={self.blocks.block_q}x{self.blocks.block_k}")
         return f"attention({','.join(parts)})"
 
     @staticmethod
@@ -168,6 +220,8 @@ class AttentionProblem:
                 if not fields.keys().isdisjoint(parsed):
                     raise InvalidProblem(f"spelling is {text!r}; {name} appears twice.")
                 fields.update(parsed)
+            if not fields.keys().isdisjoint(LENGTHS):
+                fields["lengths"] = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})  # pyright: ignore[reportArgumentType]
             return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
         except (TypeError, KeyError, IndexError) as error:
             raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
@@ -195,6 +249,18 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(dropout=float(value))
     if name == "scale":
         return dict(scale=float(value))
+    if name == "blocks":
+        block_q, block_k = (int(n) for n in value.split("x"))
+        return dict(blocks=BlockSpec(block_q, block_k))
+    if name == "where":
+        return dict(where=parse_where(value))
+    if name == "varlen":
+        total_q, total_k = (int(n) for n in value.split("x"))
+        return dict(total_q=total_q, total_k=total_k)
+    if name == "used":
+        if value not in ("q", "k", "qk"):
+            raise ValueError(f"used is {value!r}; it must be 'q', 'k' or 'qk'")
+        return dict(used_q="q" in value, used_k="k" in value)
     if name == "deterministic" and not value:
         return dict(deterministic=True)
     if name == "lse" and not value:

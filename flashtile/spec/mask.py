@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flashtile.errors import InvalidProblem
+
+if TYPE_CHECKING:
+    from flashtile.spec.predicate import Joined
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Band:
         if not isinstance(other, Band):
             return NotImplemented
         return Band(_tighter(self.left, other.left), _tighter(self.right, other.right))
+
+    def __or__(self, other: Band) -> Joined:
+        from flashtile.spec.predicate import Terms
+
+        return Terms(((self,),)) | other if isinstance(other, Band) else NotImplemented
 
     @property
     def unbounded(self) -> bool:

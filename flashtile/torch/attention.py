@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,16 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dropout import Dropout
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
+from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
+from flashtile.torch.lengths import Given, given_lengths
+from flashtile.torch.masks import predicates_of
+from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.run import DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -31,11 +37,13 @@ def attention(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    mask: Band | None = None,
+    mask: Band | Joined | None = None,
     score: Sequence[Score] = (),
     scale: float | None = None,
     sink: torch.Tensor | None = None,
     dropout: Dropout | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
 ) -> Any:
@@ -44,13 +52,16 @@ def attention(
     q: (batch, seqlen_q, heads_q, head_dim); k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16 or fp32, any strides; heads_q a multiple of heads_kv.
     causal, window = (left, right), mask: which keys a query sees, together by `&`. Positions are aligned bottom-right:
-        query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded.
+        query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded. A mask is a `Band` or
+        a predicate such as `Document(ids)`, or several joined by `&` and `|`.
     score: modifiers such as `Softcap(30.0)` or `Alibi(slopes)`, applied to the scaled scores in the order given.
     scale: factor of q k^T, 1 / sqrt(head_dim) by default.
     sink: (heads_q,), fp16, bf16 or fp32: a logit per head that joins every row's softmax as one more key, whose value is
         zero. lse includes it; a query that sees no key then has lse = sink.
     dropout: `Dropout(p)`; the probabilities that it keeps depend on its seed and on (batch, head, query, key) alone. lse is
         that of the scores before it.
+    seqused_q, seqused_k: how many of each item's queries and keys count, int32 (batch,): the rest is padding, never
+        looked at. Positions are aligned by what counts. Padded queries give out 0, lse -inf; gradients of padding are 0.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
@@ -60,15 +71,19 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    call, captured = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(t.requires_grad for t in captured)
-    ):
-        call.require_backward()
-        out, lse = _Attention.apply(call, q, k, v, *captured)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
-        out, lse, *_ = call.forward(q, k, v, captured)
+    given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+    call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout)
+    out, lse = attend(call, others, q, k, v)
     return (out, lse) if return_lse else out
+
+
+def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a prepared call, differentiable where a gradient is wanted. packs: q, k, v as `call.packing` has them."""
+    if torch.is_grad_enabled() and (any(t.requires_grad for t in packs) or any(t.requires_grad for t in others)):
+        call.require_backward()
+        return _Attention.apply(call, *packs, *others)  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
+    out, lse, *_ = call.forward(packs, others)
+    return out, lse
 
 
 class PreparedCall:
@@ -84,6 +99,7 @@ class PreparedCall:
         self.kept = tuple(b.name for b in self.plan.named("output"))  # out, lse, and what else the backward wants
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
+        self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -96,23 +112,31 @@ class PreparedCall:
             dispatch.select(problem, self.place, self.options.backend, self.options.backward)
             self.differentiable.add(deterministic)
 
-    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Tensors:
-        tensors = {"q": q, "k": k, "v": v}
-        if captured:
-            tensors.update(zip(self.names, captured, strict=True))
+    def packed(self, packing: Packing) -> PreparedCall:
+        """The same call of tensors that hold q, k and v as parts."""
+        found = self.packings.get(packing)
+        if found is None:
+            found = self.packings[packing] = copy(self)
+            found.packing, found.bound_backward = packing, {}
+        return found
+
+    def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> Tensors:
+        tensors = self.packing.unpack(packs)
+        if others:
+            tensors.update(zip(self.names, others, strict=True))
         return tensors
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def forward(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The plan's outputs, `kept` in order: out and lse first."""
-        tensors = self.tensors(q, k, v, captured)
+        tensors = self.tensors(packs, others)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
         self.bound_forward.run(tensors)
         return [tensors[name] for name in self.kept]
 
-    def backward(self, tensors: Tensors, wanted: frozenset[str], deterministic: bool) -> Tensors:
+    def backward(
+        self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
+    ) -> Tensors:
         dout, dlse = tensors["dout"], tensors.get("dlse")
         key = (wanted, deterministic, _layout(dout), None if dlse is None else _layout(dlse))
         bound = self.bound_backward.get(key)
@@ -122,17 +146,21 @@ class PreparedCall:
                 problem = replace(problem, deterministic=True)
             gradients = Gradients(wanted, dlse is not None)
             plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
-            bound = self.bound_backward[key] = Bound(plan, tensors, self.device)
+            packed = [
+                PackedGradient(pack, tensor)
+                for pack, tensor in zip(self.packing.packs, packs, strict=True)
+                if len(pack.parts) > 1 and wanted.issuperset(pack.parts)
+            ]
+            bound = self.bound_backward[key] = Bound(plan, tensors, self.device, packed)
         return bound.run(tensors)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: PreparedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor
-    ) -> Any:
-        kept = call.forward(q, k, v, captured)
-        ctx.save_for_backward(q, k, v, *captured, *kept)
+    def forward(ctx: Any, call: PreparedCall, *given: torch.Tensor) -> Any:
+        count = len(call.packing.packs)
+        kept = call.forward(given[:count], given[count:])
+        ctx.save_for_backward(*given, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return kept[0], kept[1]
@@ -146,23 +174,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
-        q, k, v, *rest = ctx.saved_tensors
-        captured, kept = rest[: len(call.names)], rest[len(call.names) :]
+        names = call.packing.names
+        packs, rest = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        others, kept = rest[: len(call.names)], rest[len(call.names) :]
         if dout is None:
             if dlse is None:
-                return (None,) * (4 + len(captured))
-            dout = torch.zeros((), dtype=q.dtype, device=q.device).expand(kept[0].shape)
-        tensors = call.tensors(q, k, v, captured)
+                return (None,) * (1 + len(packs) + len(others))
+            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
+        tensors = call.tensors(packs, others)
         tensors.update(zip(call.kept, kept, strict=True), dout=dout.resolve_neg())
         if dlse is not None:
             tensors["dlse"] = dlse.resolve_neg()
-        wanted = frozenset(name for name, need in zip("qkv", ctx.needs_input_grad[1:4], strict=True) if need)
+        needs = ctx.needs_input_grad[1:]
+        wanted = frozenset("".join(name for name, need in zip(names, needs, strict=False) if need))
         deterministic = call.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        call.backward(tensors, wanted, deterministic)
-        given = [tensors[f"d{name}"] if name in wanted else None for name in "qkv"]
-        for name, tensor, need in zip(call.names, captured, ctx.needs_input_grad[4:], strict=True):
+        call.backward(tensors, packs, wanted, deterministic)
+        given = [tensors[f"d{name}"] if need else None for name, need in zip(names, needs, strict=False)]
+        for name, tensor, need in zip(call.names, others, needs[len(names) :], strict=True):
             given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
         return (None, *given)
 
@@ -173,33 +203,45 @@ _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 
 def prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any, return_lse: bool = False, sink: Any = None,
-    dropout: Any = None,
+    causal: Any = False, window: Any = None, mask: Any = None, score: Any = (), scale: Any = None, options: Any = None,
+    return_lse: Any = False, given: Given | None = None, **softmax: Any,
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
-    """The prepared call of these arguments, and the captured tensors. Everything is validated at first sight of a layout."""
+    """The prepared call of these arguments, and the tensors besides q, k, v: captured ones and lengths.
+
+    Everything is validated at first sight of a layout.
+    """
+    sink, dropout = softmax_options(**softmax)
     captured: tuple[torch.Tensor, ...] = ()
+    plain_mask, predicates = mask, None
     try:
+        if isinstance(mask, Joined):
+            predicates = predicates_of(causal, window, mask, *_rows(q, given))
+            plain_mask = predicates.key()
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), mask, scale, type(scale), options,
+            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), plain_mask, scale, type(scale), options,
             return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
         if window is not None:
             key += _exactly(window)
         if not isinstance(score, (tuple, list)) or score:
-            captured, score_key = _capture(score, q.shape)
+            captured, score_key = _capture(score, *_rows(q, given))
             key += (score_key,)
         if sink is not None:
             captured += (sink,)
             key += ("sink", sink.shape, _layout(sink), sink.dtype, sink.device, _wants_grad(sink), sink.is_neg())
         if dropout is not None:
             key += ("dropout", dropout.p, type(dropout), dropout.seed is None or _seed_key(dropout.seed))
+        if given is not None:
+            key += given.key()
         call = _CALLS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        problem, options = make_problem(q, k, v, causal, window, mask, score, scale, options, return_lse, sink, dropout)
-        captured, _ = _capture(score, q.shape)
+        problem, options = make_problem(
+            q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
+        )
+        captured, _ = _capture(score, *_rows(q, given))
         captured += () if sink is None else (sink,)
         call = PreparedCall(problem, options, q.device)
         if key is not None:
@@ -208,14 +250,21 @@ def prepare(
             _CALLS[key] = call
     if dropout is not None and call.problem.dropout is not None:
         captured += (draw_seed(dropout, call.device),)
+    if isinstance(mask, Joined):
+        captured += (predicates or predicates_of(causal, window, mask, *_rows(q, given))).flat
+    if given is not None:
+        captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
+        if q.device.type == "cpu":
+            given.check_values({"q": call.problem.span_q, "k": call.problem.span_k})
     return call, captured
 
 
 def make_problem(
     q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
-    return_lse: Any = False, sink: Any = None, dropout: Any = None,
+    return_lse: Any = False, given: Given | None = None, **softmax: Any,
 ) -> tuple[AttentionProblem, Options]:  # fmt: skip
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
+    sink, dropout = softmax_options(**softmax)
     options = DEFAULT if options is None else options
     if not isinstance(options, Options):
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
@@ -229,7 +278,9 @@ def make_problem(
         if tensor.is_neg():  # its memory holds the numbers before the negation
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.dim() != 4:
-            raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (batch, seqlen, heads, head_dim).")
+            size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
+            shape = tuple(tensor.shape[given is not None and given.varlen :])
+            raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
         if tensor.device.type not in ("cpu", "cuda"):
@@ -249,16 +300,44 @@ def make_problem(
         raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
     if not isinstance(return_lse, bool):
         raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
+    batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
+    if given is not None:
+        given.check(q)
+        batch, lengths = given.batch(q), given.lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = (
+            n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
+        )
+    where, blocks = (), None
+    if not isinstance(mask, Joined):
+        band = make_mask(causal, window, mask)
+    else:
+        predicates = predicates_of(causal, window, mask, batch, q.shape[2])
+        predicates.check(q.device)
+        where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
+        if blocks is not None and predicates.mask.seqlens != (q.shape[1], k.shape[1]):
+            made = " x ".join(map(str, predicates.mask.seqlens))
+            raise InvalidProblem(f"the mask's blocks are for {made} scores; they must be for {q.shape[1]} x {k.shape[1]}.")
     problem = AttentionProblem(
-        batch=q.shape[0], seqlen_q=q.shape[1], seqlen_k=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=make_mask(causal, window, mask),
-        score=_score_specs(score, q), scale=scale, precision=options.precision, deterministic=bool(options.deterministic),
-        returns_lse=return_lse, sink=_sink_spec(sink, q), dropout=_chance(dropout, q),
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
+        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
+        score=_score_specs(score, q, batch), scale=scale, precision=options.precision,
+        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
+        sink=_sink_spec(sink, q), dropout=_chance(dropout, q),
     )  # fmt: skip
     return problem, options
 
 
-def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
+def softmax_options(sink: Any = None, dropout: Any = None) -> tuple[Any, Any]:
+    """(sink, dropout), the rest of what `attention` takes by name; Python refuses a name that is none of them."""
+    return sink, dropout
+
+
+def _rows(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
+    """(batch, heads_q): what the first axes of a captured tensor count."""
+    return q.shape[0] if given is None else given.batch(q), q.shape[2]
+
+
+def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
     if isinstance(score, Score) or not isinstance(score, (tuple, list)):
         raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     specs: list[ScoreSpec] = []
@@ -267,7 +346,7 @@ def _score_specs(score: Any, q: torch.Tensor) -> tuple[ScoreSpec, ...]:
             raise InvalidProblem(
                 f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
             )
-        tensors = modifier.tensors(q.shape[0], q.shape[2])
+        tensors = modifier.tensors(batch, q.shape[2])
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
@@ -313,12 +392,12 @@ def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
         raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 
 
-def _capture(score: Sequence[Score], shape: torch.Size) -> tuple[tuple[torch.Tensor, ...], Any]:
+def _capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Captured tensors of all modifiers, and what of them and of the scalars a prepared call depends on."""
     captured: list[torch.Tensor] = []
     key: list[Any] = []
     for modifier in score:
-        tensors = modifier.tensors(shape[0], shape[2])
+        tensors = modifier.tensors(batch, heads_q)
         captured += tensors
         described = ((t.shape, _layout(t), t.dtype, t.device, _wants_grad(t), t.is_neg()) for t in tensors)
         key.append((type(modifier), *_exactly(modifier.scalars()), *described))

@@ -6,7 +6,7 @@ runs reuse the compiled kernels and prepared argument lists, so that a call cost
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import getclosurevars
 from typing import Any
@@ -18,11 +18,12 @@ from flashtile.plan.call import Buffer, Descriptor, HostCall, KernelCall, Plan, 
 from flashtile.plan.device import NAMED, Device
 from flashtile.spec.dtype import DType
 from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_strides
+from flashtile.torch.packing import PackedGradient
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
 TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
-    "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
+    "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
@@ -70,9 +71,13 @@ def output_strides(buffer: Buffer, like: torch.Tensor | None, described: bool = 
 class Bound:
     """A plan bound to one layout of inputs. `run` takes input tensors by name and returns outputs by name."""
 
-    def __init__(self, plan: Plan, inputs: dict[str, torch.Tensor], device: torch.device):
-        self.plan, self.device = plan, device
+    def __init__(
+        self, plan: Plan, inputs: dict[str, torch.Tensor], device: torch.device, packed: Sequence[PackedGradient] = ()
+    ):
+        self.plan, self.device, self.packed = plan, device, packed
+        within = {name: strides for gradient in packed for name, strides in gradient.parts.items()}
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
+        self.zeroed: list[str] = []  # of the parts of packed gradients
         self.over: list[tuple[str, str]] = []
         self.shared: list[tuple[str, str]] = []
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
@@ -89,9 +94,11 @@ class Bound:
                 (self.over if buffer.over in inputs else self.shared).append((buffer.name, buffer.over))
                 continue
             like = inputs.get(buffer.like) if buffer.like else None
-            strides = output_strides(buffer, like, buffer.name in plan.described)
+            strides = within.get(buffer.name) or output_strides(buffer, like, buffer.name in plan.described)
             self.strides[buffer.name] = strides
-            if buffer.name in returned:
+            if buffer.name in within:
+                self.zeroed += [buffer.name] * buffer.zeroed
+            if buffer.name in returned or buffer.name in within:
                 continue
             self.allocations.append((buffer.name, buffer.shape, strides, TORCH_DTYPES[buffer.dtype], buffer.zeroed))
         self.outputs = tuple(b.name for b in plan.named("output"))
@@ -102,6 +109,10 @@ class Bound:
             source = tensors[name]
             copy = torch.empty_strided(source.shape, strides, dtype=source.dtype, device=self.device)
             tensors[name] = copy.copy_(source)
+        for gradient in self.packed:
+            tensors.update(gradient.allocate(self.device))
+        for name in self.zeroed:
+            tensors[name].zero_()
         for name, shape, strides, dtype, zeroed in self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
@@ -148,6 +159,9 @@ class HostStep:
                 tensors[name].copy_(tensor)
                 continue
             strides, dtype = self.layouts[name]
+            if name in tensors:  # a part of a packed gradient
+                tensors[name].copy_(tensor)
+                continue
             if tensor.stride() != strides or tensor.dtype != dtype:
                 tensor = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
             tensors[name] = tensor

@@ -14,6 +14,7 @@ from flashtile.score.alibi import Alibi
 from flashtile.score.softcap import Softcap
 from flashtile.spec.attention import PRECISIONS, AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import CAUSAL, FULL, Band
 from flashtile.spec.score import Captured, Score, ScoreSpec, TensorSpec
 
@@ -46,6 +47,12 @@ def score_specs(rows: tuple[int, int]) -> st.SearchStrategy[ScoreSpec]:
     )
 
 
+counts = st.integers(0, 2**31 - 1)
+lengths = st.builds(Lengths, st.none(), st.none(), st.booleans(), st.booleans()) | st.builds(
+    Lengths, counts, counts, st.booleans(), st.booleans()
+)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> AttentionProblem:
     batch, heads_kv, group = draw(st.integers(0, 2**31 - 1)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
@@ -68,6 +75,7 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
             st.none() | st.builds(TensorSpec, st.just((heads_kv * group,)), st.sampled_from(["fp16", "fp32"]), st.booleans())
         ),
         dropout=draw(st.none() | st.floats(0, 1 - 2**-30)),
+        lengths=draw(lengths),
     )
 
 
@@ -108,6 +116,8 @@ def make(**changes: object) -> AttentionProblem:
 
 def test_the_spelling_of_a_known_problem() -> None:
     assert make().spell() == "attention(q=2x5x4x16,kv=7x2x24,fp16)"
+    ragged = make(lengths=Lengths(50, 60, used_k=True))
+    assert ragged.spell() == "attention(q=2x5x4x16,kv=7x2x24,fp16,varlen=50x60,used=k)"
     rich = make(dtype=DType.FP32, mask=CAUSAL, score=(ScoreSpec(Softcap, (30.0,)),), scale=0.5, deterministic=True)
     assert rich.spell() == "attention(q=2x5x4x16,kv=7x2x24,fp32,band=:0,score=softcap(30.0),scale=0.5,tf32x3,deterministic)"
 

@@ -14,9 +14,11 @@ from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
+from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Score
 
 DELEGATED = "cpu: delegates to torch's flash attention"
+EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
 LEAST_KEYS = 16  # `delegate.py` says what torch's flash attention makes of fewer
 LONGEST_SHORT_ROW = 512  # keys; and what of the gradients of short rows
@@ -39,6 +41,9 @@ class CpuBackend:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
         if variant == "fused":
             reasons.append("backward is 'fused'; the CPU has one backward, 'split'")
+        for leaf in problem.leaves:
+            if leaf.kind.apply is Predicate.apply:
+                reasons.append(f"predicate {leaf.kind.name} has no `apply`, its formula in PyTorch")
         for spec in problem.score:
             if spec.kind.apply is Score.apply:
                 reasons.append(f"score modifier {spec.kind.name} has no `apply`, its formula in PyTorch")
@@ -46,7 +51,7 @@ class CpuBackend:
 
     def forward(self, problem: AttentionProblem, device: Device) -> Plan:
         """The plan of one host call."""
-        module, note = _forward_way(problem)
+        module, note = forward_way(problem)
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):
             buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
@@ -54,7 +59,7 @@ class CpuBackend:
 
     def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
         """The plan of one host call; of none where no gradient is wanted."""
-        module, note = _backward_way(problem, gradients)
+        module, note = backward_way(problem, gradients.dlse)
         buffers = backward_buffers(problem, gradients)
         if _keeps_low(problem):
             buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
@@ -69,27 +74,24 @@ BACKEND = CpuBackend()
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if (
-        p.score
-        or p.sink is not None
-        or p.dropout is not None
-        or p.head_dim != p.head_dim_v
-        or region.rows == 0
-        or region.keys < LEAST_KEYS
-    ):
+    if p.score or p.where or p.sink is not None or p.dropout is not None:
+        return False
+    if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 
 
 def _keeps_low(p: AttentionProblem) -> bool:
     """Whether the forward hands the backward what lse is short of: where tiles compute float32."""
-    return p.dtype is DType.FP32 and not delegates(p)
+    return p.dtype is DType.FP32 and (p.lengths.ragged or not delegates(p))
 
 
-def _forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
+def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
     """The module that computes a problem's forward, and what `explain` says about it."""
-    from flashtile.kernels.cpu import delegate
+    from flashtile.kernels.cpu import delegate, items
 
+    if p.lengths.ragged:
+        return items, EACH
     if not delegates(p):
         return _tiled(p)
     if p.dtype is DType.FP32:
@@ -100,11 +102,13 @@ def _forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
     return _tiled(p) if _narrow(p) else (delegate, f"{DELEGATED}, {p.dtype} widened to fp32")
 
 
-def _backward_way(p: AttentionProblem, gradients: Gradients) -> tuple[ModuleType, str]:
+def backward_way(p: AttentionProblem, dlse: bool) -> tuple[ModuleType, str]:
     """The same of its backward."""
-    from flashtile.kernels.cpu import delegate
+    from flashtile.kernels.cpu import delegate, items
 
-    if not delegates(p) or gradients.dlse or _narrow(p):
+    if p.lengths.ragged:
+        return items, EACH
+    if not delegates(p) or dlse or _narrow(p):
         return _tiled(p)
     if p.dtype is not DType.FP32:
         return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"

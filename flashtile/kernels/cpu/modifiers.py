@@ -18,7 +18,7 @@ class Modifiers:
                 tensor = tensors[f"score.{i}.{j}"].detach()
                 if described.grad:
                     tensor = tensor.to(dtype).requires_grad_()
-                    self.grads[f"dscore.{i}.{j}"] = tensor.new_zeros(described.shape, dtype=dtype)
+                    self.grads[f"dscore.{i}.{j}"] = torch.zeros_like(tensor, dtype=dtype)
                 self.captured[i, j] = tensor
         self.leaves = [t for t in self.captured.values() if t.requires_grad]
 

@@ -29,6 +29,8 @@ class Strip:
     heads_kv: slice
     group: int
     masks: Masks
+    first_batch: int
+    predicates: Predicates | None
 
     @property
     def heads_q(self) -> slice:
@@ -50,7 +52,8 @@ class Strip:
     @cached_property
     def batch_index(self) -> torch.Tensor:
         """`Position.batch`."""
-        return indices(self.batches.start, self.batches.stop)[:, None, None, None]
+        first = self.first_batch
+        return indices(first + self.batches.start, first + self.batches.stop)[:, None, None, None]
 
     @cached_property
     def head_index(self) -> torch.Tensor:
@@ -120,6 +123,58 @@ class Rows:
             bits = whole.view(keep.dtype).bitwise_and_(keep)
             if value:
                 bits.bitwise_or_(infinity)
+        if self.strip.predicates is not None:
+            self.by_head(scores).masked_fill_(~self.kept(tile), value)
+
+    def kept(self, tile: Tile) -> torch.Tensor:
+        """Which scores of a tile band and predicates let through, bool (batch, heads_q, rows, width)."""
+        assert self.strip.predicates is not None
+        keep, band = self.strip.predicates.hold(self.at(tile)), self.strip.region.band
+        distance = indices(tile.start, tile.stop) - indices(self.first, self.stop)[:, None]
+        if band.left is not None:
+            keep = keep & (distance >= -band.left)
+        if band.right is not None:
+            keep = keep & (distance <= band.right)
+        shape = (*(s.stop - s.start for s in (self.strip.batches, self.strip.heads_q)), self.stop - self.first)
+        return keep.expand(*shape, tile.stop - tile.start)
+
+    def some_keys(self, keys: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """The tile of an (items, keys, n) tensor, 0 in keys that the predicates hide from all of these rows."""
+        part = keys[:, tile.keys]
+        if self.strip.predicates is None:
+            return part
+        kept = self.kept(tile).any(2).unflatten(1, (-1, self.strip.group)).any(2)
+        return part.masked_fill(~kept.reshape(-1, part.shape[1], 1), 0.0)
+
+    def some_rows(self, rows: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """An (items, group * rows, n) tensor, 0 in rows from which the predicates hide all keys of the tile."""
+        if self.strip.predicates is None:
+            return rows
+        return rows.masked_fill(~self.kept(tile).any(3).reshape(rows.shape[0], -1, 1), 0.0)
+
+
+class Predicates:
+    """The predicates of a problem, with their tensors."""
+
+    def __init__(self, p: AttentionProblem, tensors: dict[str, torch.Tensor]):
+        leaves = iter(enumerate(p.leaves))
+        self.terms = [
+            [
+                (leaf, tuple(tensors[f"mask.{i}.{j}"] for j in range(len(leaf.tensors))))
+                for i, leaf in (next(leaves) for _ in term)
+            ]
+            for term in p.where
+        ]
+
+    def hold(self, at: Position) -> torch.Tensor:
+        """Where one of the terms holds; broadcasts against the tile."""
+        whole = torch.zeros((), dtype=torch.bool)
+        for term in self.terms:
+            every = torch.ones((), dtype=torch.bool)
+            for leaf, tensors in term:
+                every = every & leaf.kind.apply(at, leaf.scalars, tensors)
+            whole = whole | every
+        return whole
 
 
 @dataclass(frozen=True)
@@ -161,7 +216,7 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.new_empty(tensor.shape, dtype=dtype).copy_(tensor)
 
 
-def strips(p: AttentionProblem) -> Iterator[Strip]:
+def strips(p: AttentionProblem, tensors: dict[str, torch.Tensor], first_batch: int = 0) -> Iterator[Strip]:
     """Strips that cover all items: as many heads at once as fill a tile, and if those are all, several batch entries."""
     region = region_of(p)
     if not region.rows:
@@ -170,8 +225,8 @@ def strips(p: AttentionProblem) -> Iterator[Strip]:
     items = tiling.items(torch.get_num_threads())
     heads = min(items, p.heads_kv)
     batches = max(1, items // p.heads_kv)
-    masks = Masks(region.band)
+    masks, predicates = Masks(region.band), Predicates(p, tensors) if p.where else None
     for batch in range(0, p.batch, batches):
         for head in range(0, p.heads_kv, heads):
             some = slice(batch, min(batch + batches, p.batch)), slice(head, min(head + heads, p.heads_kv))
-            yield Strip(region, tiling, *some, p.group, masks)
+            yield Strip(region, tiling, *some, p.group, masks, first_batch, predicates)

@@ -27,8 +27,11 @@ LEAST = 2.0**-100
 LEAST_EXPONENT = math.log(LEAST)
 
 
-def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The outputs out, lse and, if named, lse_low: what lse is short of, being float32."""
+def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
+    """The outputs out, lse and, if named, lse_low: what lse is short of, being float32.
+
+    `first_batch` is what modifiers take the first batch entry for.
+    """
     out = tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))
     lse = out.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=torch.float32)
     made, sink = {"out": out, "lse": lse}, _sink(p, tensors)
@@ -38,7 +41,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch = score_dtype(p), Scratch()
     modifiers, drop = Modifiers(p, tensors, wide), Drop(p, tensors)
-    for strip in strips(p):
+    for strip in strips(p, tensors, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         for rows in strip.runs():
             q = rows.load(tensors["q"], wide).mul_(p.scale_value)
@@ -81,7 +84,7 @@ def _attend(
         dropped = drop.mask(rows, tile)
         if dropped is not None:
             prob.masked_fill_(dropped, 0.0)
-        scratch.add_product(made, scratch.cast("operand", prob, v.dtype), v[:, tile.keys])
+        scratch.add_product(made, scratch.cast("operand", prob, v.dtype), rows.some_keys(v, tile))
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
     if drop.p is not None:
@@ -89,14 +92,14 @@ def _attend(
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
     """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in float32 in a fixed order."""
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
     modifiers, sink, drop = Modifiers(p, tensors, wide), _sink(p, tensors), Drop(p, tensors)
     if "dsink" in outputs:
         made["dsink"] = _sink_gradient(p, tensors)
-    for strip in strips(p):
+    for strip in strips(p, tensors, first_batch):
         wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
         k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
         dk, dv = (t.new_zeros(t.shape, dtype=wide) if name in made else None for name, t in (("dk", k), ("dv", v)))
@@ -111,22 +114,25 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
                 dropped = drop.mask(rows, tile)
                 if dv is not None:
                     weight = prob if dropped is None else prob.masked_fill(dropped, 0.0).mul_(drop.factor)
-                    scratch.add_product(dv[:, keys], scratch.cast("operand", weight, dtype).mT, given.dout)
+                    scratch.add_product(
+                        dv[:, keys], scratch.cast("operand", weight, dtype).mT, rows.some_rows(given.dout, tile)
+                    )
                 if outputs == ("dv",):
                     continue
-                dp = scratch.product("dp", given.dout, v[:, keys].mT)
+                dp = scratch.product("dp", given.dout, rows.some_keys(v, tile).mT)
                 if dropped is not None:
                     dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
                 delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
                 ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
                 if saved is not None:
                     ds = modifiers.pull(saved, rows.by_head(ds)).reshape(ds.shape)
+                if saved is not None or p.where:
                     rows.hide(ds, tile, 0.0)
                 ds = scratch.cast("operand", ds.mul_(p.scale_value), dtype)
                 if dk is not None:
-                    scratch.add_product(dk[:, keys], ds.mT, given.q)
+                    scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile))
                 if dq is not None:
-                    scratch.add_product(dq, ds, k[:, keys])
+                    scratch.add_product(dq, ds, rows.some_keys(k, tile))
             if dq is not None:
                 rows.of(made["dq"]).copy_(rows.by_head(dq))
         if dk is not None:

@@ -61,6 +61,12 @@ class HopperBackend:
         for spec in p.score:
             if any(captured.broadcast for captured in spec.kind.captured):
                 reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
+        if p.lengths.ragged:
+            reasons.append("items differ in length; supported are batches of one length")
+        if p.where:
+            reasons.append("the mask has predicates; supported are bands")
+        if p.blocks is not None:
+            reasons.append("the mask has block lists; supported are bands")
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:

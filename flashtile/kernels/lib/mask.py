@@ -1,9 +1,10 @@
-"""The band on the device."""
+"""The band and the predicates on the device."""
 
 from __future__ import annotations
 
-from flashtile._triton import jit, shared, tl
+from flashtile._triton import JitTuple, jit, shared, tl
 from flashtile.spec import mask
+from flashtile.spec.attention import AttentionProblem
 
 key_range = shared(mask.key_range)
 
@@ -18,3 +19,47 @@ def visible(row, key, sizes, band, T: tl.constexpr):
     if T.right:
         keep = keep & (key <= position + band[1])
     return keep
+
+
+def predicates(p: AttentionProblem) -> JitTuple:
+    """MASK of a problem: the functions of its predicates, in order."""
+    return JitTuple(leaf.kind.visible for leaf in p.leaves)
+
+
+def term_starts(p: AttentionProblem) -> int:
+    """T.starts: bit i is set where predicate i > 0 begins a term of the "or"."""
+    starts, count = 0, 0
+    for term in p.where:
+        starts |= (1 << count) if count else 0
+        count += len(term)
+    return starts
+
+
+@jit
+def holds(at, mask_args, T: tl.constexpr, MASK: tl.constexpr):
+    """Which scores the predicates let through: an "or" of "and"s."""
+    term = MASK[0](at, mask_args[0])
+    whole = term != term  # nothing yet
+    for i in tl.static_range(1, len(MASK)):
+        leaf = MASK[i](at, mask_args[i])
+        if (T.starts >> i) & 1:
+            whole = whole | term
+            term = leaf
+        else:
+            term = term & leaf
+    return whole | term
+
+
+@jit
+def seen(at, row, key, sizes, band, MASKED: tl.constexpr, T: tl.constexpr, MASK: tl.constexpr):
+    """Which scores exist; band = (left, right, arguments of the predicates). Predicates are asked where MASKED alone."""
+    keep = visible(row, key, sizes, band, T)
+    if MASKED and T.predicate:
+        keep = keep & holds(at, band[2], T, MASK)
+    return keep
+
+
+@jit
+def zero_unseen(x, keep, AXIS: tl.constexpr):
+    """The rows of a tile that some score of `keep`, along its AXIS, needs; the others, which may hold NaN, become 0."""
+    return tl.where((tl.max(keep.to(tl.int32), AXIS) > 0)[:, None], x, 0.0).to(x.dtype)

@@ -12,6 +12,12 @@ def head_offset(batch, head, strides):
 
 
 @jit
+def column_offset(head, strides):
+    """Elements from (batch, row, 0, 0) to (batch, row, head, 0)."""
+    return head.to(tl.int64) * strides[2]
+
+
+@jit
 def row_offset(row, strides):
     return tl.cast(row, tl.int64) * strides[1]
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from flashtile import _triton
 from flashtile._triton import JitTuple
+from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
+from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
+from flashtile.kernels.triton.rows import attention_delta
 from flashtile.kernels.triton.tile import Launch, Pass, make_tile
-from flashtile.plan.arguments import integers, score_args
+from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.options import Variant
 
 Launches = Mapping[Pass, Launch]
@@ -48,6 +53,13 @@ class TritonBackend:
             reasons += _too_wide(problem, device, variant)
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
+        if problem.blocks is not None and problem.lengths.ragged:
+            reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+        if problem.lengths.ragged:
+            reasons += _uneven(problem)
+        for leaf in problem.leaves:
+            if not hasattr(leaf.kind, "visible"):
+                reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
         for spec in problem.score:
             if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
                 reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
@@ -60,12 +72,14 @@ class TritonBackend:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
         launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
+        schedules = _Schedules(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
             (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
-            tail=(p.scale_value, score_args(p)),
+            tail=(p.scale_value, score_args(p), _region(p, schedules.of("forward", launch))),
         )  # fmt: skip
-        return Plan(p, self.name, "", _forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+        buffers = (*_forward_buffers(p), *schedules.buffers)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
 
     def backward(
         self,
@@ -84,11 +98,13 @@ class TritonBackend:
         buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
         captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
-        sink, sums = None if p.sink is None else "sink", _sink_partials(p)
+        sink, sink_sums = None if p.sink is None else "sink", _sink_partials(p)
+        sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
+        schedules = _Schedules(p)
         delta = _call(
-            bwd.attention_delta, p, device, DELTA, "queries",
-            (("out", "dout", "lse", dlse, stats, sink), ("rows", sums[0].name if sums else None)),
-            ("out", "dout", dlse or "lse", sink or "lse"), score=False,
+            attention_delta, p, device, DELTA, "queries",
+            (("out", "dout", "lse", dlse, stats, sink), ("rows", sink_sums[0].name if sink_sums else None)),
+            ("out", "dout", dlse or "lse", "rows", sink or "lse"), tail=(schedules.of("queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
@@ -96,46 +112,63 @@ class TritonBackend:
         corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
-            capture = _capture(p, ceil(p.seqlen_q / launch.block_q))
-            sums += capture.buffers
+            schedule = schedules.of("queries", launch)
+            capture = _capture(p, _tiles(p, launch, "queries"))
+            sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
             slip = dlse if corrects and not _exact(p) else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink), dq),
-                ("q", "k", "v", "dout", dq or "q", slip or "q", sink or "q"),
-                tail=(p.scale_value, score_args(p), capture.args), slots=capture.slots, corrects=corrects,
+                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink, dq),),
+                ("q", "k", "v", "dout", dq or "q", "rows", slip or "q", sink or "q"),
+                tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
             notes.append(f"queries pass tile {launch.spell()}")
         if wants_keys:
             launch = launches.get(key_pass) or choose(p, device, key_pass)
             outputs = (("dq" if _exact(p) else "dq_sum") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
-            strides = ("q", "k", "v", "dout", outputs[0] or "q", outputs[1] or "k", outputs[2] or "v")
+            strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p)),
+                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
             calls.append(_call(
-                bwd.attention_convert, p, device, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
+                bwd.attention_convert, _all_tokens(p), device, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
-        for partial in tuple(sums):
-            rows, tiles = partial.shape
-            args = (Pointer(partial.name), Pointer(partial.name.replace("partial.", "d")), tiles)
+        for partial, schedule in sums:
+            target = Pointer(partial.name.replace("partial.", "d"))
+            rows = partial.shape[0] if schedule is None else p.batch * p.heads_q
+            args = (Pointer(partial.name), schedule, target, partial.shape[1], p.heads_q)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        buffers += (*(partial for partial, _ in sums), *schedules.buffers)
         for i, j in _broadcast(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
             scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
-            sums += scratch
+            buffers += tuple(scratch)
             calls += own_calls
             notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
-        return Plan(p, self.name, variant, (*buffers, *sums), tuple(calls), tuple(notes))
+        return Plan(p, self.name, variant, buffers, (*schedules.calls, *calls), tuple(notes))
 
 
 BACKEND = TritonBackend()
+
+
+def _uneven(p: AttentionProblem) -> list[str]:
+    """Reasons against broadcast tensors where items differ in length."""
+    reasons: list[str] = []
+    for spec in p.score:
+        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+            if captured.broadcast and tensor.grad:
+                reasons.append(f"items differ in length and the gradient of {spec.kind.name}'s tensor is wanted; it is formed "
+                               "for items of one length")  # fmt: skip
+            if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
+                reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
+                               "key; supported is one number per item and head")  # fmt: skip
+    return reasons
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
@@ -170,12 +203,12 @@ def _call(
     strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
-    over_keys = which in ("keys", "fused")
-    tiles = ceil(p.seqlen_k / launch.block_k) if over_keys else ceil(p.seqlen_q / launch.block_q)
-    heads = p.heads_kv if over_keys else p.heads_q
+    heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
         constants += (("SCORE", chain(p, device, form_of(p, backward=which != "forward"))),)
+    if "MASK" in kernel.arg_names:
+        constants += (("MASK", predicates(p)),)
     if "CAPTURED" in kernel.arg_names:
         constants += (("CAPTURED", captures(p.score)),)
     args = (
@@ -187,7 +220,59 @@ def _call(
     # In fp32 every pass has to make the very score that the forward made: where one rounds twice and another once, p is off
     # by half a unit of a modified score, which may be large. Plain scores are spared the 6 to 10 % more instructions.
     contracts = not (_exact(p) and p.score)
-    return KernelCall(kernel, (tiles * p.batch * heads, 1, 1), args, constants, launch.num_warps, launch.num_stages, contracts)
+    grid = (_tiles(p, launch, which) * heads, 1, 1)
+    return KernelCall(kernel, grid, args, constants, launch.num_warps, launch.num_stages, contracts)
+
+
+def _region(p: AttentionProblem, schedule: Pointer | None, over_keys: bool = False) -> tuple[Any, ...]:
+    """What kernels call `region`: all that says where there are scores, besides lengths and band."""
+    if p.blocks is None:
+        return schedule, mask_args(p), None
+    side = "k" if over_keys else "q"
+    names = f"blocks.count_{side}", f"blocks.index_{side}"
+    return schedule, mask_args(p), tuple(arg for name in names for arg in (Pointer(name), Strides(name)))
+
+
+def _all_tokens(p: AttentionProblem) -> AttentionProblem:
+    """The problem for a pass that treats all rows of the tensors alike, whatever items they belong to."""
+    plain = replace(p, score=(), sink=None, dropout=None, where=(), blocks=None)
+    return replace(plain, batch=p.slabs, seqlen_q=p.span_q, seqlen_k=p.span_k, lengths=ALIKE)
+
+
+def _tiles(p: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """Tiles of a pass for one head, of all items together."""
+    length, block = (p.span_k, launch.block_k) if which in ("keys", "fused") else (p.span_q, launch.block_q)
+    return most_tiles(length, p.batch, block, p.lengths.varlen)
+
+
+class _Schedules:
+    """The schedules that the passes of a plan take their tiles from, each made once."""
+
+    def __init__(self, p: AttentionProblem):
+        self.problem, self.made = p, dict[Any, Pointer]()
+        self.buffers: list[Buffer] = []
+        self.calls: list[KernelCall] = []
+
+    def of(self, which: Pass, launch: Launch) -> Pointer | None:
+        """The schedule of a pass; None where all items are alike."""
+        p = self.problem
+        if not p.lengths.ragged:
+            return None
+        over_keys = which in ("keys", "fused")
+        key = over_keys, launch.block_k if over_keys else launch.block_q
+        if key not in self.made:
+            count = _tiles(p, launch, which)
+            self.made[key] = Pointer(f"schedule.{len(self.made)}")
+            self.buffers.append(Buffer(self.made[key].name, (count, getattr(RECORD, "value", RECORD)), "int32", "scratch"))
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
+            constants = dict(
+                BLOCK=key[1], OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
+                VARLEN=p.lengths.varlen, CHUNK=256,
+            )  # fmt: skip
+            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
+            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
+        return self.made[key]
 
 
 def _pointer(name: Any) -> Any:
@@ -214,7 +299,9 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
                 entries.append((0, None))
                 continue
             if captured.index is None:
-                buffers.append(Buffer(f"partial.score.{i}.{j}", (p.batch * p.heads_q, tiles), "fp32", "scratch"))
+                heads = p.heads_q if p.lengths.ragged else p.batch * p.heads_q
+                tiles_here = tiles if p.lengths.ragged else tiles // max(p.batch, 1)
+                buffers.append(Buffer(f"partial.score.{i}.{j}", (heads, tiles_here), "fp32", "scratch"))
                 entries.append((slots, Pointer(f"partial.score.{i}.{j}")))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
@@ -249,19 +336,19 @@ def _broadcast_calls(
         programs = p.batch * p.heads_q * (tiles_k if shared[2:] == (True, False) else tiles_q)
         target = f"partial.score.{i}.{j}"
     args = (
-        tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows")), Pointer(target),
-        tuple(Strides(n) for n in ("q", "k", "v", "dout")), *integers(p).values(), p.scale_value, score_args(p), p.batch,
+        tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows", target)),
+        tuple(Strides(n) for n in ("q", "k", "v", "dout", "rows")), *integers(p).values(), p.scale_value, score_args(p),
+        mask_args(p), p.batch,
     )  # fmt: skip
-    constants = (("SHARED", shared), ("T", make_tile(p, launch, "pairs")),
-                 ("SCORE", chain(p, device, form_of(p, backward=True))),
-                 ("CAPTURED", JitTuple((captured.contribution, i))))  # fmt: skip
+    constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, backward=True))),
+                 ("CAPTURED", JitTuple((captured.contribution, i, *shared))), ("MASK", predicates(p)))  # fmt: skip
     kernel = broadcast.attention_backward_broadcast
     calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
     if target == gradient:
         return [], calls
     scratch = Buffer(target, (own, count, length), "fp32", "scratch")
     if shared[2:] == (True, True):
-        total = (Pointer(target), Pointer(gradient), count * length)
+        total = (Pointer(target), None, Pointer(gradient), count * length, p.heads_q)
         calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
     else:
         total = (Pointer(target), Pointer(gradient), count, length)
@@ -273,7 +360,7 @@ def _sink_partials(p: AttentionProblem) -> list[Buffer]:
     """Where the programs of `attention_delta` leave their sums for the gradient of sink; empty where it is not wanted."""
     if p.sink is None or not p.sink.grad:
         return []
-    return [Buffer("partial.sink", (p.heads_q, p.batch * ceil(p.seqlen_q / DELTA.block_q)), "fp32", "scratch")]
+    return [Buffer("partial.sink", (p.heads_q, _tiles(p, DELTA, "queries")), "fp32", "scratch")]
 
 
 def _sums_captured(p: AttentionProblem) -> bool:
@@ -289,7 +376,7 @@ def _exact(p: AttentionProblem) -> bool:
 
 
 def _stats_shape(p: AttentionProblem) -> tuple[int, ...]:
-    return (p.batch, p.heads_q, 2, p.seqlen_q)
+    return (p.slabs, p.heads_q, 2, p.span_q)
 
 
 def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
@@ -303,7 +390,7 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
     }  # added to by the kernels, like dq in the fused fp32 pass
     if adds_into_dq:
         zeroed.add("dq")
-    padded = ceil(p.seqlen_q / DELTA.block_q) * DELTA.block_q
+    padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    rows = Buffer("rows", (p.batch, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
+    rows = Buffer("rows", (p.slabs, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
-from flashtile.kernels.lib.exponential import LOG2E, exp
-from flashtile.kernels.lib.grid import Sizes, assign, padded_rows
-from flashtile.kernels.lib.mask import key_range, visible
-from flashtile.kernels.lib.memory import head_offset, hold, inside, load_tile, row_offset, store_tile, tile_offsets
+from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.grid import Sizes, assign
+from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
+from flashtile.kernels.lib.memory import (
+    column_offset,
+    head_offset,
+    hold,
+    inside,
+    load_tile,
+    row_offset,
+    store_tile,
+    tile_offsets,
+)
 from flashtile.kernels.lib.product import (
     add_product,
     aligned_parts,
@@ -23,113 +32,9 @@ from flashtile.kernels.lib.product import (
     transposed,
 )  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
-
-
-@jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, heads, T: tl.constexpr):
-    """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
-
-    delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
-    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
-    padded to whole tiles, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
-    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
-    lie in rows of their own.
-    in_ptrs = (out, dout, lse, dlse or None, stats, sink or None); out_ptrs = (rows, what each program adds to the gradient of
-    sink (heads_q, batch x tiles), or None); strides of out, dout, dlse (batch, heads_q, seqlen_q), sink (heads_q,).
-    """
-    BLOCK_Q: tl.constexpr = T.block_q
-    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-    tile, batch_head = assign(tiles, 1, False)
-    batch, head, row = batch_head // heads, batch_head % heads, tile * BLOCK_Q
-    out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
-    WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
-    COLUMNS: tl.constexpr = min(T.columns_v, 256)  # at a time: more would not fit into registers
-    wide_delta = tl.zeros([BLOCK_Q], WIDE)
-    END: tl.constexpr = T.columns_v
-    for column in tl.static_range(0, END, COLUMNS):
-        wide_delta += row_products(out_head, dout_head, strides, seqlen_q - row, column, COLUMNS, WIDE, T)
-    delta = wide_delta.to(tl.float32)
-    if T.lone:
-        delta = tl.zeros([BLOCK_Q], tl.float32)
-    index = row + tl.arange(0, BLOCK_Q)
-    here = index < seqlen_q
-    dlse = load_dlse(in_ptrs[3], strides[2], batch, head, index, seqlen_q)
-    rows = out_ptrs[0] + rows_offset(batch_head, seqlen_q, T)
-    sink, sunk = 0.0, tl.zeros([BLOCK_Q], tl.float32)  # sunk: the probability that the sink takes
-    if T.sink:
-        sink = tl.load(in_ptrs[5] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
-    if T.exact:
-        rows += index
-        stats = in_ptrs[4] + batch_head.to(tl.int64) * (2 * seqlen_q) + index
-        level = tl.load(stats, mask=here, other=float("-inf"))
-        total = tl.load(stats + seqlen_q, mask=here, other=0.0)
-        tl.store(rows, tl.where(level == float("-inf"), float("inf"), level))
-        tl.store(rows + padded_rows(seqlen_q), delta)
-        tl.store(rows + 2 * padded_rows(seqlen_q), tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)))
-        tl.store(rows + 3 * padded_rows(seqlen_q), -dlse)
-        if T.sink:
-            sunk = tl.where(total == 0.0, 0.0, exp(sink - level, T) / total)
-    else:
-        delta -= dlse
-        level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
-        level = tl.where(level == float("-inf"), float("inf"), level)
-        if T.sink:
-            sunk = exp(sink - level, T)
-        if not T.prescale:
-            level *= LOG2E
-        tl.store(rows + 2 * index, level)
-        tl.store(rows + 2 * index + 1, delta)
-    if T.sink:
-        if out_ptrs[1] is not None:
-            given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
-            batches = tl.num_programs(0) // (tiles * heads)
-            tl.store(out_ptrs[1] + (head.to(tl.int64) * batches + batch) * tiles + tile, tl.sum(given).to(tl.float32))
-
-
-@jit
-def row_products(a_ptr, b_ptr, strides, end, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr):
-    """The sum over COLUMNS of head_dim_v, from FIRST on, of a * b, per row of a tile; in type WIDE."""
-    BLOCK_Q: tl.constexpr = T.block_q
-    WIDTH: tl.constexpr = T.head_dim_v - FIRST
-    a = load_tile(a_ptr + FIRST * strides[0][3], strides[0], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
-    b = load_tile(b_ptr + FIRST * strides[1][3], strides[1], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
-    return tl.sum(a.to(WIDE) * b.to(WIDE), 1)
-
-
-@jit
-def load_dlse(ptr, strides, batch, head, index, seqlen_q):
-    """The gradient of lse for the queries `index`, 0 where ptr is None; strides (batch, heads_q, seqlen_q)."""
-    dlse = tl.zeros(index.shape, tl.float32)
-    if ptr is not None:
-        first = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        dlse = tl.load(first + index.to(tl.int64) * strides[2], mask=index < seqlen_q, other=0.0)
-    return dlse
-
-
-@jit
-def rows_offset(batch_head, seqlen_q, T: tl.constexpr):
-    """Elements from the start of `rows` to those of a head."""
-    count = 4 if T.exact else 2
-    return batch_head.to(tl.int64) * (count * padded_rows(seqlen_q))
-
-
-@jit
-def load_rows(rows_ptr, batch_head, start, seqlen_q, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of a tile of queries from `start`, a multiple of block_q."""
-    BLOCK_Q: tl.constexpr = T.block_q
-    rows, index = rows_ptr + rows_offset(batch_head, seqlen_q, T), tl.arange(0, BLOCK_Q)
-    if T.exact:
-        rows += start + index
-        level, delta = tl.load(rows), tl.load(rows + padded_rows(seqlen_q))
-        norm, slip = tl.load(rows + 2 * padded_rows(seqlen_q)), tl.load(rows + 3 * padded_rows(seqlen_q))
-        return level, delta, norm, slip
-    else:
-        # The hint is what lets a thread's neighbouring rows come in one load: `start` counts a loop and carries none.
-        rows = tl.multiple_of(rows + 2 * start, 16)
-        pairs = tl.load(rows + tl.arange(0, 2 * BLOCK_Q))
-        level, delta = tl.split(tl.reshape(pairs, [BLOCK_Q, 2]))
-        return level, delta, tl.full(level.shape, 1.0, tl.float32), tl.zeros_like(level)
+from flashtile.kernels.lib.varlen import RECORD, assign_tile, slab
+from flashtile.kernels.triton.blocks import block_list, block_start
+from flashtile.kernels.triton.rows import load_dlse, load_rows, rows_offset
 
 
 @jit
@@ -159,13 +64,22 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
 
 
 @jit
-def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, start, scale, band, score_args,
-             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+def seen_parts(k, keep, T: tl.constexpr):
+    """The parts of a key tile, 0 in keys that no query of this tile sees."""
+    if T.parts:
+        return zero_unseen(k[0], keep, 1), zero_unseen(k[1], keep, 1), zero_unseen(k[2], keep, 1)
+    else:
+        return (zero_unseen(k[0], keep, 1),)
+
+
+@jit
+def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, start, scale, band, score_args,
+             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    seen = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column, the first of them,
-    seed of dropout).
+    ends = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column, the first of them,
+    seed of dropout). Pointers stand at the item's first row; strides of q, k, v, dout, dq, rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
@@ -175,15 +89,17 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
         member = (start - walk[0]) // walk[1]
         start = tl.multiple_of(start - member * walk[1], BLOCK_Q)
         head = place[1] * sizes.group + member
-    q_ptr = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(start, strides[0])
-    dout_ptr = in_ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(start, strides[3])
-    first, end = seen[0] - start, seen[1] - start
+    q_ptr = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
+    dout_ptr = in_ptrs[1] + column_offset(head, strides[3]) + row_offset(start, strides[3])
+    first, end = ends[0] - start, ends[1] - start
     q = load_tile(q_ptr, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(in_ptrs[4], batch * sizes.heads + head, start, sizes.q, T)
+    level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
     at = locate(batch, head, index[None, :], place[2], sizes)
-    keep = visible(index[None, :], place[2], sizes, band, T)
+    keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = score_product(k, transposed(q_parts, T), T)
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
@@ -196,8 +112,10 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
     if T.adds_dq:
+        if MASKED and T.predicate:
+            k = seen_parts(k, keep, T)
         share = add_product(tl.zeros([BLOCK_Q, COLUMNS], tl.float32), transposed(ds, T), k, T)
-        target = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(start, strides[4])
+        target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
         if T.exact:  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
             share = share * scale
@@ -207,33 +125,38 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, walk, s
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                            T: tl.constexpr, SCORE: tl.constexpr):  # fmt: skip
+                            region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
     in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, float32 zeroed, or None; dk; dv);
-    strides of q, k, v, dout, dq, dk, dv.
+    strides of q, k, v, dout, dq, rows, dk, dv.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    sizes, band, heads_kv = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), heads // group
-    tile, batch_head = assign(tl.cdiv(seqlen_k, BLOCK_K), T.swizzle, T.last_first)
-    batch, head_kv, column = batch_head // heads_kv, batch_head % heads_kv, tile * BLOCK_K
-    shift = seqlen_k - seqlen_q
-    first, last = column - shift, tl.minimum(column + BLOCK_K, seqlen_k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
-    if column + BLOCK_K > seqlen_k:  # keys beyond the end: no tile of queries is free of masking
+    band, heads_kv = (left, right, region[1]), heads // group
+    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
+    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
+    column, shift, queries = tile * BLOCK_K, item.k - item.q, item.q
+    if T.ragged:
+        queries = tl.where(column < item.k, item.q, 0)
+    first, last = column - shift, tl.minimum(column + BLOCK_K, item.k) - 1 - shift
+    lo, full_lo, full_hi, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
+    if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
         full_lo = hi
         full_hi = hi
+    if T.predicate:  # any tile may be visible in part
+        full_lo = lo
+        full_hi = lo
     seen_from = 0
     if T.right:
         seen_from = tl.maximum(first - right, 0)
-    seen = (seen_from, hi)
+    ends = (seen_from, hi)
 
-    keys_here = seqlen_k - column
-    k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column, strides[1])
-    v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column, strides[2])
+    keys_here, column_k = item.k - column, item.first_k + column
+    k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
+    v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
     key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
     if T.left:
         key_first = tl.maximum(shift - left - column, 0)
@@ -249,49 +172,74 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
     seed = load_seed(score_args, T)
-    place = (batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
+    place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
+    start_ptrs = (
+        in_ptrs[0] + batch.to(tl.int64) * strides[0][0] + row_offset(item.first_q, strides[0]),
+        in_ptrs[3] + batch.to(tl.int64) * strides[3][0] + row_offset(item.first_q, strides[3]),
+        in_ptrs[4] + rows_offset(item, head_kv * 0, strides[5], T),
+    )
     dq_ptr = grad_ptrs[0]
+    if T.adds_dq:
+        dq_ptr += batch.to(tl.int64) * strides[4][0] + row_offset(item.first_q, strides[4])
     members = group if T.grouped else 1
-    if T.right or T.pads_keys:
-        before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
-        for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
-            dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, before, start, scale, band,
-                              score_args, True, T, SCORE)  # fmt: skip
-    inner = (full_lo, full_hi - full_lo)
-    for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, inner, start, scale, band,
-                          score_args, False, T, SCORE)  # fmt: skip
-    after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
-    for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
-        dk, dv = key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, seen, place, after, start, scale, band,
-                          score_args, True, T, SCORE)  # fmt: skip
+    if T.blocks_q > 0:
+        PER: tl.constexpr = T.blocks_q // BLOCK_Q
+        whole = (0, tl.cdiv(seqlen_q, T.blocks_q) * T.blocks_q)
+        for member in tl.range(0, members):
+            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.blocks_k)
+            for step in tl.range(0, partial * PER):
+                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
+                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+            for step in tl.range(partial * PER, visited * PER):
+                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
+                                  score_args, False, T, SCORE, MASK)  # fmt: skip
+    else:
+        if T.right or T.pads_keys:
+            before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
+            for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
+                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, before, start, scale, band,
+                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+        inner = (full_lo, full_hi - full_lo)
+        for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
+            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, inner, start, scale, band,
+                              score_args, False, T, SCORE, MASK)  # fmt: skip
+        after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
+        for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
+            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, after, start, scale, band,
+                              score_args, True, T, SCORE, MASK)  # fmt: skip
 
+    keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
-        dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[5]) + row_offset(column, strides[5])
-        store_tile(dk_tile, strides[5], dk * scale, keys_here, T.head_dim, BLOCK_K, T.columns)
+        dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[6]) + row_offset(column_k, strides[6])
+        store_tile(dk_tile, strides[6], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
-        dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[6]) + row_offset(column, strides[6])
+        dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
         if T.dropout:
             dv *= seed[4]
-        store_tile(dv_tile, strides[6], dv, keys_here, T.head_dim_v, BLOCK_K, T.columns_v)
+        store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)
 
 
 @jit
-def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen, place, start, scale, band,
+def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
                score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
-               CAPTURED: tl.constexpr):  # fmt: skip
+               CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
     totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
-    first, end = seen[0] - start, seen[1] - start
-    k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
-    v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    first, end = ends[0] - start, ends[1] - start
+    k_ptr, v_ptr = kv_ptrs[0] + row_offset(start, strides[1]), kv_ptrs[1] + row_offset(start, strides[2])
+    k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes)
-    keep = visible(place[2], key, sizes, band, T)
+    keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
     raw = score_product(q, transposed(k, T), T)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
@@ -316,11 +264,13 @@ def query_step(dq, totals, off, q, dout, row, k_ptr, v_ptr, strides, sizes, seen
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                               grad_args, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                               grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+                               MASK: tl.constexpr):  # fmt: skip
     """One program: dq of one query tile of one head.
 
-    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None); strides of q, k, v, dout, dq, dlse, sink (heads_q,).
+    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None); region as in the forward;
+    strides of q, k, v, dout, dq, rows, dlse, sink (heads_q,).
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
     far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
@@ -331,24 +281,29 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr = in_ptrs
-    sizes, band = Sizes(seqlen_q, seqlen_k, heads, group), (left, right)
-    tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-    tile, batch_head = assign(tiles, T.swizzle, T.last_first)
-    batch, head = batch_head // heads, batch_head % heads
-    row, shift = tile * BLOCK_Q, seqlen_k - seqlen_q
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr = in_ptrs
+    band = (left, right, region[1])
+    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
+    row, shift, keys = tile * BLOCK_Q, item.k - item.q, item.k
+    if T.ragged:
+        keys = tl.where(row < item.q, item.k, 0)
+    first, last = row + shift, tl.minimum(row + BLOCK_Q, item.q) - 1 + shift
+    lo, full_lo, full_hi, hi = key_range(first, last, keys, left, right, T.left, T.right, BLOCK_K)
+    if T.predicate:  # any tile may be visible in part
+        full_lo = lo
+        full_hi = lo
     seen_from = 0
     if T.left:
         seen_from = tl.maximum(first - left, 0)
-    seen = (seen_from, hi)
+    ends = (seen_from, hi)
 
-    rows_here = seqlen_q - row
-    q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
-    k_head = k_ptr + head_offset(batch, head // group, strides[1])
-    v_head = v_ptr + head_offset(batch, head // group, strides[2])
+    rows_here, row_q = item.q - row, item.first_q + row
+    q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
+    dout_tile = dout_ptr + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
+    k_head = k_ptr + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
+    v_head = v_ptr + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
+    kv_head = (k_head, v_head)
     q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
     dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     if T.held > 0:
@@ -357,7 +312,8 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
         dout = hold(dout, T.columns_v)
     q, dout = aligned_parts(q, T), aligned_parts(dout, T)
     index = row + tl.arange(0, BLOCK_Q)
-    level, delta, norm, slip = load_rows(rows_ptr, batch_head, row, seqlen_q, T)
+    rows_ptr += rows_offset(item, head, strides[5], T)
+    level, delta, norm, slip = load_rows(rows_ptr, strides[5], row, T)
     totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     off = (delta, delta, totals)  # unused unless T.corrects
     if T.corrects:
@@ -366,34 +322,50 @@ def attention_backward_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, hea
         if T.exact:
             off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
         else:  # delta holds dlse already
-            slip = -load_dlse(dlse_ptr, strides[5], batch, head, index, seqlen_q)
+            slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
         if T.sink:
-            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[6][0]).to(tl.float32)
+            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(tl.float32)
             off = (off[0] - exp(sink - level, T) * norm * mean, off[1], off[2])
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
-    place = (batch, head, index[:, None], row, load_seed(score_args, T))
+    place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    if T.left:
-        for start in tl.range(lo, full_lo, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
-    for start in tl.range(full_lo, full_hi, BLOCK_K):
-        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                     start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED)  # fmt: skip
-    for start in tl.range(full_hi, hi, BLOCK_K):
-        dq, totals, off = query_step(dq, totals, off, q, dout, row_state, k_head, v_head, strides, sizes, seen, place,
-                                     start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED)  # fmt: skip
+    if T.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
+        PER: tl.constexpr = T.blocks_k // BLOCK_K
+        for step in tl.range(0, partial * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
+                                         scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        for step in tl.range(partial * PER, visited * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
+                                         scale, band, score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    else:
+        if T.left:
+            for start in tl.range(lo, full_lo, BLOCK_K):
+                dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                             start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED,
+                                             MASK)  # fmt: skip
+        for start in tl.range(full_lo, full_hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                         start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED,
+                                         MASK)  # fmt: skip
+        for start in tl.range(full_hi, hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
+                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:
         totals -= off[0][:, None] * off[2]
     if T.corrects and T.exact:
         dq -= off[0][:, None] * off[1]
-        tl.store(rows_ptr + rows_offset(batch_head, seqlen_q, T) + 3 * padded_rows(seqlen_q) + index, slip + off[0])
+        tl.store(rows_ptr + 3 * strides[5][2] + index, slip + off[0], mask=index < item.q)
     if T.slots > 0:
-        store_totals(tl.sum(totals, 0), batch_head * tiles + tile, grad_args, T, SCORE, CAPTURED)
+        store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
-        dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row, strides[4])
-        store_tile(dq_tile, strides[4], dq * scale, rows_here, T.head_dim, BLOCK_Q, T.columns)
+        if T.ragged:  # rows that do not count may have met an infinite key
+            dq = tl.where((index < item.q)[:, None], dq, 0.0)
+        dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row_q, strides[4])
+        store_tile(dq_tile, strides[4], dq * scale, item.span_q - row, T.head_dim, BLOCK_Q, T.columns)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -408,12 +380,21 @@ def attention_convert(source_ptr, target_ptr, strides, seqlen_q, heads, scale, T
     store_tile(target, strides[1], value * scale, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns)
 
 
-@jit
-def sum_partials(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
-    """target[i] = the sum of source[i, :count], in a fixed order."""
+@jit(do_not_specialize=["count", "heads"])
+def sum_partials(source_ptr, schedule_ptr, target_ptr, count, heads, BLOCK: tl.constexpr):
+    """target[i] = the sum of source[i, :count], in a fixed order, for i over items and heads.
+
+    With a schedule source is (heads, count), a number for each record, and those of the item are summed.
+    """
     row = tl.program_id(0).to(tl.int64)
+    source = source_ptr + row * count
+    if schedule_ptr is not None:
+        source = source_ptr + row % heads * count
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, count, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        total += tl.load(source_ptr + row * count + column, mask=column < count, other=0.0)
+        mine = column < count
+        if schedule_ptr is not None:
+            mine = mine & (tl.load(schedule_ptr + column * RECORD + 1, mask=mine, other=-1) == row // heads)
+        total += tl.load(source + column, mask=mine, other=0.0)
     tl.store(target_ptr + row, tl.sum(total))

@@ -10,30 +10,32 @@ from __future__ import annotations
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.mask import key_range, visible
+from flashtile.kernels.lib.mask import key_range, seen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import contribution, locate
-from flashtile.kernels.triton.backward import beyond_mean, load_rows
+from flashtile.kernels.triton.backward import beyond_mean
+from flashtile.kernels.triton.rows import load_rows
 
 
 @jit
-def tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+def tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
+                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """What the tile of scores from (row, key) sends to the tensor: queries by keys, 0 where nothing is seen."""
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    q_tile = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
-    k_tile = in_ptrs[1] + head_offset(batch, head // sizes.group, strides[1]) + row_offset(key, strides[1])
-    v_tile = in_ptrs[2] + head_offset(batch, head // sizes.group, strides[2]) + row_offset(key, strides[2])
-    dout_tile = in_ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
+    q_tile = ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
+    k_tile = ptrs[1] + head_offset(batch, head // sizes.group, strides[1]) + row_offset(key, strides[1])
+    v_tile = ptrs[2] + head_offset(batch, head // sizes.group, strides[2]) + row_offset(key, strides[2])
+    dout_tile = ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
     rows_here, keys_here = sizes.q - row, sizes.k - key
     q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
     k = load_tile(k_tile, strides[1], 0, keys_here, T.head_dim, BLOCK_K, T.columns, True)
     v = load_tile(v_tile, strides[2], 0, keys_here, T.head_dim_v, BLOCK_K, T.columns_v, True)
     dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
     batch_head = batch * sizes.heads + head
-    level, delta, norm, slip = load_rows(in_ptrs[4], batch_head, row, sizes.q, T)
+    rows = ptrs[4] + batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
+    level, delta, norm, slip = load_rows(rows, strides[4], row, T)
     index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
     at = locate(batch, head, index, column, sizes)
     raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
@@ -41,31 +43,32 @@ def tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed
     values = transposed(aligned_parts(v, T), T)
     dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed[4], T)
     state = (level[:, None], 0.0, norm[:, None])
-    keep = visible(index, column, sizes, band, T)
+    keep = seen(at, index, column, sizes, band, True, T, MASK)
     return contribution(raw, dp, state, at, keep, scale, score_args, T, SCORE, CAPTURED)
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
-def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                                 batches, SHARED: tl.constexpr, T: tl.constexpr,
-                                 SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, mask_args,
+                                 batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+                                 MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
-    CAPTURED = (its contribution, its modifier's place in the chain); SHARED says which axes of (batch, heads_q, seqlen_q,
-    seqlen_k) the tensor lacks. in_ptrs as in the pass over queries.
-    out_ptr is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
+    CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
+    the tensor lacks). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
+    The result is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
     shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    sizes, band, seed = Sizes(seqlen_q, seqlen_k, heads, group), (left, right), load_seed(score_args, T)
+    out_ptr, sizes, band = ptrs[5], Sizes(seqlen_q, seqlen_k, heads, group), (left, right, mask_args)
+    seed = load_seed(score_args, T)
     shift, program = seqlen_k - seqlen_q, tl.program_id(0)
     tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
-    shared_batches = batches if SHARED[0] else 1
-    shared_heads = heads if SHARED[1] else 1
-    own_heads = 1 if SHARED[1] else heads
+    shared_batches = batches if CAPTURED[2] else 1
+    shared_heads = heads if CAPTURED[3] else 1
+    own_heads = 1 if CAPTURED[3] else heads
     shared = shared_batches * shared_heads
-    if not SHARED[2] and not SHARED[3]:
+    if not CAPTURED[4] and not CAPTURED[5]:
         key, row = program % tiles_k * BLOCK_K, program // tiles_k % tiles_q * BLOCK_Q
         own = program // (tiles_k * tiles_q)
         last = tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
@@ -73,26 +76,26 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
         total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         for n in tl.range(0, tl.where((key >= lo) & (key < hi), shared, 0)):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
-            total += tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                                       T, SCORE, CAPTURED)  # fmt: skip
+            total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
+                                       T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
         tl.store(out_ptr + element, total, mask=(index < seqlen_q) & (column < seqlen_k))
     else:
-        batch_head = program // tiles_k if SHARED[2] and not SHARED[3] else program // tiles_q
+        batch_head = program // tiles_k if CAPTURED[4] and not CAPTURED[5] else program // tiles_q
         batch, head = batch_head // heads, batch_head % heads
-        own = (0 if SHARED[0] else batch) * own_heads + (0 if SHARED[1] else head)
-        place = own * shared + (batch if SHARED[0] else 0) * shared_heads + (head if SHARED[1] else 0)
+        own = (0 if CAPTURED[2] else batch) * own_heads + (0 if CAPTURED[3] else head)
+        place = own * shared + (batch if CAPTURED[2] else 0) * shared_heads + (head if CAPTURED[3] else 0)
         place = tl.cast(place, tl.int64)
-        if SHARED[2] and not SHARED[3]:
+        if CAPTURED[4] and not CAPTURED[5]:
             key = program % tiles_k * BLOCK_K
             first, last = key - shift, tl.minimum(key + BLOCK_K, seqlen_k) - 1 - shift
             lo, _, _, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
             sums = tl.zeros([BLOCK_K], tl.float32)
             for row in tl.range(lo, hi, BLOCK_Q):
                 row = tl.multiple_of(row, BLOCK_Q)
-                sums += tl.sum(tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, T, SCORE, CAPTURED), 0)  # fmt: skip
+                sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
+                                                 score_args, T, SCORE, CAPTURED, MASK), 0)  # fmt: skip
             column = key + tl.arange(0, BLOCK_K)
             tl.store(out_ptr + place * seqlen_k + column, sums, mask=column < seqlen_k)
         else:
@@ -101,10 +104,10 @@ def attention_backward_broadcast(in_ptrs, out_ptr, strides, seqlen_q, seqlen_k, 
             lo, _, _, hi = key_range(row + shift, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
             sums = tl.zeros([BLOCK_Q], tl.float32)
             for key in tl.range(lo, hi, BLOCK_K):
-                sums += tl.sum(tile_contribution(in_ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, T, SCORE, CAPTURED), 1)  # fmt: skip
+                sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
+                                                 score_args, T, SCORE, CAPTURED, MASK), 1)  # fmt: skip
             index = row + tl.arange(0, BLOCK_Q)
-            if SHARED[3] and not SHARED[2]:
+            if CAPTURED[5] and not CAPTURED[4]:
                 tl.store(out_ptr + place * seqlen_q + index, sums, mask=index < seqlen_q)
             else:
                 tl.store(out_ptr + place * tiles_q + program % tiles_q, tl.sum(sums))

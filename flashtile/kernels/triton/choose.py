@@ -106,7 +106,7 @@ IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),)}  # its correction of delta besi
 
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes."""
-    band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
+    band = problem.band
     mask = {(False, False): "full", (False, True): "causal", (True, False): "left", (True, True): "window"}[
         (band.left is not None, band.right is not None)
     ]
@@ -116,7 +116,14 @@ def family(problem: AttentionProblem, which: Pass) -> str:
 
 
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
-    """The tile of a pass on a device."""
+    """The tile of a pass on a device; no larger than a block of the mask, where it has lists of them."""
+    launch, blocks = _choose(problem, device, which), problem.blocks
+    if blocks is None:
+        return launch
+    return replace(launch, block_q=min(launch.block_q, blocks.block_q), block_k=min(launch.block_k, blocks.block_k))
+
+
+def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     parts = wants_parts(problem)
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], parts=parts)  # small, so that short sequences still cross tile borders

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashtile._triton import INTERPRETED
+from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import form_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -69,6 +70,12 @@ class Tile:
     adds_dq: bool  # the pass over keys adds its share of dq
     corrects: bool = False  # the pass over queries finds what delta is off by
     held: int = 0  # as in Launch
+    ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
+    varlen: bool = False  # items lie one after another
+    predicate: bool = False  # predicates narrow the mask
+    starts: int = 0  # where their terms begin (`term_starts`)
+    blocks_q: int = 0  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int = 0
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
@@ -96,16 +103,16 @@ def wants_parts(problem: AttentionProblem) -> bool:
     4096 causal, 12 heads of 64: forward 2.9 ms instead of 3.0, fused backward 7.4 instead of 9.7). Beyond head_dim 128 the
     matrix units' truncation is a bias that no number of elements evens out.
     """
-    large = min(problem.seqlen_q, problem.seqlen_k) >= 1024
+    large = min(problem.span_q, problem.span_k) >= 1024
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     return problem.dtype is DType.FP32 and problem.precision == "tf32x3" and (wide or not large)
 
 
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
-    band = problem.mask.clipped(problem.seqlen_q, problem.seqlen_k)
+    band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
-    lone = problem.seqlen_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
+    lone = problem.span_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
     lone = lone and problem.sink is None
     form = form_of(problem, backward=which != "forward")
     return Tile(
@@ -118,7 +125,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=which in ("keys", "fused") and problem.seqlen_k % launch.block_k != 0,
+        pads_keys=which in ("keys", "fused") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
@@ -136,5 +143,11 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         adds_dq=which == "fused",
         corrects=corrects and not lone,
         held=launch.held,
+        ragged=lengths.ragged,
+        varlen=lengths.varlen,
+        predicate=bool(problem.where),
+        starts=term_starts(problem),
+        blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
+        blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )

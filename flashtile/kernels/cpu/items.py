@@ -1,0 +1,111 @@
+"""Batches whose items differ in length: each item is a problem of its own, computed in its place in the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashtile.kernels.cpu import tiled
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.lengths import ALIKE
+from flashtile.spec.score import ScoreSpec
+
+Tensors = dict[str, torch.Tensor]
+PER_ROW = ("lse", "lse_low", "dlse")  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item: its problem, and where it lies in the tensors' first two axes."""
+
+    problem: AttentionProblem
+    index: int
+    slab: slice
+    rows: slice
+    keys: slice
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The item's part of a tensor: of a captured one and of what holds lengths, all of it."""
+        if name in PER_ROW:
+            return tensor[self.slab, :, self.rows]
+        part = {"q": self.rows, "out": self.rows, "k": self.keys, "v": self.keys}.get(name.removeprefix("d"))
+        return tensor if part is None else tensor[self.slab, part]
+
+
+def items(p: AttentionProblem, tensors: Tensors) -> Iterator[Item]:
+    """The items that have queries, and keys or a sink, by the lengths that the tensors hold."""
+    held = {name: tensors[name].tolist() for name in p.lengths.tensors}
+    for i in range(p.batch):
+        parts: list[slice] = []
+        for side, span in (("q", p.span_q), ("k", p.span_k)):
+            cu, used = held.get(f"cu_seqlens_{side}"), held.get(f"seqused_{side}")
+            first, end = (0, span) if cu is None else (cu[i], cu[i + 1])
+            parts.append(slice(first, end if used is None else first + used[i]))
+        rows, keys = parts
+        if rows.stop > rows.start and (keys.stop > keys.start or p.sink is not None):
+            scores = (1, p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
+            one = replace(
+                p, batch=1, seqlen_q=scores[2], seqlen_k=scores[3], lengths=ALIKE,
+                score=tuple(_of_one_item(spec, scores) for spec in p.score),
+            )  # fmt: skip
+            yield Item(one, i, slice(0, 1) if p.lengths.varlen else slice(i, i + 1), rows, keys)
+
+
+def _of_one_item(spec: ScoreSpec, scores: tuple[int, ...]) -> ScoreSpec:
+    """The modifier as a problem with these scores may have it. The tensors that it is given are whole, and indexed by
+    `Item.index`.
+    """
+    described = list(spec.tensors)
+    for i, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
+        if captured.broadcast:
+            shape = tuple(min(n, size) for n, size in zip(tensor.shape, scores, strict=True))
+            described[i] = replace(tensor, shape=shape)
+        elif captured.index is None:
+            described[i] = replace(tensor, shape=(1, *tensor.shape[1:]))
+    return replace(spec, tensors=tuple(described))
+
+
+def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The outputs named; 0, and -inf in lse, in rows that belong to no item."""
+    from flashtile.kernels.cpu.backend import forward_way
+
+    q = tensors["q"]
+    made = {"out": q.new_zeros((*q.shape[:3], p.head_dim_v))}
+    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    if "lse_low" in outputs:
+        made["lse_low"] = torch.zeros_like(made["lse"])
+    for item in items(p, tensors):
+        module, _ = forward_way(item.problem)
+        _embed(item, made, _call(module.forward, item, tensors, ("out", "lse") if module is not tiled else outputs))
+    return made
+
+
+def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The gradients named; 0 in rows that belong to no item. Those of captured tensors are summed over items, in order."""
+    from flashtile.kernels.cpu.backend import backward_way
+
+    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float32) for name in outputs}
+    for item in items(p, tensors):
+        module, _ = backward_way(item.problem, "dlse" in tensors)
+        _embed(item, made, _call(module.backward, item, tensors, outputs))
+    return made
+
+
+def _call(function: Any, item: Item, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    mine = {name: item.of(name, tensor) for name, tensor in tensors.items()}
+    if function.__module__ == tiled.__name__:
+        return function(item.problem, mine, outputs, item.index)
+    return function(item.problem, mine, outputs)
+
+
+def _embed(item: Item, made: Tensors, parts: Tensors) -> None:
+    """Put an item's results in their place; sums over items are added to."""
+    for name, part in parts.items():
+        if name.startswith(("dscore", "dsink")):
+            made[name] += part
+        else:
+            item.of(name, made[name]).copy_(part)

@@ -1,0 +1,144 @@
+"""Batches whose items differ in length: which tile of which item a program computes.
+
+A schedule lists the tiles of all items, RECORD int32 numbers each. It is made on the device, so that the host never waits
+for lengths: the grid has as many programs as there could be tiles, and those left over find a record of zeros, an item of
+no rows. Items whose tiles take longest come first (Graham's rule: the last to finish is then a short one).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile._triton import constexpr, jit, tl
+from flashtile.kernels.lib.grid import ROWS, assign
+
+RECORD = constexpr(8)  # tile, then the fields of Item
+
+
+class Item(NamedTuple):
+    """One sequence of a batch, and where it lies in the tensors."""
+
+    batch: tl.tensor  # its index
+    first_q: tl.tensor  # its first row in the tensors' second axis
+    span_q: tl.tensor  # rows that belong to it
+    q: tl.tensor  # rows that count
+    first_k: tl.tensor
+    span_k: tl.tensor
+    k: tl.tensor
+
+
+@jit
+def bounds(index, cu_ptr, used_ptr, seqlen, batch, VARLEN: tl.constexpr):
+    """(first, span, length) of the items `index`; item `batch` is what lies past the last one, and has length 0.
+
+    Whatever the tensors hold, all of it lies inside the axis of `seqlen` elements.
+    """
+    here = index < batch
+    if VARLEN:
+        first = tl.load(cu_ptr + index, mask=index <= batch, other=seqlen)
+        end = tl.load(cu_ptr + index + 1, mask=here, other=seqlen)
+        first = tl.minimum(tl.maximum(first, 0), seqlen)
+        span = tl.where(index <= batch, tl.maximum(tl.minimum(end, seqlen) - first, 0), 0)
+    else:
+        first = index * 0
+        span = tl.where(here, seqlen, 0)
+    length = tl.where(here, span, 0)
+    if used_ptr is not None:
+        length = tl.minimum(length, tl.maximum(tl.load(used_ptr + index, mask=here, other=0), 0))
+    return first, span, length
+
+
+@jit(do_not_specialize=["seqlen_q", "seqlen_k", "batch", "count"])
+def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr,
+                   REVERSED: tl.constexpr, VARLEN: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """The schedule of `count` records for tiles of BLOCK queries, or keys if OVER_KEYS. One program per item, and one more.
+
+    lengths_ptrs = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None where absent. An item's tiles stand in order,
+    or in reverse. Program i finds its place by adding up the tiles of all items that come before item i.
+    """
+    item = tl.program_id(0)
+    first_q, span_q, length_q = bounds(item, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
+    first_k, span_k, length_k = bounds(item, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
+    mine = tl.cdiv(span_k if OVER_KEYS else span_q, BLOCK)
+    work = tl.where(length_q > 0, length_k, 0)
+    if OVER_KEYS:
+        work = tl.where(length_k > 0, length_q, 0)
+    place = item * 0
+    every = item * 0
+    for start in tl.range(0, batch + 1, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        _, other_span_q, other_q = bounds(other, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
+        _, other_span_k, other_k = bounds(other, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
+        tiles = tl.cdiv(other_span_k if OVER_KEYS else other_span_q, BLOCK)
+        longer = tl.where(other_q > 0, other_k, 0)
+        if OVER_KEYS:
+            longer = tl.where(other_k > 0, other_q, 0)
+        before = (longer > work) | ((longer == work) & (other < item))
+        place += tl.sum(tl.where(before, tiles, 0))
+        every += tl.sum(tiles)
+    for start in tl.range(0, mine, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        at = place + (mine - 1 - tile if REVERSED else tile)
+        here = (tile < mine) & (at < count)
+        record = schedule_ptr + at * RECORD
+        tl.store(record, tile, mask=here)
+        fields = (item, first_q, span_q, length_q, first_k, span_k, length_k)
+        for i in tl.static_range(7):
+            tl.store(record + (1 + i), tile * 0 + fields[i], mask=here)
+    if item == batch:
+        for start in tl.range(every * RECORD, count * RECORD, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            tl.store(schedule_ptr + at, at * 0, mask=at < count * RECORD)
+
+
+@jit
+def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+    """(tile, head, Item, unit) of this program; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+
+    unit counts programs: those of one head, and of one item where all are alike, stand together.
+    """
+    if T.ragged:
+        slots = tl.num_programs(0) // heads
+        slot, head = assign(slots, T.swizzle, False)
+        record = schedule_ptr + slot * RECORD
+        tile = tl.load(record)
+        item = Item(
+            tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
+            tl.load(record + 5), tl.load(record + 6), tl.load(record + 7),
+        )  # fmt: skip
+        return tile, head, item, head * slots + slot
+    else:
+        tiles = tl.cdiv(seqlen, BLOCK)
+        tile, batch_head = assign(tiles, T.swizzle, T.last_first)
+        batch, head = batch_head // heads, batch_head % heads
+        item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_k, seqlen_k)
+        return tile, head, item, batch_head * tiles + tile
+
+
+@jit
+def slab(item, T: tl.constexpr):
+    """The item's place in the tensors' first axis."""
+    if T.varlen:
+        return item.batch * 0
+    else:
+        return item.batch
+
+
+@jit
+def first_padded(item, T: tl.constexpr):
+    """The first of the item's rows in a buffer that pads every item to whole tiles."""
+    if T.varlen:
+        return (item.first_q // ROWS + item.batch) * ROWS
+    else:
+        return item.first_q
+
+
+def padded_total(seqlen: int, items: int, varlen: bool) -> int:
+    """Rows of a buffer that `first_padded` indexes: `seqlen` of them, in `items` items and what lies past the last."""
+    rows = ROWS if isinstance(ROWS, int) else int(ROWS.value)
+    return (seqlen // rows + items + 1) * rows if varlen else -(-seqlen // rows) * rows
+
+
+def most_tiles(seqlen: int, items: int, block: int, varlen: bool) -> int:
+    """Tiles along an axis of `seqlen` tokens, whatever the items' lengths; each may leave one tile begun."""
+    return seqlen // block + items + 1 if varlen else -(-seqlen // block) * items

@@ -1,0 +1,1 @@
+"""Predicates: one file per feature."""

@@ -1,0 +1,39 @@
+"""A block mask as a predicate: a table that says for each block of scores whether it is visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.spec.predicate import Predicate
+from flashtile.spec.score import Position
+
+
+@jit
+def block_table_visible(at, args):
+    row, column = at.row // args[0], at.k // args[1]
+    here = args[2] + at.batch * args[3][0] + at.head * args[3][1]
+    return tl.load(here + row * args[3][2] + column * args[3][3]) != 0
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable(Predicate):
+    """Query i sees key j where table[b, h, i // block_q, j // block_k]; bool (batch or 1, heads_q or 1, rows, columns)."""
+
+    table: Any
+    block_q: int
+    block_k: int
+
+    name = "block_table"
+    visible = block_table_visible
+
+    def scalars(self) -> tuple[int, ...]:
+        return self.block_q, self.block_k
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        return (self.table.expand(batch, heads_q, -1, -1),)
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        return tensors[0][at.batch, at.head, at.row // scalars[0], at.k // scalars[1]] != 0

@@ -1,0 +1,52 @@
+"""Documents: a query sees the keys of its own document, wherever those lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.spec.predicate import Predicate
+from flashtile.spec.score import Position
+
+
+@jit
+def document_visible(at, args):
+    of_query = args[2] + at.batch * args[3][0] + tl.minimum(at.row, args[0] - 1) * args[3][1]
+    of_key = args[4] + at.batch * args[5][0] + tl.minimum(at.k, args[1] - 1) * args[5][1]
+    return tl.load(of_query) == tl.load(of_key)
+
+
+@dataclass(frozen=True, eq=False)
+class Document(Predicate):
+    """Query i sees key j where queries[i] == keys[j]; int32 (seqlen,) or (batch, seqlen), `keys` is `queries` by default."""
+
+    queries: Any
+    keys: Any = None
+
+    name = "document"
+    visible = document_visible
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)
+        for name in ("queries", "keys"):
+            tensor = getattr(self, name)
+            if not hasattr(tensor, "shape") or len(tensor.shape) not in (1, 2) or not tensor.shape[-1]:
+                shape = getattr(tensor, "shape", type(tensor).__name__)
+                raise InvalidProblem(f"document {name} are {shape}; they must be a tensor (seqlen,) or (batch, seqlen).")
+
+    def scalars(self) -> tuple[int, ...]:
+        return self.queries.shape[-1], self.keys.shape[-1]
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        for name in ("queries", "keys"):
+            shape = tuple(getattr(self, name).shape)
+            if len(shape) == 2 and shape[0] not in (1, batch):
+                raise InvalidProblem(f"document {name} have shape {shape}; their first axis must be the batch, {batch}, or 1.")
+        return self.queries.expand(batch, -1), self.keys.expand(batch, -1)
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        queries, keys = tensors
+        return queries[at.batch, at.row.clamp(max=scalars[0] - 1)] == keys[at.batch, at.k.clamp(max=scalars[1] - 1)]

@@ -1,0 +1,46 @@
+"""Key padding with holes: a boolean per key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.spec.predicate import Predicate
+from flashtile.spec.score import Position
+
+
+@jit
+def key_padding_visible(at, args):
+    return tl.load(args[1] + at.batch * args[2][0] + tl.minimum(at.k, args[0] - 1) * args[2][1]) != 0
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPadding(Predicate):
+    """Key j is visible where keep[b, j]; bool (batch, seqlen_k). The other keys keep their positions.
+
+    Where padding stands at the end, `seqused_k` says the same and costs nothing.
+    """
+
+    keep: Any
+
+    name = "key_padding"
+    visible = key_padding_visible
+
+    def __post_init__(self) -> None:
+        shape = getattr(self.keep, "shape", None)
+        if shape is None or len(shape) != 2 or not shape[1]:
+            raise InvalidProblem(f"key padding is {shape or type(self.keep).__name__}; it must be a (batch, seqlen_k) tensor.")
+
+    def scalars(self) -> tuple[int, ...]:
+        return (self.keep.shape[1],)
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        if self.keep.shape[0] not in (1, batch):
+            raise InvalidProblem(f"key padding has shape {tuple(self.keep.shape)}; its first axis must be the batch, {batch}.")
+        return (self.keep.expand(batch, -1),)
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        return tensors[0][at.batch, at.k.clamp(max=scalars[0] - 1)] != 0

@@ -1,0 +1,201 @@
+"""The protocol of predicates: masks that are functions of positions and tensors. They join with bands by `&` and `|`.
+
+A predicate says of every (query, key) whether the query sees the key. It is a class with
+
+* `visible(at, args)`: a `@jit` function that returns a boolean tile, or one that broadcasts against it;
+* `apply(at, scalars, tensors)`: the same formula in PyTorch (CPU backend, reference, block lists), a static method.
+
+`at` is a `Position`, its indices clamped into the problem; `args` is `(*scalars, tensor 0, its strides, tensor 1, ...)`,
+scalars are ints. Every mask is brought to one form: a band, and an "or" of "and"s of predicates.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.blocks import BlockSpec
+from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.score import Position
+
+DTYPES = ("int32", "int8", "uint8", "bool", "fp16", "bf16", "fp32")
+
+
+class Joined:
+    """What `&` and `|` make of bands and predicates."""
+
+    spec: BlockSpec | None = None  # the sizes of its blocks, the lists of those, and the lengths that they are made for
+    lists: Mapping[str, Any] = MappingProxyType({})
+    seqlens: tuple[int, int] = (0, 0)
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        """The mask as an "or" of "and"s; at most one band in each."""
+        raise NotImplementedError
+
+    def __and__(self, other: Any) -> Joined:
+        theirs = terms_of(other)
+        if theirs is None:
+            return NotImplemented
+        return Terms(tuple(_merged((*a, *b)) for a in self.terms for b in theirs))
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Joined:
+        theirs = terms_of(other)
+        return NotImplemented if theirs is None else Terms((*self.terms, *theirs))
+
+    def __ror__(self, other: Any) -> Joined:
+        theirs = terms_of(other)
+        return NotImplemented if theirs is None else Terms((*theirs, *self.terms))
+
+
+class Terms(Joined):
+    """A mask of several parts."""
+
+    def __init__(self, terms: tuple[tuple[Band | Predicate, ...], ...]):
+        self._terms = terms
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        return self._terms
+
+
+class Predicate(Joined):
+    """Base of all predicates; a subclass with a `name` registers itself for `parse`."""
+
+    name: ClassVar[str] = ""
+    visible: ClassVar[Callable[..., Any]]
+    kinds: ClassVar[dict[str, type[Predicate]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.name.isidentifier():
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}; a predicate's name must be an identifier.")
+        known = Predicate.kinds.get(cls.name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
+        Predicate.kinds[cls.name] = cls
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        return ((self,),)
+
+    def scalars(self) -> tuple[int, ...]:
+        """Runtime ints."""
+        return ()
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        """Tensors as the kernel indexes them; expanded views are fine."""
+        return ()
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        """Boolean, broadcasting against the tile whose indices `at` holds as tensors."""
+        raise NotImplementedError("a predicate must define `apply` to run on the CPU or in the reference.")
+
+
+@dataclass(frozen=True)
+class PredicateSpec:
+    """A predicate, or a band beside predicates, without its tensors: what a problem and a plan hold."""
+
+    kind: type[Predicate]
+    scalars: tuple[int, ...] = ()
+    tensors: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype of each
+
+    def __post_init__(self) -> None:
+        for number in self.scalars:
+            if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= 2**31:
+                raise InvalidProblem(f"{self.kind.name} has the scalar {number!r}; it must be an int within 32 bits.")
+        for shape, dtype in self.tensors:
+            if min(shape, default=0) < 0:
+                raise InvalidProblem(f"{self.kind.name}'s tensor has shape {shape}; its sizes must not be negative.")
+            if dtype not in DTYPES:
+                raise InvalidProblem(f"{self.kind.name}'s tensor is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+
+    def spell(self) -> str:
+        tensors = ["x".join(map(str, shape)) + ":" + dtype for shape, dtype in self.tensors]
+        return f"{self.kind.name}({';'.join([*map(str, self.scalars), *tensors])})"
+
+    @staticmethod
+    def parse(text: str) -> PredicateSpec:
+        name, opened, rest = text.partition("(")
+        if not opened or not rest.endswith(")"):
+            raise InvalidProblem(f"predicate is spelled {text!r}; it must be 'name(...)'.")
+        parts = [p for p in rest[:-1].split(";") if p]
+        tensors: list[tuple[tuple[int, ...], str]] = []
+        for part in parts:
+            if ":" in part:
+                shape, dtype = part.split(":")
+                tensors.append((tuple(int(n) for n in shape.split("x")) if shape else (), dtype))
+        return PredicateSpec(_kind(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
+
+
+Where = tuple[tuple[PredicateSpec, ...], ...]
+
+
+def spell_where(where: Where) -> str:
+    """The spelling of an "or" of "and"s."""
+    return "|".join("&".join(spec.spell() for spec in term) for term in where)
+
+
+def parse_where(text: str) -> Where:
+    """What `spell_where` wrote."""
+    return tuple(tuple(PredicateSpec.parse(p) for p in re.split(r"&", term)) for term in text.split("|"))
+
+
+def terms_of(mask: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
+    """A mask as an "or" of "and"s; None for what is no mask."""
+    if isinstance(mask, Band):
+        return ((mask,),)
+    return mask.terms if isinstance(mask, Joined) else None
+
+
+def _merged(leaves: tuple[Band | Predicate, ...]) -> tuple[Band | Predicate, ...]:
+    band, predicates = FULL, list[Predicate]()
+    for leaf in leaves:
+        if isinstance(leaf, Band):
+            band = band & leaf
+        elif not any(leaf is known for known in predicates):
+            predicates.append(leaf)
+    return (*predicates, band)
+
+
+def normal_form(causal: Any, window: Any, mask: Any) -> tuple[Band, tuple[tuple[Band | Predicate, ...], ...]]:
+    """(a band outside of which nothing is visible, what else must hold: one of these terms; none where nothing must)."""
+    if not isinstance(mask, Joined):
+        return make_mask(causal, window, mask), ()
+    joined = narrowed(causal, window, mask)
+    bands = [next((leaf for leaf in term if isinstance(leaf, Band)), FULL) for term in joined.terms]
+    hull = bands[0]
+    for band in bands[1:]:
+        hull = Band(_looser(hull.left, band.left), _looser(hull.right, band.right))
+    terms = tuple(tuple(leaf for leaf in term if leaf not in (hull, FULL)) for term in joined.terms)
+    return hull, terms if all(terms) else ()
+
+
+def narrowed(causal: Any, window: Any, mask: Joined) -> Joined:
+    """The mask together with what `causal` and `window` say."""
+    band = make_mask(causal, window, None)
+    return mask if band == FULL else mask & band
+
+
+def _looser(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else max(a, b)
+
+
+def _kind(name: str) -> type[Predicate]:
+    """The predicate of that name. The library's own are loaded, and so registered, when a name is not known."""
+    if name not in Predicate.kinds:
+        package = import_module("flashtile.predicate")
+        for module in pkgutil.iter_modules(package.__path__):
+            import_module(f"{package.__name__}.{module.name}")
+    if name not in Predicate.kinds:
+        raise InvalidProblem(f"predicate is {name!r}; known are {', '.join(sorted(Predicate.kinds))}.")
+    return Predicate.kinds[name]

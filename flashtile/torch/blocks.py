@@ -1,0 +1,175 @@
+"""Blocks: a mask with the lists of its blocks, so that kernels visit those alone that hold anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile import _triton
+from flashtile.errors import InvalidProblem
+from flashtile.kernels.cpu.blocks import classify
+from flashtile.kernels.triton.blocks import plan_classify
+from flashtile.predicate.block_table import BlockTable
+from flashtile.predicate.stored_blocks import StoredBlocks
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.blocks import BlockSpec
+from flashtile.spec.dtype import DType
+from flashtile.spec.mask import Band
+from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
+from flashtile.torch.masks import predicates_of
+from flashtile.torch.run import Bound
+
+HIDDEN, PARTIAL, WHOLE = 0, 1, 2
+
+
+class Blocks(Joined):
+    """Mask made of blocks: those that hold no visible score are not visited, those visible whole cost no masking.
+
+    Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks.
+
+    state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
+    """
+
+    def __init__(self, mask: Band | Joined, state: torch.Tensor, seqlens: tuple[int, int], spec: BlockSpec):
+        self.mask, self.state, self.seqlens, self.spec = mask, state, seqlens, spec
+        lists: dict[str, torch.Tensor] = {}
+        for side, table in (("q", state), ("k", state.mT)):
+            whole, partial = table == WHOLE, table == PARTIAL
+            order = torch.where(partial, 0, torch.where(whole, 1, 2)).to(torch.int8)
+            lists[f"blocks.count_{side}"] = torch.stack([partial.sum(-1), whole.sum(-1)], -1).to(torch.int32)
+            lists[f"blocks.index_{side}"] = order.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
+        self.lists = lists
+
+    @classmethod
+    def build(
+        cls, mask: Band | Joined, seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 1,
+        block_size: tuple[int, int] = (128, 128), device: torch.device | str | None = None,
+    ) -> Blocks:  # fmt: skip
+        """The blocks of a mask, found by evaluating it, a block at a time: memory is O(blocks).
+
+        batch, heads: 1 where the mask is the same for all, else as in the calls to come.
+        block_size: queries and keys of a block, powers of two; kernels want at least (128, 128), and use smaller tiles
+            for smaller blocks.
+        device: that of the mask's tensors by default, else torch's default device.
+        """
+        terms = terms_of(mask)
+        if terms is None:
+            raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be a flashtile mask such as Band.")
+        predicates = predicates_of(False, None, mask if isinstance(mask, Joined) else Terms(((mask,),)), batch, heads)
+        place = torch.device(device) if device is not None else _device_of(predicates.flat)
+        if place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+        predicates.check(place)
+        spec = BlockSpec(*block_size)
+        problem = AttentionProblem(
+            batch, seqlen_q, seqlen_k, heads, heads, 1, 1, DType.FP16, mask=predicates.band, where=predicates.where, blocks=spec
+        )
+        names = (f"mask.{i}.{j}" for i, some in enumerate(predicates.tensors) for j in range(len(some)))
+        tensors = dict(zip(names, predicates.flat, strict=True))
+        if place.type == "cpu" and not _triton.INTERPRETED:
+            state = classify(problem, tensors)
+        else:
+            state = Bound(plan_classify(problem), tensors, place).run(tensors)["state"]
+        return cls(mask, state, (seqlen_q, seqlen_k), spec)
+
+    @classmethod
+    def from_block_mask(
+        cls, block_mask: torch.Tensor, seqlen_q: int, seqlen_k: int, *, block_size: tuple[int, int] = (128, 128)
+    ) -> Blocks:
+        """The mask of a table that says for each block whether it is visible; flash-attn v1's blocks are 16 x 256.
+
+        block_mask: bool (rows, columns), or with (batch or 1, heads or 1) before them.
+        """
+        table = block_mask if block_mask.dim() == 4 else block_mask[None, None]
+        size_q, size_k = block_size
+        wanted = (-(-seqlen_q // size_q), -(-seqlen_k // size_k))
+        if table.dim() != 4 or table.dtype is not torch.bool or tuple(table.shape[2:]) != wanted:
+            raise InvalidProblem(
+                f"block_mask is {block_mask.dtype} {tuple(block_mask.shape)}; it must be bool with {wanted} as its last axes, "
+                f"for {seqlen_q} x {seqlen_k} scores in blocks of {size_q} x {size_k}."
+            )
+        coarse = tuple(max(128, size) for size in block_size)
+        return cls.build(
+            BlockTable(table, size_q, size_k), seqlen_q, seqlen_k, batch=table.shape[0], heads=table.shape[1],
+            block_size=(coarse[0], coarse[1]), device=table.device,
+        )  # fmt: skip
+
+    @classmethod
+    def from_flex(cls, block_mask: Any) -> Blocks:
+        """The mask of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked once, for the blocks that
+        are visible in part; what it says is stored, a byte for each of their scores.
+        """
+        place = block_mask.kv_indices.device
+        seqlen_q, seqlen_k = block_mask.seq_lengths
+        spec = BlockSpec(*block_mask.BLOCK_SIZE)
+        rows, columns = spec.rows(seqlen_q), spec.columns(seqlen_k)
+        batch, heads = block_mask.kv_num_blocks.shape[:2]
+        state = torch.zeros((batch, heads, rows, columns), dtype=torch.int8, device=place)
+        given = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
+        if block_mask.full_kv_num_blocks is not None:
+            given.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))
+        for count, index, kind in given:
+            listed = torch.arange(index.shape[-1], device=place) < count[..., None]
+            marks = torch.zeros((batch, heads, rows, columns + 1), dtype=torch.int8, device=place)
+            where = torch.where(listed, index, columns).long()[:, :, :rows]
+            marks.scatter_(3, where, torch.full_like(where, kind, dtype=torch.int8))
+            state = torch.maximum(state, marks[..., :columns])
+        if seqlen_q % spec.block_q:  # the kernels take for whole what needs no masking at all
+            state[:, :, -1] = state[:, :, -1].clamp(max=PARTIAL)
+        if seqlen_k % spec.block_k:
+            state[..., -1] = state[..., -1].clamp(max=PARTIAL)
+        partial = (state == PARTIAL).nonzero()
+        values = torch.zeros((len(partial) + 2, spec.block_q, spec.block_k), dtype=torch.bool, device=place)
+        values[1] = True
+        for first in range(0, len(partial), 1024):
+            b, h, row, column = (axis[:, None, None] for axis in partial[first : first + 1024].unbind(1))
+            q = row * spec.block_q + torch.arange(spec.block_q, device=place)[:, None]
+            k = column * spec.block_k + torch.arange(spec.block_k, device=place)
+            kept = block_mask.mask_mod(b, h, q.clamp(max=seqlen_q - 1), k.clamp(max=seqlen_k - 1))
+            values[first + 2 : first + 2 + len(b)] = kept & (q < seqlen_q) & (k < seqlen_k)
+        slot = (state == WHOLE).to(torch.int32)
+        slot[tuple(partial.unbind(1))] = torch.arange(2, len(partial) + 2, dtype=torch.int32, device=place)
+        return cls(StoredBlocks(slot, values), state, (seqlen_q, seqlen_k), spec)
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        found = terms_of(self.mask)
+        assert found is not None
+        return found
+
+    @property
+    def density(self) -> float:
+        """Blocks that are visited, of all. Waits for the device."""
+        return (self.state != HIDDEN).float().mean().item()
+
+    def __and__(self, other: Any) -> Blocks:
+        return self._joined(other, lambda a, b: torch.where((a == 0) | (b == 0), 0, torch.minimum(a, b)), lambda a, b: a & b)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Blocks:
+        return self._joined(other, torch.maximum, lambda a, b: a | b)
+
+    __ror__ = __or__
+
+    def _joined(self, other: Any, of_states: Any, of_masks: Any) -> Blocks:
+        mine = self.spec
+        if terms_of(other) is None:
+            return NotImplemented
+        assert mine is not None
+        if not isinstance(other, Blocks):
+            other = Blocks.build(
+                other, *self.seqlens, batch=self.state.shape[0], heads=self.state.shape[1],
+                block_size=(mine.block_q, mine.block_k), device=self.state.device,
+            )  # fmt: skip
+        if (other.seqlens, other.spec) != (self.seqlens, self.spec):
+            raise InvalidProblem(
+                f"blocks of {self.spec} for {self.seqlens} meet blocks of {other.spec} for {other.seqlens}; they must be alike."
+            )
+        state = of_states(self.state, other.state).to(torch.int8)
+        return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
+
+
+def _device_of(tensors: tuple[Any, ...]) -> torch.device:
+    return tensors[0].device if tensors else torch.get_default_device()

@@ -1,0 +1,101 @@
+"""The tensors that say how long a batch's items are: what a call is given, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Given:
+    """The int32 tensors by name (`Lengths.tensors`, in its order), and what the caller knows of the longest items."""
+
+    tensors: Mapping[str, torch.Tensor]
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    def key(self) -> tuple[Any, ...]:
+        """What a prepared call depends on."""
+        layouts = ((n, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for n, t in self.tensors.items())
+        return (*layouts, self.max_seqlen_q, self.max_seqlen_k)
+
+    @property
+    def varlen(self) -> bool:
+        return "cu_seqlens_q" in self.tensors
+
+    def batch(self, q: torch.Tensor) -> int:
+        """Items, where q is (batch or 1, seqlen, heads, head_dim)."""
+        return self.tensors["cu_seqlens_q"].shape[0] - 1 if self.varlen else q.shape[0]
+
+    def lengths(self, total_q: int, total_k: int) -> Lengths:
+        """What the problem says of them."""
+        used = {"used_q": "seqused_q" in self.tensors, "used_k": "seqused_k" in self.tensors}
+        return Lengths(total_q, total_k, **used) if self.varlen else Lengths(**used)
+
+    def check(self, q: torch.Tensor) -> None:
+        """Raise InvalidProblem for tensors without meaning, whatever they hold."""
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+            if tensor.dtype is not torch.int32:
+                raise InvalidProblem(f"{name} is {tensor.dtype}; it must be int32.")
+            if tensor.device != q.device:
+                raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
+            if tensor.dim() != 1 or (name.startswith("cu_") and not tensor.shape[0]):
+                size = "(batch + 1,)" if name.startswith("cu_") else "(batch,)"
+                raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {size}.")
+        batch = self.batch(q)
+        for name, tensor in self.tensors.items():
+            size = batch + name.startswith("cu_")
+            if tensor.shape[0] != size:
+                raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and the batch {batch} items; it must have {size}.")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            longest = getattr(self, name)
+            if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 0):
+                raise InvalidProblem(f"{name} is {longest!r}; it must be an int, at least 0, or None.")
+
+    def check_values(self, spans: Mapping[str, int]) -> None:
+        """Raise InvalidProblem for numbers without meaning; asked on the CPU alone, where looking costs nothing.
+
+        spans: the size of the tensors' seqlen axis, by "q" and "k". On a GPU kernels keep within it, whatever they read.
+        """
+        for side, span in spans.items():
+            cu, used = self.tensors.get(f"cu_seqlens_{side}"), self.tensors.get(f"seqused_{side}")
+            sizes: list[int] | None = None
+            if cu is not None:
+                ends = cu.tolist()
+                sizes = [b - a for a, b in pairwise(ends)]
+                if ends[0] != 0 or min(sizes, default=0) < 0 or ends[-1] > span:
+                    raise InvalidProblem(
+                        f"cu_seqlens_{side} is {_shown(ends)}; it must start with 0, never fall, and end with at most {span}."
+                    )
+                longest = getattr(self, f"max_seqlen_{side}")
+                if longest is not None and max(sizes, default=0) > longest:
+                    raise InvalidProblem(f"max_seqlen_{side} is {longest}; it must be at least {max(sizes)}, the longest item.")
+            for i, count in enumerate(used.tolist() if used is not None else ()):
+                most = span if sizes is None else sizes[i]
+                if not 0 <= count <= most:
+                    raise InvalidProblem(f"seqused_{side}[{i}] is {count}; it must be from 0 to {most}, the item's tokens.")
+
+
+def _shown(numbers: list[int]) -> str:
+    text = ", ".join(map(str, numbers[:6]))
+    return f"[{text}, ...]" if len(numbers) > 6 else f"[{text}]"
+
+
+def given_lengths(**named: Any) -> Given | None:
+    """What a call says of its items' lengths; None where it says nothing. cu_seqlens_k is cu_seqlens_q by default."""
+    if named.get("cu_seqlens_q") is not None and named.get("cu_seqlens_k") is None:
+        named["cu_seqlens_k"] = named["cu_seqlens_q"]
+    tensors = {n: t for n, t in named.items() if t is not None and not n.startswith("max_")}
+    if not tensors:
+        return None
+    dense = {n: t.contiguous() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
+    return Given(dense, named.get("max_seqlen_q"), named.get("max_seqlen_k"))

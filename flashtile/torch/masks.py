@@ -1,0 +1,88 @@
+"""The predicates of a call: described for the problem, with their tensors, validated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.predicate.within import Within
+from flashtile.spec.mask import Band
+from flashtile.spec.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
+
+KINDS = {
+    torch.int32: "int32", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Predicates:
+    """What a mask asks for: a band, and one of `terms`, whose tensors are `tensors[i]` for the i-th predicate."""
+
+    band: Band
+    terms: tuple[tuple[Predicate, ...], ...]
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    mask: Joined
+    lists: tuple[torch.Tensor, ...]
+
+    @property
+    def leaves(self) -> tuple[Predicate, ...]:
+        return tuple(leaf for term in self.terms for leaf in term)
+
+    @property
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """All tensors: those of the predicates, then the block lists."""
+        return (*(tensor for some in self.tensors for tensor in some), *self.lists)
+
+    @property
+    def where(self) -> Where:
+        """The terms as a problem holds them."""
+        tensors = iter(self.tensors)
+        return tuple(
+            tuple(
+                PredicateSpec(type(leaf), leaf.scalars(), tuple((tuple(t.shape), KINDS[t.dtype]) for t in next(tensors)))
+                for leaf in term
+            )
+            for term in self.terms
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        """What a prepared call depends on."""
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in self.flat)
+        kinds = tuple(tuple((type(leaf), leaf.scalars()) for leaf in term) for term in self.terms)
+        return self.band, kinds, layouts, self.mask.spec, self.mask.seqlens
+
+    def check(self, device: torch.device) -> None:
+        """Raise InvalidProblem for tensors that no kernel can read."""
+        for tensor in self.lists:
+            if tensor.device != device:
+                raise InvalidProblem(f"blocks are on {tensor.device} and q is on {device}; they must be on one device.")
+        for leaf, some in zip(self.leaves, self.tensors, strict=True):
+            for tensor in some:
+                if not isinstance(tensor, torch.Tensor):
+                    raise InvalidProblem(f"{leaf.name} has a {type(tensor).__name__}; it must be a torch.Tensor.")
+                if tensor.dtype not in KINDS:
+                    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
+                    raise InvalidProblem(f"{leaf.name}'s tensor is {tensor.dtype}; it must be one of {known}.")
+                if tensor.device != device:
+                    raise InvalidProblem(
+                        f"{leaf.name}'s tensor is on {tensor.device} and q is on {device}; they must be on one device."
+                    )
+
+
+def predicates_of(causal: Any, window: Any, mask: Joined, batch: int, heads_q: int) -> Predicates:
+    """The normal form of a mask, for a problem of so many items and heads."""
+    mask = narrowed(causal, window, mask)
+    band, joined = normal_form(False, None, mask)
+    terms = tuple(tuple(Within(leaf) if isinstance(leaf, Band) else leaf for leaf in term) for term in joined)
+    tensors = tuple(leaf.tensors(batch, heads_q) for term in terms for leaf in term)
+    for tensor in mask.lists.values():
+        if any(n not in (1, m) for n, m in zip(tensor.shape[:2], (batch, heads_q), strict=True)):
+            raise InvalidProblem(
+                f"the mask's blocks are for {tuple(tensor.shape[:2])} (batch, heads); it must be ({batch}, {heads_q}), or 1."
+            )
+    lists = tuple(tensor.expand(batch, heads_q, -1, -1) for tensor in mask.lists.values())
+    return Predicates(band, terms, tensors, mask, lists)
