@@ -30,6 +30,7 @@ from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import Gradients
 from flashtile.torch.attention import make_problem, prepare
+from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import Bound, KernelLaunch, device_of
 from tests.cases import DTYPES, Case, Tensors
 from tests.judge import breaches, expected, measure, measure_lse, run
@@ -114,12 +115,11 @@ def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[An
     """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
     tensors = case.tensors(device)
     leaves = {n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if n.startswith(("score", "sink"))}
+    if case.cu_q is not None:  # plans see items one after another as one batch entry
+        tensors = {n: t if n in leaves else t[None] for n, t in tensors.items()}
     q, k, v = (tensors[n] for n in "qkv")
-    given = case.given(leaves)
-    call, captured = prepare(
-        q, k, v, case.causal, case.window, case.mask, given["score"], case.scale, case.options(backend),
-        sink=given.get("sink"), dropout=given.get("dropout"),
-    )  # fmt: skip
+    arguments = {**case.given(leaves), **case.masks(device), "given": given_lengths(**case.lengths(device))}
+    call, captured = prepare(q, k, v, **arguments, options=case.options(backend))
     tensors = {n: t for n, t in tensors.items() if n not in leaves}
     tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")

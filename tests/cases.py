@@ -42,6 +42,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "bias-keys": (lambda batch, heads, rows, keys: (batch, 1, 1, keys), Bias),
     "bias-rows": (lambda batch, heads, rows, keys: (heads, rows, 1), Bias),
     "bias-each-head": (lambda batch, heads, rows, keys: (1, heads, 1, 1), Bias),
+    "bias-each-item": (lambda batch, heads, rows, keys: (batch, 1, 1, 1), Bias),
     "table": (lambda batch, heads, *_: (heads, 16), RelativeBias),
     "bias-number": (lambda batch, heads, rows, keys: (), Bias),
 }
@@ -406,14 +407,20 @@ def _features_of_items() -> Iterator[Case]:
     yield from variants(
         replace(uneven, name="varlen-bias-each-head", score=("bias-each-head",), fixed_slopes=True),
         replace(uneven, name="varlen-bias", score=("bias-plane",), fixed_slopes=True, dtype="fp16", refused=refused),
-        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True, refused=refused),
+        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True),
+        replace(uneven, name="varlen-bias-number", score=("bias-number", "softcap"), sink="fp32", dtype="fp16"),
+        replace(uneven, name="varlen-bias-items", score=("bias-each-item",), dropout=0.2),
     )
     padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 9, 17), used_k=(1, 0, 72))
     yield from variants(*dtypes(replace(padded, name="padded-sink-dropout", sink="fp32", dropout=0.3, causal=True)))
     yield from variants(
         replace(padded, name="padded-bias", score=("bias",), fixed_slopes=True, window=(30, 9)),
-        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16", refused=refused),
+        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16"),
     )
+    for bias in ("bias", "bias-batch", "bias-plane", "bias-keys", "bias-rows", "bias-each-head", "bias-each-item"):
+        yield replace(
+            padded, name=f"padded-{bias}-fp32", score=(bias,), window=(30, 9), backward=("split", "fused")[len(bias) % 2]
+        )
     base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
     for mask in ("document", "holes-and-documents", "holes-blocks"):
         yield from variants(replace(base, name=f"mask-{mask}-sink-dropout", mask=mask, sink="fp32", dropout=0.2))

@@ -44,16 +44,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Strides:
-    """Argument: the strides of a buffer in elements, as a tuple; if `broadcast`, 0 along axes of one element."""
+    """Argument: the strides of a buffer in elements, as a tuple; if `broadcast`, None along axes of one element."""
 
     name: str
     broadcast: bool = False
 
-    def of(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    def of(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int | None, ...]:
         """The argument, given the buffer's shape and strides."""
         if not self.broadcast:
             return tuple(strides)
-        return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+        return tuple(None if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Captured:
     `contribution(grad, score, at, args)`: `@jit` function, the gradient that each score sends to the tensor.
     `index(at, args)`: `@jit` function, the flat element (of the contiguous tensor) that receives it, added atomically.
     Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order. With `broadcast`
-    it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position, stride 0 along
-    axes of size 1, receives what the score sends, summed in a fixed order.
+    it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position
+    receives what the score sends, summed in a fixed order. Kernels get None for its stride along an axis of size 1.
     """
 
     contribution: Callable[..., Any]

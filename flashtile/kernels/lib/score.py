@@ -73,15 +73,20 @@ def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
 
 
 def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
-    """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, and not broadcast."""
-    return spec.tensors[tensor].grad and not spec.kind.captured[tensor].broadcast
+    """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, unless it is broadcast and has
+    elements for single queries or keys."""
+    described = spec.tensors[tensor]
+    return described.grad and (not spec.kind.captured[tensor].broadcast or described.shape[2:] == (1, 1))
 
 
 @jit
-def locate(batch, head, row, key, sizes):
-    """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them."""
+def locate(batch, head, row, key, sizes, MASKED: tl.constexpr = True):
+    """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them.
+
+    Unless MASKED all keys exist: loads along them keep their width.
+    """
     row = tl.minimum(row, sizes.q - 1)
-    q, k = row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1)
+    q, k = row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1) if MASKED else key
     return Position(batch, head, row, q, k, k.to(tl.float32) - q.to(tl.float32))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from flashtile import _triton
@@ -140,10 +140,16 @@ class TritonBackend:
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial, schedule in sums:
-            target = Pointer(partial.name.replace("partial.", "d"))
-            rows = partial.shape[0] if schedule is None else p.batch * p.heads_q
-            args = (Pointer(partial.name), schedule, target, partial.shape[1], p.heads_q)
+            gradient, rows = partial.name.replace("partial.", "d"), p.batch * p.heads_q if schedule else partial.shape[0]
+            shape = next(buffer.shape for buffer in buffers if buffer.name == gradient)
+            size = prod(shape)
+            target = gradient if size == rows else partial.name.replace("partial.", "sums.")
+            args = (Pointer(partial.name), schedule, Pointer(target), partial.shape[1], p.heads_q)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+            if size < rows:  # one number for several heads or batch entries
+                buffers += (Buffer(target, (rows,), "fp32", "scratch"),)
+                own, length = (size, 1) if shape[1] == 1 else (1, size)
+                calls.append(_sum_shared(target, gradient, own, rows // size, length))
         buffers += (*(partial for partial, _ in sums), *schedules.buffers)
         for i, j in _broadcast(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
@@ -162,9 +168,6 @@ def _uneven(p: AttentionProblem) -> list[str]:
     reasons: list[str] = []
     for spec in p.score:
         for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-            if captured.broadcast and tensor.grad:
-                reasons.append(f"items differ in length and the gradient of {spec.kind.name}'s tensor is wanted; it is formed "
-                               "for items of one length")  # fmt: skip
             if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
                 reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
                                "key; supported is one number per item and head")  # fmt: skip
@@ -311,12 +314,12 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
 
 
 def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
-    """(modifier, tensor) of the broadcast tensors whose gradient is wanted."""
+    """(modifier, tensor) of the broadcast tensors whose gradient needs a pass of its own."""
     return [
         (i, j)
         for i, spec in enumerate(p.score)
         for j, captured in enumerate(spec.kind.captured)
-        if captured.broadcast and spec.tensors[j].grad
+        if spec.tensors[j].grad and not sums_in_queries(spec, j) and captured.broadcast
     ]
 
 
@@ -332,13 +335,13 @@ def _broadcast_calls(
     if shared[2:] == (False, False):
         length, programs, target = 0, own * tiles_q * tiles_k, gradient
     else:
-        length = {(True, True): tiles_q, (False, True): p.seqlen_q, (True, False): p.seqlen_k}[shared[2], shared[3]]
-        programs = p.batch * p.heads_q * (tiles_k if shared[2:] == (True, False) else tiles_q)
+        length = p.seqlen_k if shared[2] else p.seqlen_q
+        programs = p.batch * p.heads_q * (tiles_k if shared[2] else tiles_q)
         target = f"partial.score.{i}.{j}"
     args = (
         tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows", target)),
         tuple(Strides(n) for n in ("q", "k", "v", "dout", "rows")), *integers(p).values(), p.scale_value, score_args(p),
-        mask_args(p), p.batch,
+        mask_args(p), tuple(Pointer(n) if n in p.lengths.tensors else None for n in ("seqused_q", "seqused_k")), p.batch,
     )  # fmt: skip
     constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, backward=True))),
                  ("CAPTURED", JitTuple((captured.contribution, i, *shared))), ("MASK", predicates(p)))  # fmt: skip
@@ -347,13 +350,13 @@ def _broadcast_calls(
     if target == gradient:
         return [], calls
     scratch = Buffer(target, (own, count, length), "fp32", "scratch")
-    if shared[2:] == (True, True):
-        total = (Pointer(target), None, Pointer(gradient), count * length, p.heads_q)
-        calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
-    else:
-        total = (Pointer(target), Pointer(gradient), count, length)
-        calls.append(KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), total, (("BLOCK", 256),), 4, 1))
-    return [scratch], calls
+    return [scratch], [*calls, _sum_shared(target, gradient, own, count, length)]
+
+
+def _sum_shared(source: str, target: str, own: int, shared: int, length: int) -> KernelCall:
+    """target (own, length) = source (own, shared, length), summed over the middle axis."""
+    args = (Pointer(source), Pointer(target), shared, length)
+    return KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), args, (("BLOCK", 256),), 4, 1)
 
 
 def _sink_partials(p: AttentionProblem) -> list[Buffer]:
@@ -366,7 +369,7 @@ def _sink_partials(p: AttentionProblem) -> list[Buffer]:
 def _sums_captured(p: AttentionProblem) -> bool:
     """Whether a captured tensor wants a gradient that is one sum per head."""
     return any(
-        t.grad and c.index is None and not c.broadcast for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True)
+        sums_in_queries(spec, j) and captured.index is None for spec in p.score for j, captured in enumerate(spec.kind.captured)
     )
 
 

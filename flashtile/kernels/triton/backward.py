@@ -96,7 +96,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
     level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
-    at = locate(batch, head, index[None, :], place[2], sizes)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED)
     keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
@@ -231,12 +231,13 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     totals).
     """
     BLOCK_K: tl.constexpr = T.block_k
+    start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
     k_ptr, v_ptr = kv_ptrs[0] + row_offset(start, strides[1]), kv_ptrs[1] + row_offset(start, strides[2])
     k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         k = zero_unseen(k, keep, 0)

@@ -140,8 +140,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
     split = parts or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
-    if (problem.score or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
+    if (problem.score or problem.where or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers and predicates need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
         # registers: the widest tiles would spill.
         rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:

@@ -23,11 +23,12 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     the first of them, seed of dropout).
     """
     BLOCK_K: tl.constexpr = T.block_k
+    start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         v = zero_unseen(v, keep, 0)

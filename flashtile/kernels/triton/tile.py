@@ -125,7 +125,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=which in ("keys", "fused") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
+        pads_keys=which in ("keys", "fused", "pairs") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
