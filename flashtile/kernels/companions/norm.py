@@ -24,6 +24,7 @@ from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
 from flashtile.spec.companion import FLOATS, Companion, Described
+from flashtile.spec.dropout import threshold
 from flashtile.spec.dtype import SIZES_BYTES
 
 PARAMETERS = ("weight", "bias", "weight1", "bias1", "colscale")  # of which column sums are the gradients
@@ -188,7 +189,7 @@ def _strides(names: tuple[str, ...], present: Any) -> tuple[Any, ...]:
 
 def _drop(p: Norm) -> tuple[int, float]:
     """Words below the first are dropped; what is kept is multiplied by the second."""
-    return round(p.dropout_p * 2**32), 1.0 / (1.0 - p.dropout_p) if p.dropout_p < 1.0 else 0.0
+    return threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p) if p.dropout_p < 1.0 else 0.0
 
 
 def forward(p: Norm, device: Device, made: tuple[str, ...], launch: Launch | None = None) -> Steps:
