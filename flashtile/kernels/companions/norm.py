@@ -135,12 +135,12 @@ class Norm(Companion):
 
 @dataclass(frozen=True)
 class Launch:
-    """How rows are cut: `block` columns a step, `rows` at a time; a backward walks them with so many programs per SM."""
+    """How rows are cut: `block` columns a step, `rows` at a time; `per_sm` programs per SM walk them (None: nobody walks)."""
 
     rows: int
     block: int
     warps: int
-    per_sm: int = 1
+    per_sm: int | None = None
     stages: int = 1
     holds: bool = True
 
@@ -172,10 +172,16 @@ def choose_backward(p: Norm, device: Device, arriving: frozenset[str]) -> Launch
     return Launch(rows, block, warps, per_sm, 1 + max(ahead, 0), holds)
 
 
+def programs_of(p: Norm, launch: Launch, device: Device) -> int:
+    """Programs that share the rows."""
+    groups = ceil(p.rows / launch.rows)
+    return groups if launch.per_sm is None else min(device.sm_count * launch.per_sm, groups)
+
+
 def tile(p: Norm, launch: Launch) -> Tile:
     return Tile(
-        launch.rows, launch.block, p.hidden, ceil(p.hidden / launch.block), launch.stages, launch.holds, p.kind == "layer",
-        p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored,
+        launch.rows, launch.block, p.hidden, ceil(p.hidden / launch.block), launch.per_sm is not None, launch.stages,
+        launch.holds, p.kind == "layer", p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored,
     )  # fmt: skip
 
 
@@ -192,9 +198,9 @@ def _drop(p: Norm) -> tuple[int, float]:
     return threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p) if p.dropout_p < 1.0 else 0.0
 
 
-def forward(p: Norm, device: Device, made: tuple[str, ...], launch: Launch | None = None) -> Steps:
+def forward(p: Norm, device: Device, made: tuple[str, ...]) -> Steps:
     """One kernel."""
-    launch = launch or choose_forward(p)
+    launch = choose_forward(p)
     inputs = tuple(name for name, _ in p.given)
     args = (
         _pointers(("x", "residual", "x1", "rowscale", "colscale", "x_subset", "seed"), inputs),
@@ -202,18 +208,18 @@ def forward(p: Norm, device: Device, made: tuple[str, ...], launch: Launch | Non
         _pointers(("out", "out1", "h"), made), _pointers(("mean", "rstd"), made),
         _strides(("x", "residual", "x1"), inputs), p.rows, p.eps, p.scale, _drop(p),
     )  # fmt: skip
-    grid = (ceil(p.rows / launch.rows), 1, 1)
+    grid = (programs_of(p, launch, device), 1, 1)
     return Steps((KernelCall(norm_forward, grid, args, (("T", tile(p, launch)),), launch.warps, 1),))
 
 
-def backward(p: Norm, device: Device, wanted: frozenset[str], arriving: frozenset[str], launch: Launch | None = None) -> Steps:
+def backward(p: Norm, device: Device, wanted: frozenset[str], arriving: frozenset[str]) -> Steps:
     """The rows' kernel, before it their sums where a row has several strips, after it the parameters'."""
-    launch = launch or choose_backward(p, device, arriving)
+    launch = choose_backward(p, device, arriving)
     constants, warps = (("T", tile(p, launch)),), launch.warps
     inputs, h = kept(p, wanted), "h" if p.mixes else "x"
     sums = tuple(name for name in PARAMETERS if name in wanted)
     slots = tuple(sums.index(name) if name in sums else None for name in PARAMETERS)
-    programs = max(1, min(device.sm_count * launch.per_sm, ceil(p.rows / launch.rows)))
+    programs = max(1, programs_of(p, launch, device))
     scratch: list[Buffer] = []
     present = (*inputs, *(f"d{n}" for n in arriving))
     given = (h, "dout", "dout1", "dh", "mean" if p.kind == "layer" else "", "rstd")
