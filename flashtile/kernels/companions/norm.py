@@ -179,9 +179,11 @@ def programs_of(p: Norm, launch: Launch, device: Device) -> int:
 
 
 def tile(p: Norm, launch: Launch) -> Tile:
+    chunks = ceil(p.hidden / launch.block)
+    walks = 0 if launch.per_sm is None else launch.stages if chunks == 1 else 1
     return Tile(
-        launch.rows, launch.block, p.hidden, ceil(p.hidden / launch.block), launch.per_sm is not None, launch.stages,
-        launch.holds, p.kind == "layer", p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored,
+        launch.rows, launch.block, p.hidden, chunks, walks, launch.stages, launch.holds, p.kind == "layer",
+        p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ class Tile:
     block: int
     hidden: int
     chunks: int
-    walks: bool  # a program takes more rows than T.rows
-    stages: int  # of the loop over rows; over chunks, in a forward of several
+    walks: int  # stages of a forward's loop over rows; 0: a program takes T.rows rows alone
+    stages: int  # of a backward's loop over rows, of a forward's over chunks
     holds: bool  # weights stay in registers over that loop
     mean: bool
     mixes: bool
@@ -195,8 +195,7 @@ def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop
     A program that walks rows of one chunk has the next on their way into shared memory.
     """
     if T.walks:
-        stages: tl.constexpr = T.stages if T.chunks == 1 else 1
-        for start in tl.range(tl.program_id(0) * T.rows, rows, tl.num_programs(0) * T.rows, num_stages=stages):
+        for start in tl.range(tl.program_id(0) * T.rows, rows, tl.num_programs(0) * T.rows, num_stages=T.walks):
             rows_forward(start, inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T)
     else:
         first = tl.program_id(0).to(tl.int64) * T.rows
