@@ -9,18 +9,15 @@ and read of 1 GiB reach. The caches are cleared before every call. `compiled` is
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import Session
 from benchmarks.companion_sections import SECTIONS
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.record import record
 
 
 def main() -> int:
@@ -51,16 +48,7 @@ def main() -> int:
                 continue
             session.run(cell)
             gc.collect()
-    machine = dict(
-        **facts(session.device), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=commit(LIBRARY) or chosen.commit,
-    )  # fmt: skip
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        columns = list(dict.fromkeys(name for row in session.rows for name in row))
-        writer = csv.DictWriter(file, [*columns, *machine], restval="")
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in session.rows)
+    record(chosen.output, session.rows, session.device, chosen.commit)
     return int(any(row["provider"].endswith("FAILED") for row in session.rows))
 
 

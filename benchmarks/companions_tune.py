@@ -9,7 +9,6 @@ form. --dry compiles them without a GPU and prints what the compiler says of the
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import re
 import sys
@@ -25,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import Session, distance
+from benchmarks.record import record
 from flashtile.kernels.companions import cross_entropy, norm
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.plan.call import KernelCall, Plan
@@ -200,11 +200,7 @@ def main() -> int:
             continue
         measure(session, cell)
         torch.cuda.empty_cache()
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(session.rows[0]))
-        writer.writeheader()
-        writer.writerows(session.rows)
+    record(chosen.output, session.rows, session.device)
     return 0
 
 
