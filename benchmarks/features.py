@@ -11,7 +11,6 @@ A section begins no case after its share of --seconds. The exit status is the nu
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import random
@@ -31,7 +30,8 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.accuracy import launches_of
+from benchmarks.accuracy import launches_of, prepared
+from benchmarks.record import record
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
 from tests.cases import Case
 from tests.judge import breaches, expected, run
@@ -113,6 +113,8 @@ def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
             once = replace(case, name=case.name + again)
             try:
                 tensors = once.tensors(device)
+                row |= {"problem": prepared(once, tensors, "triton")[0].problem.spell(), "backend": "triton",
+                        "backward": once.backward}  # fmt: skip
                 row["failure"] = "; ".join(breaches(once, run("triton", once, tensors), *expected(once, tensors)))
             except RuntimeError as error:
                 if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
@@ -298,6 +300,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1100)
     parser.add_argument("--seconds", type=float, default=420.0, help="for each section")
     parser.add_argument("--output", type=Path, default=Path("bench-output/features.csv"))
+    parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
     device, rows = torch.device("cuda", 0), []
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
@@ -310,12 +313,7 @@ def main() -> int:
             for row in sections[name](time.perf_counter() + chosen.seconds):
                 rows.append(row)
     finally:
-        chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        with chosen.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        record(chosen.output, rows, device, chosen.commit)
     for name in chosen.sections:
         mine = [row for row in rows if row["section"] == name]
         tried = sum(row.get("tries", 1) > 1 for row in mine)

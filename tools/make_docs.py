@@ -5,16 +5,20 @@ docs/support.md from what the backends say, README's table and docs/*.png from b
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from flashtile import dispatch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
 from flashtile.export.matrix import TARGETS
-from flashtile.plan.device import named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
+from tools import evidence
+from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,46 +59,32 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
 )
 
 
-def support() -> str:
+def support(proof: Iterable[Evidence]) -> str:
     """The support matrix as markdown."""
-    targets = ("cpu", *TARGETS)
-    run_on = ran_on()
+    targets, proof = ("cpu", *TARGETS), tuple(proof)
     lines = [
         "# What runs where",
         "",
-        "Written by `make docs` from what the backends answer; forward and backward alike. **run on**: the tests' cases",
-        "or the benchmarks in `benchmarks/results` ran there. **compiled for**: the kernels compile there within their budgets",
-        "(`make compile`), nobody has run them. **refused**: with the reason below.",
+        "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
+        "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
+        "kernels compile there within their budgets (`make compile`); no such row exists. **refused**: with the reason below.",
+        "Forward and backward alike, where they are not told apart.",
         "",
         "| feature | " + " | ".join(targets) + " |",
         "| --- |" + " --- |" * len(targets),
     ]
     reasons: list[str] = []
     for feature, spelling, variant in FEATURES:
-        cells: list[str] = []
+        problem, cells = AttentionProblem.parse(spelling), list[str]()
         for target in targets:
             try:
-                problem, device = AttentionProblem.parse(spelling), named(target)
-                ways = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
-                names = ways[0] if ways[0] == ways[1] else f"{ways[0]}, backward {ways[1]}"
-                cells.append(f"{'run on' if target in run_on else 'compiled for'} ({names})")
+                cells.append(cell(problem, variant, target, proof))
             except NotSupported as refusal:
                 told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
                 reasons.append(f"- {feature} on {target}: {told}")
                 cells.append("refused")
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(["Refusals:", "", *reasons, ""] if reasons else [])])
-
-
-def ran_on() -> set[str]:
-    """Architectures with evidence: the CPU, where CI runs every case, and those of the devices in the result files."""
-    devices = {row.device for file in RESULTS.glob("*.csv") if is_bench(file) for row in read(file)}
-    return {"cpu", *(target for target in TARGETS if any(named(target).name in device for device in devices))}
-
-
-def is_bench(file: Path) -> bool:
-    """Whether the file was written by `flashtile bench`."""
-    return file.read_text().startswith("suite,")
 
 
 def tables() -> tuple[str, str]:
@@ -112,7 +102,7 @@ def tables() -> tuple[str, str]:
 
 
 def main() -> None:
-    (ROOT / "docs" / "support.md").write_text(support())
+    (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition("<!-- bench:begin -->")
     _, _, after = rest.partition("<!-- bench:end -->")
