@@ -41,6 +41,16 @@ def test_the_support_matrix_is_what_the_backends_say() -> None:
     assert done.stdout == (ROOT / "docs" / "support.md").read_text(), "run `make docs`"
 
 
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    code = (
+        "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
+        "print(replaced(text, short()) == text, full() == (ROOT / 'docs' / 'benchmarks.md').read_text())"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n", "run `make docs`"
+
+
 PLAIN = "attention(q=1x128x2x64,kv=128x2x64,bf16)"
 SINK = "attention(q=2x512x4x64,kv=512x4x64,bf16,band=:0,sink=4:fp32:grad)"
 MEASURED = dict(spelling=SINK, provider="flashtile/triton/split", direction="forward", device="NVIDIA H100 80GB", status="ok")

@@ -17,12 +17,14 @@ from flashtile.errors import NotSupported
 from flashtile.export.matrix import TARGETS
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
-from tools import evidence
+from tools import companion_tables, evidence
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SUITES = ("fa3-paper", "llmc")
+# Result files of `flashtile bench`, without the device, whose means README shows: of the kernels that run by themselves.
+SHOWN = ("hopper-fa3-paper", "hopper-cudnn-cross", "hopper-llmc", "fp32-llmc")
+COMPANIONS = RESULTS / "companions-h100.csv"
 
 # (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.
 FEATURES: tuple[tuple[str, str, Variant], ...] = (
@@ -87,28 +89,56 @@ def support(proof: Iterable[Evidence]) -> str:
     return "\n".join([*lines, "", *(["Refusals:", "", *reasons, ""] if reasons else [])])
 
 
-def tables() -> tuple[str, str]:
-    """Markdown for README (geometric means) and docs/benchmarks.md (every row) from the newest results of each suite."""
-    short: list[str] = []
-    full = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
-    for suite in SUITES:
-        files = sorted(RESULTS.glob(f"{suite}-*.csv"))
-        if files:
-            results = read(files[-1])
-            plot.draw(results, ROOT / "docs" / f"{suite}.png")
-            short += [f"Suite `{suite}`:", "", report.markdown(results, [report.means(results)])]
-            full += [f"## {suite}", "", report.markdown(results), f"![{suite}]({suite}.png)", ""]
-    return "\n".join(short), "\n".join(full)
+def is_bench(file: Path) -> bool:
+    """Whether the file was written by `flashtile bench`."""
+    return file.read_text().startswith("suite,")
+
+
+def short() -> str:
+    """Markdown for README: geometric means of the suites, and how near the other ops come to their ceilings."""
+    parts: list[str] = []
+    for stem in SHOWN:
+        results = read(sorted(RESULTS.glob(f"{stem}-*.csv"))[-1])
+        parts += [f"`{stem}`:", "", report.markdown(results, [report.means(results)])]
+    rows = companion_tables.read(COMPANIONS)
+    parts += [
+        "`flashtile.ops`, beside torch.compile and Liger, one line per op and pass:",
+        "",
+        companion_tables.summary(rows),
+        "",
+    ]
+    return "\n".join([*parts, companion_tables.provenance(rows), ""])
+
+
+def full() -> str:
+    """docs/benchmarks.md: every row of every result file."""
+    parts = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
+    for file in sorted(filter(is_bench, RESULTS.glob("*.csv"))):
+        parts += [f"## {file.stem}", "", report.markdown(read(file))]
+        parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
+    rows = companion_tables.read(COMPANIONS)
+    parts += [f"## {COMPANIONS.stem}", "", companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
+    return "\n".join(parts)
+
+
+def is_shown(file: Path) -> bool:
+    return file.stem.rpartition("-")[0] in SHOWN
+
+
+def replaced(text: str, block: str) -> str:
+    """README's text with this between its two marks."""
+    before, _, rest = text.partition("<!-- bench:begin -->")
+    _, _, after = rest.partition("<!-- bench:end -->")
+    return f"{before}<!-- bench:begin -->\n{block}<!-- bench:end -->{after}"
 
 
 def main() -> None:
     (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
+    (ROOT / "docs" / "benchmarks.md").write_text(full())
+    for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
+        plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- bench:begin -->")
-    _, _, after = rest.partition("<!-- bench:end -->")
-    short, full = tables()
-    (ROOT / "docs" / "benchmarks.md").write_text(full)
-    readme.write_text(f"{before}<!-- bench:begin -->\n{short}<!-- bench:end -->{after}")
+    readme.write_text(replaced(readme.read_text(), short()))
 
 
 if __name__ == "__main__":
