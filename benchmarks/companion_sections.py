@@ -166,6 +166,7 @@ def rotaries() -> Iterator[Cell]:
     q, k = normal(batch, seqlen, heads, dim, grad=True), normal(batch, seqlen, heads_kv, dim, grad=True)
     size = 4.0 * (q.numel() + k.numel()) + 8.0 * cos.numel()
     for interleaved in (False, True):
+        torch.compiler.reset()  # torch 2.11 takes the second `plain` for the first, and turns it the other way
 
         def turn(x: Any, interleaved: bool = interleaved) -> Any:
             c, s = cos[None, :, None], sin[None, :, None]

@@ -91,32 +91,23 @@ def _cells() -> list[Cell]:
     rms = "norm(x={r}x{n}:bf16,weight={n}:bf16;kind='rms')"
     added = ("norm(x={r}x{n}:bf16,residual={r}x{n}:bf16,weight={n}:bf16,bias={n}:bf16,seed=1:int64;"
              "dropout_p=0.1;prenorm=True)")  # fmt: skip
-    wide, widest, narrow = dict(r=8192, n=16384), dict(r=4096, n=65536), dict(r=32768, n=1024)
-    forwards = (n(1, 16384, 16), n(1, 16384, 32), n(1, 16384, 16, 2, 2), n(1, 16384, 32, 1, 2), n(1, 2048, 4), n(1, 4096, 8),
-                n(1, 8192, 16))  # fmt: skip
-    longest = (n(1, 32768, 32), n(1, 16384, 32, 1), n(1, 16384, 32, 1, 2), n(1, 16384, 32, 1, 3), n(1, 8192, 32, 1, 3),
-               n(1, 8192, 16, 1, 3))  # fmt: skip
-    backwards = (n(1, 16384, 16, 1, 2, False), n(1, 16384, 32, 1, 2, False), n(1, 16384, 32, 1, 1, False))
-    short = (n(2, 1024, 4, 4, 3), n(4, 1024, 4, 2, 3), n(4, 1024, 4, 3, 3), n(8, 1024, 8, 1, 3))
     training = "reduction='mean';eager_gradient=True)"
-    whole = (*(entropy(16384, 32, stages, programs) for stages, programs in ((1, None), (3, None), (3, 132), (3, 96), (3, 64))),
-             entropy(8192, 32, 3, 132), entropy(8192, 16, 3, 264))  # fmt: skip
-    odd = (entropy(4096, 16), entropy(4096, 16, 3), entropy(4096, 16, 3, 264), entropy(8192, 32, 3), entropy(8192, 32, 3, 132))
+    wide, widest, narrow = dict(r=8192, n=16384), dict(r=4096, n=65536), dict(r=32768, n=1024)
+    forwards, longest = (n(1, 16384, 16), n(1, 16384, 32), n(1, 8192, 16)), (n(1, 32768, 32), n(1, 16384, 32), n(1, 16384, 16))
+    rows = (n(4, 1024, 4), n(2, 1024, 4), n(8, 1024, 8), n(2, 1024, 2))
+    backwards = (n(1, 16384, 16, 1, 3, False), n(1, 16384, 16, 1, 2, False), n(1, 16384, 32, 1, 2, False))
+    short = (n(4, 1024, 4, 2, 3), n(2, 1024, 4, 4, 3), n(8, 1024, 8, 1, 3))
+    entropies = entropy(16384, 32, 132), entropy(16384, 32), entropy(16384, 16), entropy(16384, 16, 132)
     return [
-        Cell(layer.format(**wide), "fwd", (*forwards, n(1, 16384, 16, 1, 3), n(1, 16384, 32, 1, 3))),
-        Cell(added.format(**wide), "fwd", forwards),
-        Cell(rms.format(**wide), "fwd", forwards[:2]),
-        Cell(layer.format(**widest), "fwd", longest),
-        Cell(rms.format(**widest), "fwd", longest),
-        Cell(layer.format(**narrow), "fwd", (n(4, 1024, 4), n(2, 1024, 4), n(8, 1024, 8), n(1, 1024, 1), n(2, 1024, 2))),
-        Cell(added.format(**wide), "bwd", backwards),
-        Cell(layer.format(**wide), "bwd", (n(1, 16384, 16, 1, 3, False), *backwards[1:])),
-        Cell(layer.format(**narrow), "bwd", short),
-        Cell(rms.format(**narrow), "bwd", short),
-        Cell(added.format(**narrow), "bwd", short),
-        *(Cell(f"cross_entropy(logits={sizes}:bf16,labels={sizes.partition('x')[0]}:int64;{training}", "fwd", whole)
+        *(Cell(kind.format(**wide), "fwd", forwards) for kind in (layer, rms, added)),
+        *(Cell(kind.format(**widest), "fwd", longest) for kind in (layer, rms)),
+        *(Cell(kind.format(**narrow), "fwd", rows) for kind in (layer, rms)),
+        Cell(layer.format(**wide), "bwd", backwards), Cell(added.format(**wide), "bwd", backwards[1:]),
+        *(Cell(kind.format(**narrow), "bwd", short) for kind in (layer, rms, added)),
+        *(Cell(f"cross_entropy(logits={sizes}:bf16,labels={sizes.partition('x')[0]}:int64;{training}", "fwd", entropies)
           for sizes in ("8192x131072", "4096x262144", "8192x32768")),
-        Cell(f"cross_entropy(logits=8192x50257:bf16,labels=8192:int64;{training}", "fwd", odd),
+        Cell(f"cross_entropy(logits=8192x50257:bf16,labels=8192:int64;{training}", "fwd",
+             (entropy(4096, 16), entropy(8192, 32), entropy(4096, 16, 132))),
     ]  # fmt: skip
 
 

@@ -16,8 +16,7 @@ class Tile:
     block: int
     hidden: int
     chunks: int
-    walks: int  # stages of a forward's loop over rows; 0: a program takes T.rows rows alone
-    stages: int  # of a backward's loop over rows, of a forward's over chunks
+    stages: int  # of the loop over rows
     holds: bool  # weights stay in registers over that loop
     mean: bool
     mixes: bool
@@ -126,59 +125,40 @@ def emit(h, mean, rstd, weights, outputs, row, first, rows, T: tl.constexpr):
 
 
 @jit
-def moments(h, T: tl.constexpr):
-    """(mean, sum of squares around it) of a tile that holds whole rows; an RMSNorm's are around 0."""
+def moments(h, first, count, T: tl.constexpr):
+    """(mean, sum of squares around it) of a tile's rows, of `count` columns; an RMSNorm's are around 0."""
     if T.mean:
-        mean = tl.sum(h, 1) / T.hidden
+        mean = tl.sum(h, 1) / count
         off = h - mean[:, None]
-        if T.hidden != T.block:
-            off = tl.where((tl.arange(0, T.block) < T.hidden)[None, :], off, 0.0)
+        if T.hidden % T.block:
+            off = tl.where((first + tl.arange(0, T.block) < T.hidden)[None, :], off, 0.0)
         return mean, tl.sum(off * off, 1)
     return tl.zeros_like(tl.sum(h, 1)), tl.sum(h * h, 1)
 
 
 @jit
-def moments_in_chunks(inputs, strides, row, rows, scale, drop, T: tl.constexpr):
-    """The same of rows of several chunks. Each column of a chunk keeps moments of its own; threads meet once, at the end.
-
-    Welford (1962) within a column, Chan, Golub and LeVeque (1979) between columns.
-    """
-    ROWS: tl.constexpr = T.rows  # Triton 3.6 takes no attribute in a shape
-    BLOCK: tl.constexpr = T.block
-    means = tl.zeros([ROWS, BLOCK], tl.float32)
-    squares = means
-    for chunk in tl.range(0, T.chunks, num_stages=T.stages):
-        h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, T)
-        if T.mean:
-            off = h - means
-            if T.hidden % T.block:
-                off = tl.where((chunk * T.block + tl.arange(0, T.block) < T.hidden)[None, :], off, 0.0)
-            means += off * (1.0 / (chunk + 1))
-            squares += off * (h - means)
-        else:
-            squares += h * h
-    if T.mean:
-        last = (T.chunks - 1) * T.block + tl.arange(0, T.block) < T.hidden
-        counts = (tl.where(last, T.chunks, T.chunks - 1)).to(tl.float32)[None, :]
-        mean = tl.sum(means * counts, 1) / T.hidden
-        off = means - mean[:, None]
-        return mean, tl.sum(squares + off * off * counts, 1)
-    return tl.zeros_like(tl.sum(squares, 1)), tl.sum(squares, 1)
-
-
-@jit
-def rows_forward(start, inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T: tl.constexpr):
-    """T.rows rows from `start` on. Those of several chunks are read again from the end, where caches still have them."""
-    row = tl.cast(start, tl.int64) + tl.arange(0, T.rows)
+def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T: tl.constexpr):
+    """T.rows rows of out, out1, h, mean and rstd. Rows of several chunks are read twice, then from the end: L2 has that."""
+    row = tl.program_id(0).to(tl.int64) * T.rows + tl.arange(0, T.rows)
     if T.chunks == 1:
         h = mixed(inputs, strides, row, 0, rows, scale, drop, T)
-        mean, squares = moments(h, T)
+        mean, squares = moments(h, 0, T.hidden, T)
         rstd = 1.0 / tl.sqrt_rn(squares / T.hidden + eps)
         emit(h, mean, rstd, weights, outputs, row, 0, rows, T)
     else:
-        mean, squares = moments_in_chunks(inputs, strides, row, rows, scale, drop, T)
+        ROWS: tl.constexpr = T.rows  # Triton 3.6 takes no attribute in a shape
+        mean = tl.zeros([ROWS], tl.float32)
+        squares, before = mean, mean
+        for chunk in tl.range(0, T.chunks):  # partial moments are merged as in Chan, Golub and LeVeque (1979)
+            h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, T)
+            count = tl.minimum(T.hidden - chunk * T.block, T.block).to(tl.float32)
+            mean_here, squares_here = moments(h, chunk * T.block, count, T)
+            gap = mean_here - mean
+            mean += gap * (count / (before + count))
+            squares += squares_here + gap * gap * (before * count / (before + count))
+            before += count
         rstd = 1.0 / tl.sqrt_rn(squares / T.hidden + eps)
-        for done in tl.range(0, T.chunks, num_stages=T.stages):
+        for done in tl.range(0, T.chunks):
             first = (T.chunks - 1 - done) * T.block
             h = mixed(inputs, strides, row, first, rows, scale, drop, T)
             emit(h, mean, rstd, weights, outputs, row, first, rows, T)
@@ -186,20 +166,6 @@ def rows_forward(start, inputs, weights, outputs, kept, strides, rows, eps, scal
         tl.store(kept[0] + row, mean, mask=row < rows)
     if kept[1] is not None:
         tl.store(kept[1] + row, rstd, mask=row < rows)
-
-
-@jit
-def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T: tl.constexpr):
-    """out, out1, h, mean and rstd of T.rows rows or, where programs walk, of every so many.
-
-    A program that walks rows of one chunk has the next on their way into shared memory.
-    """
-    if T.walks:
-        for start in tl.range(tl.program_id(0) * T.rows, rows, tl.num_programs(0) * T.rows, num_stages=T.walks):
-            rows_forward(start, inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T)
-    else:
-        first = tl.program_id(0).to(tl.int64) * T.rows
-        rows_forward(first, inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T)
 
 
 @jit
