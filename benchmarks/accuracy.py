@@ -11,7 +11,6 @@ rule bounds the largest (1.5; it counts errors below the floor as being on it), 
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import sys
 import time
@@ -26,10 +25,11 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.record import record
 from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import Gradients
-from flashtile.torch.attention import make_problem, prepare
+from flashtile.torch.attention import PreparedCall, make_problem, prepare
 from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import Bound, KernelLaunch, device_of
 from tests.cases import DTYPES, Case, Tensors
@@ -85,9 +85,9 @@ def refused(case: Case, device: torch.device) -> list[str]:
 def assess(case: Case, device: torch.device, backend: str) -> dict[str, Any]:
     """A row: the errors, and `breach`, which says what broke the rule."""
     tensors = case.tensors(device)
+    row = describe(case) | {"problem": prepared(case, tensors, backend)[0].problem.spell(), "backend": backend}
     got = run(backend, case, tensors)
     truth, plain = expected(case, tensors)
-    row = describe(case)
     for name, exact in truth.items():
         if name == "lse":
             row["lse_error"] = measure_lse(got[name], exact)
@@ -111,16 +111,28 @@ def specialised(arg: Any) -> Any:
     return arg
 
 
+def prepared(case: Case, tensors: Tensors, backend: str) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
+    """The prepared call of a case, and the tensors besides q, k, v."""
+    for name, tensor in tensors.items():
+        if is_captured(name):
+            tensor.requires_grad_(not case.fixed_slopes)
+    q, k, v = (tensors[n] if case.cu_q is None else tensors[n][None] for n in "qkv")
+    arguments = {**case.given(tensors), **case.masks(q.device), "given": given_lengths(**case.lengths(q.device))}
+    return prepare(q, k, v, **arguments, options=case.options(backend))
+
+
+def is_captured(name: str) -> bool:
+    return name.startswith(("score", "sink"))
+
+
 def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[Any, KernelLaunch, Tensors]]:
     """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
     tensors = case.tensors(device)
-    leaves = {n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if n.startswith(("score", "sink"))}
+    call, captured = prepared(case, tensors, backend)
     if case.cu_q is not None:  # plans see items one after another as one batch entry
-        tensors = {n: t if n in leaves else t[None] for n, t in tensors.items()}
+        tensors = {n: t if is_captured(n) else t[None] for n, t in tensors.items()}
     q, k, v = (tensors[n] for n in "qkv")
-    arguments = {**case.given(leaves), **case.masks(device), "given": given_lengths(**case.lengths(device))}
-    call, captured = prepare(q, k, v, **arguments, options=case.options(backend))
-    tensors = {n: t for n, t in tensors.items() if n not in leaves}
+    tensors = {n: t for n, t in tensors.items() if not is_captured(n)}
     tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
     gradients = Gradients(dlse=case.upstream == "both")
     found = []
@@ -171,6 +183,7 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, after which no case is begun")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accuracy.csv"))
+    parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
     device = torch.device("cuda", 0)
     start = time.perf_counter()
@@ -200,12 +213,8 @@ def main() -> int:
     report(rows)
     properties = torch.cuda.get_device_properties(0)
     print(f"{len(rows)} cases, {failures} failures, {properties.name}, torch {torch.__version__}, triton {triton.__version__}")
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows({c: f"{v:.3e}" if isinstance(v, float) else v for c, v in row.items()} for row in rows)
+    rows = [{column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()} for row in rows]
+    record(chosen.output, rows, device, chosen.commit)
     return 1 if failures else 0
 
 

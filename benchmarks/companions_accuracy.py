@@ -8,7 +8,6 @@ Shapes, layouts, dtypes and options are random, from sets that compile some doze
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.record import record
 from flashtile.kernels.companions.catalogue import OPS
 from tests.companions.cases import Case, ce, mlp, norm, rope
 from tests.companions.judge import breaches, plain, result, truth
@@ -96,6 +96,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=500.0, help="seconds, shared equally by the ops")
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/companions-accuracy.csv"))
+    parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -115,11 +116,7 @@ def main() -> int:
             if found:
                 print(f"BREACH {case.name}: {found}", flush=True)
         print(f"{op}: {done} cases, {wrong} breaches", flush=True)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["op", "case", "breach"])
-        writer.writeheader()
-        writer.writerows(rows)
+    record(chosen.output, rows, device, chosen.commit)
     return int(any(row["breach"] for row in rows))
 
 

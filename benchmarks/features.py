@@ -11,7 +11,6 @@ A section begins no case after its share of --seconds. The exit status is the nu
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import random
@@ -30,7 +29,8 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.accuracy import launches_of
+from benchmarks.accuracy import launches_of, prepared
+from benchmarks.record import record
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
 from tests.cases import Case
 from tests.judge import breaches, expected, run
@@ -104,9 +104,10 @@ def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
         if time.perf_counter() > until:
             print("pairs: time is up", flush=True)
             return
-        row: Row = {"section": "pairs", "name": case.name, "failure": ""}
+        row: Row = {"section": "pairs", "name": case.name, "backend": "triton", "backward": case.backward, "failure": ""}
         try:
             tensors = case.tensors(device)
+            row["problem"] = prepared(case, tensors, "triton")[0].problem.spell()
             row["failure"] = "; ".join(breaches(case, run("triton", case, tensors), *expected(case, tensors)))
         except RuntimeError as error:
             if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
@@ -289,6 +290,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1100)
     parser.add_argument("--seconds", type=float, default=420.0, help="for each section")
     parser.add_argument("--output", type=Path, default=Path("bench-output/features.csv"))
+    parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
     device, rows = torch.device("cuda", 0), []
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
@@ -301,12 +303,7 @@ def main() -> int:
             for row in sections[name](time.perf_counter() + chosen.seconds):
                 rows.append(row)
     finally:
-        chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        with chosen.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        record(chosen.output, rows, device, chosen.commit)
     for name in chosen.sections:
         mine = [row for row in rows if row["section"] == name]
         print(f"{name}: {len(mine)} rows, {sum(bool(row['failure']) for row in mine)} failures")

@@ -10,14 +10,12 @@ GPU and prints what the compiler says of it.
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.record import record
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
@@ -193,10 +190,10 @@ def check_all(names: list[str], limit_s: float, script: str = __file__) -> list[
     return right
 
 
-def answer_check(name: str) -> int:
-    """The child of `check_all`: says what is wrong, and exits with 1 if anything is."""
+def answer_check(name: str, check: Callable[[Any], list[str]], table: Mapping[str, Any]) -> int:
+    """The child of `check_all`: says what is wrong with an entry of a script's table, and exits with 1 if anything is."""
     try:
-        wrong = check(VARIANTS[name])
+        wrong = check(table[name])
     except Exception as error:  # a kernel that does not compile or run is as wrong as another
         wrong = [f"{type(error).__name__}: {error}"[:600]]
     print("\n".join(wrong))
@@ -302,7 +299,7 @@ def main() -> int:
     parser.add_argument("--check", choices=list(VARIANTS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.check:
-        return answer_check(chosen.check)
+        return answer_check(chosen.check, check, VARIANTS)
     names = [n for n in chosen.variant or VARIANTS if VARIANTS[n].head_dim in chosen.head_dim]
     if chosen.dry:
         return 1 if compile_all(names) else 0
@@ -314,15 +311,7 @@ def main() -> int:
             rows += measure(problem, mine, chosen.rounds)
             torch.cuda.empty_cache()
     if rows:
-        machine = dict(
-            **facts(torch.device("cuda", 0)), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            commit=commit(LIBRARY) or chosen.commit,
-        )  # fmt: skip
-        chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        with chosen.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *machine])
-            writer.writeheader()
-            writer.writerows({**row, **machine} for row in rows)
+        record(chosen.output, rows, torch.device("cuda", 0), chosen.commit)
     return 0 if len(right) == len(names) else 1
 
 

@@ -10,12 +10,10 @@ that they are compared with. --dry compiles every row without a GPU and prints w
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,9 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.hopper_backward import Tensors, bind, check_all, distance, poisoned
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.hopper_backward import Tensors, answer_check, bind, check_all, distance, poisoned
+from benchmarks.record import record
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.hopper.backend import BACKEND
@@ -171,16 +168,6 @@ def lse_distance(result: torch.Tensor, exact: torch.Tensor) -> float:
     return off.max().item() if off.numel() else 0.0
 
 
-def answer_check(name: str) -> int:
-    """The child of `check_all`: says what is wrong, and exits with 1 if anything is."""
-    try:
-        wrong = check(ROWS[name])
-    except Exception as error:  # a kernel that does not compile or run is as wrong as another
-        wrong = [f"{type(error).__name__}: {error}"[:600]]
-    print("\n".join(wrong))
-    return 1 if wrong else 0
-
-
 def cudnn_forward(problem: AttentionProblem, tensors: Tensors) -> Callable[[], Any]:
     """cuDNN's forward of the same problem."""
     q, k, v = (tensors[name].transpose(1, 2) for name in "qkv")
@@ -258,7 +245,7 @@ def main() -> int:
     parser.add_argument("--check", choices=list(ROWS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.check:
-        return answer_check(chosen.check)
+        return answer_check(chosen.check, check, ROWS)
     if chosen.dry:
         return 1 if compile_all(chosen.row) else 0
     right = check_all(chosen.row, chosen.check_limit, __file__)
@@ -271,15 +258,7 @@ def main() -> int:
         rows += measure(base, mine, chosen.rounds, lambda end=end: time.perf_counter() < end)
         torch.cuda.empty_cache()
     if rows:
-        machine = dict(
-            **facts(torch.device("cuda", 0)), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            commit=commit(LIBRARY) or chosen.commit,
-        )  # fmt: skip
-        chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        with chosen.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *machine])
-            writer.writeheader()
-            writer.writerows({**row, **machine} for row in rows)
+        record(chosen.output, rows, torch.device("cuda", 0), chosen.commit)
     return 0 if len(right) == len(chosen.row) else 1
 
 

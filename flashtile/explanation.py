@@ -88,7 +88,7 @@ def explain(
     if unknown := sorted(lengths.keys() - LENGTHS):
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     options = DEFAULT if options is None else options
-    wanted, layout = frozenset("qkv"), None
+    wanted, layout, gathered = frozenset("qkv"), None, tuple[str, ...]()
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
         given.update(sink=sink, dropout=dropout, return_lse=return_lse, **lengths)
@@ -99,10 +99,12 @@ def explain(
         place = _device(device) or _this_machine()
     else:
         from flashtile.torch.attention import make_problem
+        from flashtile.torch.holes import counts, holes
         from flashtile.torch.lengths import given_lengths
         from flashtile.torch.run import device_of
 
-        named = given_lengths(**lengths)
+        moved = holes((problem, k, v), lengths.get("seqused_q"), lengths.get("seqused_k"), mask, score)
+        named = given_lengths(**{name: counts(value) for name, value in lengths.items()})
         if named is not None and named.varlen:
             problem, k, v = (t.unsqueeze(0) for t in (problem, k, v))
         described, options = make_problem(
@@ -111,6 +113,7 @@ def explain(
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
+        gathered = () if moved is None else moved.notes()
     if options.deterministic and not described.deterministic:
         described = replace(described, deterministic=True)
     chosen = dispatch.select(described, place, options.backend, options.backward)
@@ -122,7 +125,7 @@ def explain(
         forward,
         backward,
         {b.name: _refusal(b, described, place, options, chosen) for b in dispatch.BACKENDS if b is not chosen},
-        (*_copies(forward, layout), *_layout_notes(layout, forward.backend)) if layout else (),
+        (*gathered, *_copies(forward, layout), *_layout_notes(layout, forward.backend)) if layout else (),
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flashtile import dispatch
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.options import Variant
 from flashtile.torch.run import device_of
 
 PLAIN = AttentionProblem(1, 16, 16, 1, 1, 16, 16, DType.FP16)
@@ -30,3 +33,9 @@ def _variants_here() -> dict[str, list[str]]:
 
 
 VARIANTS_HERE = _variants_here()
+
+
+def unrepeatable(backend: str, place: torch.device, variant: Variant) -> list[str]:
+    """Why a backend's variant does not promise the same bits twice; empty where it does."""
+    asked = replace(PLAIN, deterministic=True)
+    return dispatch.backend_named(backend).unsupported(asked, device_of(place), variant)

@@ -108,7 +108,7 @@ class Case:
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
     and sinks need no gradient. `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are seqlen_q and
-    seqlen_k; batch is then 1. `used_q`, `used_k`: seqused.
+    seqlen_k; batch is then 1. `used_q`, `used_k`: seqused; with `holes` as masks that keep so many, here and there.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Case:
     cu_k: tuple[int, ...] | None = None
     used_q: tuple[int, ...] | None = None
     used_k: tuple[int, ...] | None = None
+    holes: bool = False
 
     @property
     def items(self) -> int:
@@ -147,7 +148,15 @@ class Case:
     def lengths(self, device: torch.device) -> Tensors:
         """The tensors of lengths by their arguments' names."""
         named = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k, "seqused_q": self.used_q, "seqused_k": self.used_k}
-        return {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in named.items() if n is not None}
+        made = {name: torch.tensor(n, dtype=torch.int32) for name, n in named.items() if n is not None}
+        if self.holes:
+            made = {name: self.mask_of(n, self.seqlen_q if name.endswith("q") else self.seqlen_k) for name, n in made.items()}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    def mask_of(self, counts: torch.Tensor, seqlen: int) -> torch.Tensor:
+        """A mask (batch, seqlen) that keeps so many tokens of each item; of queries and keys alike where counts are."""
+        scores = torch.rand(len(counts), seqlen, generator=torch.Generator().manual_seed(seqlen))
+        return scores.argsort(1).argsort(1) < counts[:, None]
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -393,6 +402,11 @@ def _lengths_of_items() -> Iterator[Case]:
     yield from variants(replace(padded, name="padded-keys", used_q=None, window=(8, 4), dtype="bf16"))
     yield from variants(replace(padded, name="padded-queries", used_k=None, score=("alibi",), layout="bhsd"))
     yield replace(padded, name="padded-nothing", used_k=(0, 0, 0), upstream="lse")
+    yield from variants(*dtypes(replace(padded, name="holes", holes=True, causal=True)))
+    yield replace(padded, name="holes-window-keys", holes=True, used_q=None, window=(8, 4), score=("alibi-per-batch",))
+    yield replace(padded, name="holes-queries", holes=True, used_k=None, score=("softcap",), sink="fp32", layout="gaps")
+    alike = dict(seqlen_k=40, used_q=(40, 0, 17), used_k=(40, 0, 17), causal=True, dropout=0.2, upstream="both")
+    yield replace(padded, name="holes-itself", holes=True, layout="bhsd", **alike)  # type: ignore[arg-type]
 
 
 def _features_of_items() -> Iterator[Case]:

@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile import AttentionProblem, Options, dispatch
 from flashtile.torch.attention import make_problem
+from flashtile.torch.holes import counts
 from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import device_of
 from tests.backends import PORTABLE
@@ -22,7 +23,9 @@ def problem_of(case: Case, inputs: list[torch.Tensor], arguments: dict[str, Any]
     lengths = case.lengths(inputs[0].device)
     if case.cu_q is not None:
         inputs = [t[None] for t in inputs]
-    return make_problem(*inputs, **arguments, options=options, given=given_lengths(**lengths))[0]
+    return make_problem(
+        *inputs, **arguments, options=options, given=given_lengths(**{name: counts(tensor) for name, tensor in lengths.items()})
+    )[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import flashtile
+from flashtile.spec.attention import AttentionProblem
+from tools import evidence
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,10 +35,62 @@ def test_the_diff_of_softcap_is_the_code() -> None:
 def test_the_support_matrix_is_what_the_backends_say() -> None:
     """In a process of its own, where kernels are not interpreted."""
     pytest.importorskip("triton")
-    code = "import runpy; print(runpy.run_path('tools/make_docs.py')['support'](), end='')"
+    code = "from tools.make_docs import RESULTS, evidence, support; print(support(evidence.read(RESULTS)), end='')"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "docs" / "support.md").read_text(), "run `make docs`"
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    code = (
+        "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
+        "print(replaced(text, short()) == text, full() == (ROOT / 'docs' / 'benchmarks.md').read_text())"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n", "run `make docs`"
+
+
+PLAIN = "attention(q=1x128x2x64,kv=128x2x64,bf16)"
+SINK = "attention(q=2x512x4x64,kv=512x4x64,bf16,band=:0,sink=4:fp32:grad)"
+MEASURED = dict(spelling=SINK, provider="flashtile/triton/split", direction="forward", device="NVIDIA H100 80GB", status="ok")
+
+
+def support_of_sinks(*rows: dict[str, str]) -> str:
+    pytest.importorskip("triton")
+    problem = AttentionProblem.parse("attention(q=1x128x4x64,kv=128x4x64,bf16,sink=4:fp32:grad)")
+    return evidence.cell(problem, "auto", "sm90", [seen for row in rows for seen in evidence.of_row(row, "features-h100")])
+
+
+def test_a_feature_has_run_where_a_row_measured_it() -> None:
+    backward = MEASURED | {"direction": "backward"}
+    assert support_of_sinks() == "compiled for (triton)"
+    assert support_of_sinks(MEASURED, backward) == "run on (triton)"
+    assert support_of_sinks(MEASURED) == "forward run on (triton), backward compiled for (triton)"
+    for other in (SINK.replace(":grad", ""), SINK.replace(",sink=4:fp32:grad", "")):  # no gradient, no sink
+        assert support_of_sinks(MEASURED, backward | {"spelling": other}).startswith(
+            "forward run on (triton), backward compiled"
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA A100"}, {"device": ""}, {"provider": "sdpa/cudnn"}, {"provider": "flashtile/hopper"},
+        {"status": "wrong"}, {"failure": "off by 1"}, {"breach": "out"}, {"spelling": PLAIN}, {"spelling": "norm(x=1x8:bf16)"},
+        {"spelling": SINK.replace("bf16", "fp16")},
+    ],
+)  # fmt: skip
+def test_other_rows_prove_nothing(change: dict[str, str]) -> None:
+    assert support_of_sinks(MEASURED) != support_of_sinks(MEASURED | change) == "compiled for (triton)"
+
+
+def test_rows_of_scripts_speak_by_their_files_names() -> None:
+    (seen,) = evidence.of_row({"problem": PLAIN, "device": "H100", "tile": "128x128"}, "hopper-forward-h100")
+    assert (seen.backend, seen.direction, seen.traits) == ("hopper", "forward", {"bf16"})
+    (seen,) = evidence.of_row({"problem": PLAIN, "device": "H100", "provider": "64-deterministic"}, "hopper-backward-h100")
+    assert (seen.direction, seen.traits) == ("backward", {"bf16", "deterministic", "variant fused"})
+    assert not list(evidence.of_row({"problem": PLAIN, "device": "H100", "provider": "sdpa/cudnn"}, "hopper-backward-h100"))
 
 
 def test_the_readme_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

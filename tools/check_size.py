@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("flashtile", "tests", "tools")
+FOLDERS = ("flashtile", "tests", "tools", "benchmarks")
 FILE_LINES = 500
 HOST_PARAMETERS = 12
 PUBLIC_PARAMETERS = 16  # functions that `__all__` names, of flashtile and of flashtile.ops

@@ -5,20 +5,26 @@ docs/support.md from what the backends say, README's table and docs/*.png from b
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from flashtile import dispatch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
 from flashtile.export.matrix import TARGETS
-from flashtile.plan.device import named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
+from tools import companion_tables, evidence
+from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SUITES = ("fa3-paper", "llmc")
+# Result files of `flashtile bench`, without the device, whose means README shows: of the kernels that run by themselves.
+SHOWN = ("hopper-fa3-paper", "hopper-cudnn-cross", "hopper-llmc", "fp32-llmc")
+COMPANIONS = RESULTS / "companions-h100.csv"
 
 # (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.
 FEATURES: tuple[tuple[str, str, Variant], ...] = (
@@ -55,29 +61,26 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
 )
 
 
-def support() -> str:
+def support(proof: Iterable[Evidence]) -> str:
     """The support matrix as markdown."""
-    targets = ("cpu", *TARGETS)
-    run_on = ran_on()
+    targets, proof = ("cpu", *TARGETS), tuple(proof)
     lines = [
         "# What runs where",
         "",
-        "Written by `make docs` from what the backends answer; forward and backward alike. **run on**: the tests' cases",
-        "or the benchmarks in `benchmarks/results` ran there. **compiled for**: the kernels compile there within their budgets",
-        "(`make compile`), nobody has run them. **refused**: with the reason below.",
+        "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
+        "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
+        "kernels compile there within their budgets (`make compile`); no such row exists. **refused**: with the reason below.",
+        "Forward and backward alike, where they are not told apart.",
         "",
         "| feature | " + " | ".join(targets) + " |",
         "| --- |" + " --- |" * len(targets),
     ]
     reasons: list[str] = []
     for feature, spelling, variant in FEATURES:
-        cells: list[str] = []
+        problem, cells = AttentionProblem.parse(spelling), list[str]()
         for target in targets:
             try:
-                problem, device = AttentionProblem.parse(spelling), named(target)
-                ways = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
-                names = ways[0] if ways[0] == ways[1] else f"{ways[0]}, backward {ways[1]}"
-                cells.append(f"{'run on' if target in run_on else 'compiled for'} ({names})")
+                cells.append(cell(problem, variant, target, proof))
             except NotSupported as refusal:
                 told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
                 reasons.append(f"- {feature} on {target}: {told}")
@@ -86,39 +89,56 @@ def support() -> str:
     return "\n".join([*lines, "", *(["Refusals:", "", *reasons, ""] if reasons else [])])
 
 
-def ran_on() -> set[str]:
-    """Architectures with evidence: the CPU, where CI runs every case, and those of the devices in the result files."""
-    devices = {row.device for file in RESULTS.glob("*.csv") if is_bench(file) for row in read(file)}
-    return {"cpu", *(target for target in TARGETS if any(named(target).name in device for device in devices))}
-
-
 def is_bench(file: Path) -> bool:
     """Whether the file was written by `flashtile bench`."""
     return file.read_text().startswith("suite,")
 
 
-def tables() -> tuple[str, str]:
-    """Markdown for README (geometric means) and docs/benchmarks.md (every row) from the newest results of each suite."""
-    short: list[str] = []
-    full = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
-    for suite in SUITES:
-        files = sorted(RESULTS.glob(f"{suite}-*.csv"))
-        if files:
-            results = read(files[-1])
-            plot.draw(results, ROOT / "docs" / f"{suite}.png")
-            short += [f"Suite `{suite}`:", "", report.markdown(results, [report.means(results)])]
-            full += [f"## {suite}", "", report.markdown(results), f"![{suite}]({suite}.png)", ""]
-    return "\n".join(short), "\n".join(full)
+def short() -> str:
+    """Markdown for README: geometric means of the suites, and how near the other ops come to their ceilings."""
+    parts: list[str] = []
+    for stem in SHOWN:
+        results = read(sorted(RESULTS.glob(f"{stem}-*.csv"))[-1])
+        parts += [f"`{stem}`:", "", report.markdown(results, [report.means(results)])]
+    rows = companion_tables.read(COMPANIONS)
+    parts += [
+        "`flashtile.ops`, beside torch.compile and Liger, one line per op and pass:",
+        "",
+        companion_tables.summary(rows),
+        "",
+    ]
+    return "\n".join([*parts, companion_tables.provenance(rows), ""])
+
+
+def full() -> str:
+    """docs/benchmarks.md: every row of every result file."""
+    parts = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
+    for file in sorted(filter(is_bench, RESULTS.glob("*.csv"))):
+        parts += [f"## {file.stem}", "", report.markdown(read(file))]
+        parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
+    rows = companion_tables.read(COMPANIONS)
+    parts += [f"## {COMPANIONS.stem}", "", companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
+    return "\n".join(parts)
+
+
+def is_shown(file: Path) -> bool:
+    return file.stem.rpartition("-")[0] in SHOWN
+
+
+def replaced(text: str, block: str) -> str:
+    """README's text with this between its two marks."""
+    before, _, rest = text.partition("<!-- bench:begin -->")
+    _, _, after = rest.partition("<!-- bench:end -->")
+    return f"{before}<!-- bench:begin -->\n{block}<!-- bench:end -->{after}"
 
 
 def main() -> None:
-    (ROOT / "docs" / "support.md").write_text(support())
+    (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
+    (ROOT / "docs" / "benchmarks.md").write_text(full())
+    for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
+        plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- bench:begin -->")
-    _, _, after = rest.partition("<!-- bench:end -->")
-    short, full = tables()
-    (ROOT / "docs" / "benchmarks.md").write_text(full)
-    readme.write_text(f"{before}<!-- bench:begin -->\n{short}<!-- bench:end -->{after}")
+    readme.write_text(replaced(readme.read_text(), short()))
 
 
 if __name__ == "__main__":

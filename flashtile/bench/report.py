@@ -95,12 +95,12 @@ def means(results: Sequence[Result]) -> Grid:
     table: list[tuple[Cell, ...]] = []
     for direction in unique(result.direction for result in results):
         chosen = [row for row in rows if next(iter(row.values())).direction == direction]
-        for name in ["fastest of ours", *own]:
+        for name in own if len(own) == 1 else ["fastest of ours", *own]:
             cells: list[Cell] = []
             for peer in ["best peer", *peers]:
                 found = [r for row in chosen if (r := _against(row, name, peer)) is not None]
-                least = f" (least {min(found):.2f}, {len(found)} cases)" if found else ""
-                cells.append(Cell(_times(geometric_mean(found)) + least))
+                spread = f" ({min(found):.2f} to {max(found):.2f}, {len(found)} cases)" if found else ""
+                cells.append(Cell(_times(geometric_mean(found)) + spread))
             if any(cell.text for cell in cells):
                 table.append((Cell(f"{name}, {_short(direction)}"), *cells))
     return Grid("geometric mean of ours / theirs", ("ours", "best peer", *peers), tuple(table))

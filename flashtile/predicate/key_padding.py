@@ -20,7 +20,8 @@ def key_padding_visible(at, args):
 class KeyPadding(Predicate):
     """Key j is visible where keep[b, j]; bool (batch, seqlen_k). The other keys keep their positions.
 
-    Where padding stands at the end, `seqused_k` says the same and costs nothing.
+    Where padding stands at the end, `seqused_k` says the same and costs nothing. With holes, `seqused_k=keep` takes the hidden
+    keys out first: a copy, and positions that count the others alone, but no time for what is hidden.
     """
 
     keep: Any

@@ -19,23 +19,12 @@ Mask = tuple[Band, tuple[tuple[Any, ...], ...]]  # as `normal_form` has it
 Changes = tuple[Sequence[Score], float | None, torch.Tensor | None, Dropout | None]  # score, scale, sink, dropout
 
 
-def attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Band | Joined | None = None,
-    score: Sequence[Score] = (),
-    scale: float | None = None,
-    sink: torch.Tensor | None = None,
-    dropout: Dropout | None = None,
-    **lengths: torch.Tensor | None,
-) -> Pair:
-    """(out, lse) of `flashtile.attention`, or with cu_seqlens_q of `attention_varlen`, in float64; laid out as those are."""
-    changes = score, scale, sink, dropout
-    return _attend_items(q.double(), k.double(), v.double(), normal_form(causal, window, mask), changes, lengths)
+def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Pair:
+    """(out, lse) of `flashtile.attention`, or with cu_seqlens_q of `attention_varlen`, in float64; laid out as those are.
+
+    arguments: those of `attention_plain`, with the meaning that `flashtile.attention` gives them.
+    """
+    return attention_plain(q.double(), k.double(), v.double(), **arguments)
 
 
 def attention_plain(
@@ -56,22 +45,23 @@ def attention_plain(
     return _attend_items(q, k, v, normal_form(causal, window, mask), (score, scale, sink, dropout), lengths)
 
 
-def items(
-    q: torch.Tensor, k: torch.Tensor, lengths: Mapping[str, torch.Tensor | None]
-) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+def items(q: torch.Tensor, k: torch.Tensor, lengths: Mapping[str, torch.Tensor | None]) -> list[Any]:
     """Of each item where its queries and its keys lie: index of the first axis, index of the second; all 4-dimensional."""
-    given = {name: tensor.tolist() for name, tensor in lengths.items() if tensor is not None}
+    given: dict[str, Any] = {name: tensor.tolist() for name, tensor in lengths.items() if tensor is not None}
     starts = {side: given.get(f"cu_seqlens_{side}") for side in "qk"}
     if starts["q"] is not None and starts["k"] is None:
         starts["k"] = starts["q"]
     found: list[Any] = []
     for i in range(q.shape[0] if starts["q"] is None else len(starts["q"]) - 1):
-        pair: list[tuple[slice, slice]] = []
+        pair: list[tuple[slice, slice | torch.Tensor]] = []
         for side, tensor in (("q", q), ("k", k)):
             cu, used = starts[side], given.get(f"seqused_{side}")
             first, end = (0, tensor.shape[1]) if cu is None else (cu[i], cu[i + 1])
             slab = slice(i, i + 1) if cu is None else slice(0, 1)
-            pair.append((slab, slice(first, end if used is None else first + used[i])))
+            if used is not None and isinstance(used[i], list):  # which tokens count
+                pair.append((slab, torch.tensor([j for j, counts in enumerate(used[i]) if counts], dtype=torch.long)))
+            else:
+                pair.append((slab, slice(first, end if used is None else first + used[i])))
         found.append(tuple(pair))
     return found
 

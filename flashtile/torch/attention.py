@@ -22,6 +22,7 @@ from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
+from flashtile.torch.holes import counts, holes
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -62,6 +63,8 @@ def attention(
         that of the scores before it.
     seqused_q, seqused_k: how many of each item's queries and keys count, int32 (batch,): the rest is padding, never
         looked at. Positions are aligned by what counts. Padded queries give out 0, lse -inf; gradients of padding are 0.
+        Or which of them, bool (batch, seqlen): those that count are moved together first, at the price of a copy, and
+        positions (causal, window, score, dropout) count them alone. `KeyPadding` hides keys where they stand instead.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
@@ -71,9 +74,15 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
+    moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
+    if moved is not None:
+        q, k, v = moved.close(q, k, v)
+        seqused_q, seqused_k = counts(seqused_q), counts(seqused_k)
     given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
     call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout)
     out, lse = attend(call, others, q, k, v)
+    if moved is not None:
+        out, lse = moved.open(out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -175,7 +184,8 @@ class _Attention(torch.autograd.Function):
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
         names = call.packing.names
-        packs, rest = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        saved = ctx.saved_tensors  # asked for once: torch.utils.checkpoint refuses a second request
+        packs, rest = saved[: len(names)], saved[len(names) :]
         others, kept = rest[: len(call.names)], rest[len(call.names) :]
         if dout is None:
             if dlse is None:

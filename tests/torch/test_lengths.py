@@ -33,7 +33,11 @@ POISONED = (
     PADDED,
     replace(PADDED, used_k=None, causal=True, dtype="fp16"),
     replace(PADDED, used_q=None, score=("softcap",), causal=True),
+    replace(PADDED, name="poisoned-holes", holes=True, causal=True),
 )
+
+
+KEEP = torch.tensor([[True, False, True, True, False, False, True, True], [False] * 7 + [True]])
 
 
 def outside(case: Case, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,12 +244,44 @@ def test_an_argument_that_does_not_exist() -> None:
         (ints(3, 9), "seqused_k[1] is 9; it must be from 0 to 8"),
         (torch.ones(2), "seqused_k is torch.float32; it must be int32"),
         (3, "seqused_k is a int; it must be a torch.Tensor"),
+        (KEEP[:, :6], "seqused_k is a mask of shape (2, 6); it must be (batch, seqlen_k) = (2, 8)"),
+        (KEEP[0], "seqused_k is a mask of shape (8,); it must be (batch, seqlen_k) = (2, 8)"),
+        (KEEP.to("meta"), "seqused_k is on meta and k is on cpu; they must be on one device"),
     ],
 )
 def test_bad_padding(used: Any, message: str) -> None:
     q, k = torch.zeros(2, 6, 4, 16), torch.zeros(2, 8, 4, 16)
     with pytest.raises(InvalidProblem, match=re.escape(message)):
         flashtile.attention(q, k, k, seqused_k=used)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mask": flashtile.KeyPadding(KEEP)}, "seqused_k is a mask with holes, and mask goes by the tokens' own places"),
+        ({"mask": flashtile.Dilated(2)}, "keys are to be hidden there, by the mask KeyPadding(keep)"),
+        ({"score": (flashtile.Bias(torch.zeros(1, 1, 1, 8)),)}, "seqused_k is a mask with holes, and bias goes by"),
+    ],
+)
+def test_what_goes_by_tokens_places_does_not_go_with_holes(given: dict[str, Any], message: str) -> None:
+    q, k = torch.zeros(2, 6, 4, 16), torch.zeros(2, 8, 4, 16)
+    with pytest.raises(InvalidProblem, match=re.escape(message)):
+        flashtile.attention(q, k, k, seqused_k=KEEP, **given)
+
+
+def test_holes_hide_what_key_padding_hides(backend: str, place: torch.device) -> None:
+    """Without bounds on positions it is the same whether keys are hidden in place or taken out."""
+    keep, options = KEEP.to(place), flashtile.Options(backend=backend)
+    made = []
+    for hidden in ({"seqused_k": keep}, {"mask": flashtile.KeyPadding(keep)}):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, n, 4, 16, device=place, requires_grad=True) for n in (6, 8, 8))
+        out = flashtile.attention(q, k, v, options=options, **hidden)
+        made.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    told = flashtile.explain(q, k, v, seqused_k=keep, options=options)
+    assert "k and v are copied first: the tokens that count are moved together" in told.layout
 
 
 def test_a_large_batch_of_empty_items(backend: str, place: torch.device) -> None:

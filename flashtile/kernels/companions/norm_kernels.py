@@ -129,15 +129,16 @@ def moments(h, first, count, T: tl.constexpr):
     """(mean, sum of squares around it) of a tile's rows, of `count` columns; an RMSNorm's are around 0."""
     if T.mean:
         mean = tl.sum(h, 1) / count
-        column = first + tl.arange(0, T.block)
-        off = tl.where((column < T.hidden)[None, :], h - mean[:, None], 0.0)
+        off = h - mean[:, None]
+        if T.hidden % T.block:
+            off = tl.where((first + tl.arange(0, T.block) < T.hidden)[None, :], off, 0.0)
         return mean, tl.sum(off * off, 1)
     return tl.zeros_like(tl.sum(h, 1)), tl.sum(h * h, 1)
 
 
 @jit
 def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T: tl.constexpr):
-    """T.rows rows of out, out1, h, mean and rstd. A row of several chunks is read twice, the second time from L2."""
+    """T.rows rows of out, out1, h, mean and rstd. Rows of several chunks are read twice, then from the end: L2 has that."""
     row = tl.program_id(0).to(tl.int64) * T.rows + tl.arange(0, T.rows)
     if T.chunks == 1:
         h = mixed(inputs, strides, row, 0, rows, scale, drop, T)
@@ -150,16 +151,17 @@ def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop
         squares, before = mean, mean
         for chunk in tl.range(0, T.chunks):  # partial moments are merged as in Chan, Golub and LeVeque (1979)
             h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, T)
-            count = tl.sum((chunk * T.block + tl.arange(0, T.block) < T.hidden).to(tl.float32))
+            count = tl.minimum(T.hidden - chunk * T.block, T.block).to(tl.float32)
             mean_here, squares_here = moments(h, chunk * T.block, count, T)
             gap = mean_here - mean
             mean += gap * (count / (before + count))
             squares += squares_here + gap * gap * (before * count / (before + count))
             before += count
         rstd = 1.0 / tl.sqrt_rn(squares / T.hidden + eps)
-        for chunk in tl.range(0, T.chunks):
-            h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, T)
-            emit(h, mean, rstd, weights, outputs, row, chunk * T.block, rows, T)
+        for done in tl.range(0, T.chunks):
+            first = (T.chunks - 1 - done) * T.block
+            h = mixed(inputs, strides, row, first, rows, scale, drop, T)
+            emit(h, mean, rstd, weights, outputs, row, first, rows, T)
     if kept[0] is not None:
         tl.store(kept[0] + row, mean, mask=row < rows)
     if kept[1] is not None:

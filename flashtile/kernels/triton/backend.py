@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
-from flashtile import _triton
 from flashtile._triton import JitTuple
+from flashtile.kernels.lib.available import unavailable
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
 from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
@@ -39,13 +39,7 @@ class TritonBackend:
     name = "triton"
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
-        reasons: list[str] = []
-        if _triton.VERSION is None:
-            reasons.append("Triton is not installed")
-        if device.kind == "cpu" and not _triton.INTERPRETED:
-            reasons.append("tensors are on the CPU; these kernels need a GPU (or TRITON_INTERPRET=1)")
-        if device.kind == "cuda" and device.arch < 80:
-            reasons.append(f"{device.target} has no bf16 matrix units; supported from sm80")
+        reasons = unavailable(device, "matrix units")
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")

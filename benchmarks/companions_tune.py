@@ -1,0 +1,199 @@
+"""Times other launches of the norms and of cross-entropy than those that the library chooses, each checked first.
+
+    python benchmarks/companions_tune.py [--limit SECONDS] [--output benchmarks/results/companions-tune.csv] [--dry]
+
+Processes of their own compile all launches ahead. A launch is right where its outputs are those of the op's plain PyTorch
+form. --dry compiles them without a GPU and prints what the compiler says of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.companion_cells import Session, distance
+from benchmarks.record import record
+from flashtile.kernels.companions import cross_entropy, norm
+from flashtile.kernels.companions.catalogue import OPS
+from flashtile.plan.call import KernelCall, Plan
+from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.plan.device import H100, Device
+from flashtile.spec.companion import Companion
+from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+
+Tensors = dict[str, torch.Tensor]
+TOLERANCE = 5e-3  # relative error norm: what a rounding to bf16 more or less costs
+FEW_ROWS = 512  # of the tensors with which kernels are compiled ahead
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A problem, a direction, and the launches that may suit it."""
+
+    spelling: str
+    direction: str
+    launches: tuple[Any, ...]
+
+    def plan(self, problem: Companion, device: Device, launch: Any) -> Plan:
+        op = OPS[problem.op]
+        if problem.op == "cross_entropy":
+            module, chooser = cross_entropy, "choose"
+        else:
+            module, chooser = norm, "choose_forward" if self.direction == "fwd" else "choose_backward"
+        with nullcontext() if launch is None else patch.object(module, chooser, lambda *_: launch):
+            if self.direction == "fwd":
+                return plan_forward(op, problem, device, "triton", True)
+            return plan_backward(op, problem, device, "triton", wanted(problem), frozenset(problem.public()))
+
+    def tensors(self, problem: Companion, device: torch.device) -> Tensors:
+        """Inputs of the plan, for a backward those that a forward leaves."""
+        torch.manual_seed(0)
+        made: Tensors = {}
+        for name, described in problem.given:
+            if name == "labels":
+                made[name] = torch.randint(problem["logits"].shape[1], described.shape, device=device)
+            elif name == "seed":
+                made[name] = torch.tensor([5], device=device)
+            else:
+                made[name] = torch.randn(described.shape, device=device, dtype=TORCH_DTYPES[described.dtype])
+        if self.direction == "fwd":
+            return made
+        op = OPS[problem.op]
+        first = Bound(plan_forward(op, problem, device_of(device), "triton", True), made, device).run(dict(made))
+        given = {name: first[name] for name in op.kept(problem, wanted(problem))}
+        return given | {f"d{name}": torch.randn_like(first[name]) for name in problem.public()}
+
+    def truth(self, problem: Companion, given: Tensors, plan: Plan) -> Tensors:
+        """The outputs by the op's plain PyTorch form."""
+        op, names = OPS[problem.op], tuple(b.name for b in plan.named("output") if b.over is None)
+        return (op.host_forward if self.direction == "fwd" else op.host_backward)(problem, dict(given), names)
+
+
+def wanted(problem: Companion) -> frozenset[str]:
+    return frozenset(name for name, _ in problem.given if name in problem.differentiable)
+
+
+def _cells() -> list[Cell]:
+    n, entropy = norm.Launch, cross_entropy.Launch
+    layer = "norm(x={r}x{n}:bf16,weight={n}:bf16,bias={n}:bf16)"
+    rms = "norm(x={r}x{n}:bf16,weight={n}:bf16;kind='rms')"
+    added = ("norm(x={r}x{n}:bf16,residual={r}x{n}:bf16,weight={n}:bf16,bias={n}:bf16,seed=1:int64;"
+             "dropout_p=0.1;prenorm=True)")  # fmt: skip
+    training = "reduction='mean';eager_gradient=True)"
+    wide, widest, narrow = dict(r=8192, n=16384), dict(r=4096, n=65536), dict(r=32768, n=1024)
+    forwards, longest = (n(1, 16384, 16), n(1, 16384, 32), n(1, 8192, 16)), (n(1, 32768, 32), n(1, 16384, 32), n(1, 16384, 16))
+    rows = (n(4, 1024, 4), n(2, 1024, 4), n(8, 1024, 8), n(2, 1024, 2))
+    backwards = (n(1, 16384, 16, 1, 3, False), n(1, 16384, 16, 1, 2, False), n(1, 16384, 32, 1, 2, False))
+    short = (n(4, 1024, 4, 2, 3), n(2, 1024, 4, 4, 3), n(8, 1024, 8, 1, 3))
+    entropies = entropy(16384, 32, 132), entropy(16384, 32), entropy(16384, 16), entropy(16384, 16, 132)
+    return [
+        *(Cell(kind.format(**wide), "fwd", forwards) for kind in (layer, rms, added)),
+        *(Cell(kind.format(**widest), "fwd", longest) for kind in (layer, rms)),
+        *(Cell(kind.format(**narrow), "fwd", rows) for kind in (layer, rms)),
+        Cell(layer.format(**wide), "bwd", backwards), Cell(added.format(**wide), "bwd", backwards[1:]),
+        *(Cell(kind.format(**narrow), "bwd", short) for kind in (layer, rms, added)),
+        *(Cell(f"cross_entropy(logits={sizes}:bf16,labels={sizes.partition('x')[0]}:int64;{training}", "fwd", entropies)
+          for sizes in ("8192x131072", "4096x262144", "8192x32768")),
+        Cell(f"cross_entropy(logits=8192x50257:bf16,labels=8192:int64;{training}", "fwd",
+             (entropy(4096, 16), entropy(8192, 32), entropy(4096, 16, 132))),
+    ]  # fmt: skip
+
+
+CELLS = _cells()
+PAIRS = [(i, j) for i, cell in enumerate(CELLS) for j in range(len(cell.launches))]
+
+
+def compile_ahead(pair: tuple[int, int]) -> None:
+    """Run a launch on few rows: Triton keeps what it compiled on disk."""
+    cell, device = CELLS[pair[0]], torch.device("cuda", 0)
+    rows = re.search(r"=(\d+)x", cell.spelling)
+    assert rows is not None
+    problem = Companion.parse(re.sub(rf"={rows[1]}([x:])", rf"={FEW_ROWS}\1", cell.spelling))
+    given = cell.tensors(problem, device)
+    Bound(cell.plan(problem, device_of(device), cell.launches[pair[1]]), given, device).run(dict(given))
+    torch.cuda.synchronize()
+
+
+def measure(session: Session, cell: Cell) -> None:
+    """Every launch of a cell, the fastest first, and the library's own."""
+    problem, device = Companion.parse(cell.spelling), session.device
+    given = cell.tensors(problem, device)
+    chosen = cell.plan(problem, device_of(device), None)
+    exact = {name: tensor.float() for name, tensor in cell.truth(problem, given, chosen).items()}
+    bytes_moved = sum(t.nbytes for t in given.values() if t.dim() == 2)
+    timed: list[tuple[float, Any]] = []
+    for launch in cell.launches:
+        bound = Bound(cell.plan(problem, device_of(device), launch), given, device)
+        made = bound.run(dict(given))
+        off = max(distance(made[name], exact[name]) for name in exact)
+        if not off < TOLERANCE:
+            print(f"WRONG {cell.spelling} {cell.direction} {launch}: off by {off:.1e}", flush=True)
+            continue
+        if launch is cell.launches[0]:
+            bytes_moved += sum(made[b.name].nbytes for b in chosen.named("output") if made[b.name].dim() == 2)
+        del made
+        timed.append((session.ms(lambda bound=bound: bound.run(dict(given)), 8), launch))
+    for ms, launch in sorted(timed, key=lambda pair: pair[0]):
+        share = bytes_moved / ms * 1e-6 / session.ceilings["copy"]
+        print(f"{share:.3f} of copy {ms:.4f} ms {cell.direction} {launch} {cell.spelling}", flush=True)
+        session.rows.append(dict(problem=cell.spelling, direction=cell.direction, launch=str(launch), ms=round(ms, 4),
+                                 of_copy=round(share, 3)))  # fmt: skip
+
+
+def compile_all() -> None:
+    """What the compiler says of every launch, for an H100 that need not be there."""
+    from flashtile.export.compile import compile_call, resources
+
+    for i, j in PAIRS:
+        cell = CELLS[i]
+        plan = cell.plan(Companion.parse(cell.spelling), H100, cell.launches[j])
+        for call in plan.calls:
+            if isinstance(call, KernelCall) and any(name == "T" for name, _ in call.constants):
+                used = resources(compile_call(call, plan, H100), H100)
+                fits = "fits" if used.shared_bytes <= H100.smem_bytes else "DOES NOT FIT"
+                print(f"{fits}: {used.registers} registers, spills {used.spill_bytes} B, {used.shared_bytes} B shared, "
+                      f"{cell.direction} {cell.launches[j]} {cell.spelling}", flush=True)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds; cells that have not begun by then are left out")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile ahead")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/companions-tune.csv"))
+    parser.add_argument("--dry", action="store_true", help="compile every launch, without a GPU")
+    chosen = parser.parse_args()
+    if chosen.dry:
+        compile_all()
+        return 0
+    session = Session(torch.device("cuda", 0), chosen.limit)
+    session.begin_section(1)
+    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+        for pair, done in [(pair, pool.submit(compile_ahead, pair)) for pair in PAIRS]:
+            if done.exception() is not None:
+                print(f"FAILED {CELLS[pair[0]].launches[pair[1]]}: {done.exception()}"[:300], flush=True)
+    session.measure_ceilings()
+    session.rows.clear()
+    for cell in CELLS:
+        if session.left() < 0:
+            print(f"LEFT OUT, no time: {cell.spelling} {cell.direction}", flush=True)
+            continue
+        measure(session, cell)
+        torch.cuda.empty_cache()
+    record(chosen.output, session.rows, session.device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
