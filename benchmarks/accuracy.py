@@ -75,7 +75,7 @@ def as_hopper_has_it(case: Case) -> Case:
 def refused(case: Case, device: torch.device) -> list[str]:
     """Why the hopper backend does not run a case."""
     tensors = case.tensors(device)
-    arguments = {**case.arguments, "score": case.modifiers(tensors)}
+    arguments = {**case.given(tensors), **case.masks(device)}
     problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=case.options("hopper"))
     hopper = dispatch.backend_named("hopper")
     return hopper.unsupported(problem, device_of(device)) or hopper.unsupported(problem, device_of(device), "fused")

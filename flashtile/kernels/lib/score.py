@@ -72,6 +72,13 @@ def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
     return JitTuple(flat)
 
 
+def sums_per_head(score: tuple[ScoreSpec, ...]) -> bool:
+    """Whether some captured tensor wants a gradient that is one sum per head."""
+    return any(
+        t.grad and c.index is None and not c.broadcast for s in score for c, t in zip(s.kind.captured, s.tensors, strict=True)
+    )
+
+
 def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
     """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, and not broadcast."""
     return spec.tensors[tensor].grad and not spec.kind.captured[tensor].broadcast
@@ -200,7 +207,7 @@ def capture_one(totals, grad, score, at, keep, score_args, target,
         totals += tl.where(tl.arange(0, SLOTS)[None, :] == target[0], tl.sum(share, 1)[:, None], 0.0)
     elif INDEXED:
         element = tl.broadcast_to(INDEX(at, score_args), share.shape)
-        tl.atomic_add(target[1] + element, share, mask=keep, sem="relaxed")
+        tl.atomic_add(target[1] + element, share.to(target[1].dtype.element_ty), mask=keep, sem="relaxed")
     return totals
 
 

@@ -55,11 +55,12 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    The result is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
+    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
     shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
+    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
     out_ptr, sizes, band = ptrs[5], Sizes(seqlen_q, seqlen_k, heads, group), (left, right, mask_args)
     seed = load_seed(score_args, T)
     shift, program = seqlen_k - seqlen_q, tl.program_id(0)
@@ -73,14 +74,14 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         own = program // (tiles_k * tiles_q)
         last = tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
         lo, _, _, hi = key_range(row + shift, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
-        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
         for n in tl.range(0, tl.where((key >= lo) & (key < hi), shared, 0)):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
                                        T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
-        tl.store(out_ptr + element, total, mask=(index < seqlen_q) & (column < seqlen_k))
+        tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=(index < seqlen_q) & (column < seqlen_k))
     else:
         batch_head = program // tiles_k if CAPTURED[4] and not CAPTURED[5] else program // tiles_q
         batch, head = batch_head // heads, batch_head % heads
@@ -91,7 +92,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
             key = program % tiles_k * BLOCK_K
             first, last = key - shift, tl.minimum(key + BLOCK_K, seqlen_k) - 1 - shift
             lo, _, _, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
-            sums = tl.zeros([BLOCK_K], tl.float32)
+            sums = tl.zeros([BLOCK_K], WIDE)
             for row in tl.range(lo, hi, BLOCK_Q):
                 row = tl.multiple_of(row, BLOCK_Q)
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
@@ -102,7 +103,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
             row = program % tiles_q * BLOCK_Q
             last = tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
             lo, _, _, hi = key_range(row + shift, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
-            sums = tl.zeros([BLOCK_Q], tl.float32)
+            sums = tl.zeros([BLOCK_Q], WIDE)
             for key in tl.range(lo, hi, BLOCK_K):
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
                                                  score_args, T, SCORE, CAPTURED, MASK), 1)  # fmt: skip
@@ -118,7 +119,7 @@ def sum_shared(source_ptr, target_ptr, shared, length, BLOCK: tl.constexpr):
     """target[own, n] = the sum of source[own, :shared, n], in a fixed order; `length` is that of n."""
     blocks = tl.cdiv(length, BLOCK)
     own, column = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], source_ptr.dtype.element_ty)
     for n in tl.range(0, shared):
         total += tl.load(source_ptr + (own * shared + n) * length + column, mask=column < length, other=0.0)
-    tl.store(target_ptr + own * length + column, total, mask=column < length)
+    tl.store(target_ptr + own * length + column, total.to(target_ptr.dtype.element_ty), mask=column < length)

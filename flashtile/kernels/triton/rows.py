@@ -68,10 +68,17 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, sched
     if T.sink:
         if out_ptrs[1] is not None:
             given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
-            if not T.ragged:  # head by head
-                tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-                unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
-            tl.store(out_ptrs[1] + unit.to(tl.int64), tl.sum(given).to(tl.float32))
+            tl.store(out_ptrs[1] + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given).to(tl.float32))
+
+
+@jit
+def by_head(tile, head, item, unit, seqlen_q, heads, T: tl.constexpr):
+    """The place of a program's sum in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
+    if not T.ragged:
+        BLOCK_Q: tl.constexpr = T.block_q
+        tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+        unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
+    return unit.to(tl.int64)
 
 
 @jit
