@@ -26,9 +26,8 @@ def test_every_pair_is_covered() -> None:
 @pytest.mark.parametrize("backend", list(PORTABLE))
 def test_pair(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
-    problem, _ = make_problem(
-        *(tensors[n] for n in "qkv"), **case.given(tensors), **case.masks(place), options=case.options(backend)
-    )
+    arguments, options = {**case.given(tensors), **case.masks(place)}, case.options(backend)
+    problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=options)
     reasons = dispatch.backend_named(backend).unsupported(problem, device_of(place), case.backward)
     if reasons:
         assert case.backward in PORTABLE[backend], reasons

@@ -55,8 +55,8 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
-    shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
+    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
+    shared, n), own and shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k

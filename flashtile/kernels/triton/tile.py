@@ -22,8 +22,8 @@ Products = Literal["unit", "cut", "aligned", "float64"]
 PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ieee": "ieee"}
 
 
-# Up to so much work in a forward float64 costs nothing that can be seen: its matrix units (67 TFLOP/s on an H100) are done before
-# the host has launched the next kernel.
+# Up to so much work in a forward float64 costs nothing that can be seen: its matrix units (67 TFLOP/s on an H100) are done
+# before the host has launched the next kernel.
 FLOAT64_FLOPS = 10**9
 
 
