@@ -32,7 +32,7 @@ from flashtile.kernels.triton.tile import Launch, Pass
 from flashtile.plan.backend import Gradients
 from flashtile.reference.attention import attention_plain, attention_reference
 from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import Bound, device_of
+from flashtile.torch.run import Bound, KernelLaunch, device_of
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = ("8x1024x12x64", "6x4096x12x64", "1x8192x12x64")
@@ -86,7 +86,8 @@ def warm(job: tuple[str, str, str]) -> str:
         bound = bind("1x1024x1x" + shape.split("x")[-1], kind, text, {**tensors})
         tensors.update({name: torch.empty(1, dtype=dtype, device="cuda") for name, _, _, dtype, _ in bound.allocations})
         for launch in bound.launches:
-            launch.warm(tensors)  # pyright: ignore[reportAttributeAccessIssue]
+            assert isinstance(launch, KernelLaunch)
+            launch.warm(tensors)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
     return ""

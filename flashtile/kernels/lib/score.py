@@ -72,11 +72,12 @@ def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
     return JitTuple(flat)
 
 
-def sums_per_head(score: tuple[ScoreSpec, ...]) -> bool:
-    """Whether some captured tensor wants a gradient that is one sum per head."""
-    return any(
-        t.grad and c.index is None and not c.broadcast for s in score for c, t in zip(s.kind.captured, s.tensors, strict=True)
+def sums_per_head(p: AttentionProblem) -> bool:
+    """Whether a sink, or some captured tensor, wants a gradient that is one sum per head."""
+    captured = any(
+        t.grad and c.index is None and not c.broadcast for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True)
     )
+    return captured or (p.sink is not None and p.sink.grad)
 
 
 def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:

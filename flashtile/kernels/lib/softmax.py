@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 @jit
 def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
-    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
+    WIDE = tl.float64 if T.wide else tl.float32
     return Rows(
         tl.zeros([ROWS, COLUMNS], WIDE),
         tl.full([ROWS], float("-inf"), WIDE),

@@ -18,7 +18,7 @@ from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.rows import attention_delta
-from flashtile.kernels.triton.tile import Launch, Pass, make_tile, products
+from flashtile.kernels.triton.tile import Launch, Pass, make_tile
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -95,49 +95,48 @@ class TritonBackend:
         fused = variant == "fused"
         adds_dq = fused and "q" in gradients.wanted
         key_pass: Pass = "fused" if adds_dq else "keys"
-        wide = products(p, device, key_pass) == "float64"
+        key_launch = launches.get(key_pass) or choose(p, device, key_pass)
+        wide = key_launch.products == "float64"
         sums_dq = adds_dq and (wide or not _exact(p))  # into a buffer of its own, instead of dq
         buffers, notes = _backward_buffers(p, gradients, adds_dq and not sums_dq), [f"backward {variant}"]
         captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         sink = None if p.sink is None else "sink"
-        wide_queries = launches.get("queries") or choose(p, device, "queries")
-        sink_sums = _sink_partials(p, wide_queries if wide else None)
+        query_launch = launches.get("queries") or choose(p, device, "queries")
+        sink_sums = _sink_partials(p, query_launch)
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
         schedules = _Schedules(p)
         delta = _call(
             attention_delta, p, device, DELTA, "queries",
-            (("out", "dout", "lse", dlse, stats, sink), ("rows", sink_sums[0].name if sink_sums and not wide else None)),
-            ("out", "dout", dlse or "lse", "rows", sink or "lse"), tail=(schedules.of("queries", DELTA),), score=False,
+            (("out", "dout", "lse", dlse, stats), "rows"), ("out", "dout", dlse or "lse", "rows"),
+            tail=(schedules.of("queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
-        corrects = p.precision != "tf32" if _exact(p) else sums_per_head(p.score)
-        if captured or wide or (not fused and "q" in gradients.wanted):
-            launch = launches.get("queries") or choose(p, device, "queries")
-            schedule = schedules.of("queries", launch)
-            capture = _capture(p, _tiles(p, launch, "queries"), _sum_dtype(launch))
+        corrects = p.precision != "tf32" if _exact(p) else sums_per_head(p)
+        if captured or sink_sums or wide or (not fused and "q" in gradients.wanted):
+            schedule = schedules.of("queries", query_launch)
+            capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
             slip = dlse if corrects and not _exact(p) else None
-            sunk = sink_sums[0].name if sink_sums and wide else None
+            sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink, dq, sunk),),
+                bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
                 ("q", "k", "v", "dout", dq or "q", "rows", slip or "q", sink or "q"),
                 tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
-            notes.append(f"queries pass tile {launch.spell()}")
+            notes.append(f"queries pass tile {query_launch.spell()}")
         if wants_keys:
-            launch = launches.get(key_pass) or choose(p, device, key_pass)
             outputs = (("dq_sum" if sums_dq else "dq") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
+                bwd.attention_backward_keys, p, device, key_launch, key_pass, (inputs, outputs), strides,
+                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, key_launch), True)),
             ))  # fmt: skip
-            notes.append(f"keys pass tile {launch.spell()}")
+            notes.append(f"keys pass tile {key_launch.spell()}")
         if sums_dq:
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp64" if wide else "fp32", "scratch", zeroed=True),)
             calls.append(_call(
@@ -366,13 +365,11 @@ def _broadcast_calls(
     return [scratch], calls
 
 
-def _sink_partials(p: AttentionProblem, queries: Launch | None) -> list[Buffer]:
-    """Where the programs of the pass over queries, or without one those of `attention_delta`, leave their sums for the gradient
-    of sink; empty where it is not wanted."""
+def _sink_partials(p: AttentionProblem, launch: Launch) -> list[Buffer]:
+    """Where the pass over queries leaves its sums for the gradient of sink; empty where it is not wanted."""
     if p.sink is None or not p.sink.grad:
         return []
-    tiles = _tiles(p, queries or DELTA, "queries")
-    return [Buffer("partial.sink", (p.heads_q, tiles), "fp32" if queries is None else "fp64", "scratch")]
+    return [Buffer("partial.sink", (p.heads_q, _tiles(p, launch, "queries")), _sum_dtype(launch), "scratch")]
 
 
 def _exact(p: AttentionProblem) -> bool:

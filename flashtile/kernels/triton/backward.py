@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
-from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
 from flashtile.kernels.lib.memory import (
@@ -86,7 +86,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
-    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
+    WIDE = tl.float64 if T.wide else tl.float32
     batch, head = place[0], place[1]
     start = tl.multiple_of(start, BLOCK_Q)
     if T.grouped:
@@ -141,7 +141,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
+    WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
@@ -278,8 +278,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
                                MASK: tl.constexpr):  # fmt: skip
     """One program: dq of one query tile of one head.
 
-    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None, where T.wide what each program adds to the
-    gradient of sink (heads_q, tiles of all items), or None); region as in the forward;
+    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None, what each program adds to the gradient of sink
+    (heads_q, tiles of all items), or None); region as in the forward;
     strides of q, k, v, dout, dq, rows, dlse, sink (heads_q,).
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
@@ -291,7 +291,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
+    WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
     band = (left, right, region[1])
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
@@ -329,6 +329,10 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     none = tl.zeros([BLOCK_Q], WIDE)
     off = (none, none, totals, none)
     sunk = none  # the probability that the sink takes
+    if T.sink:
+        sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
+        sunk = exp(sink - level, T) * norm if T.prescale else tl.exp2(sink * LOG2E - level)
+    change = -(delta + slip)  # of lse, less what it averages to: what a sink's score receives
     if T.corrects:
         mean = delta
         if T.exact:
@@ -336,10 +340,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         else:  # delta holds dlse already
             slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
-        if T.sink:
-            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(tl.float32)
-            sunk = exp(sink.to(WIDE) - level, T) * norm
-            off = (none - sunk * mean, off[1], totals, sunk)
+        off = (none - sunk * mean, off[1], totals, sunk)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
@@ -377,9 +378,10 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         if T.exact:
             dq -= excess[:, None] * off[1]
             tl.store(rows_ptr + 3 * strides[5][2] + index, slip + excess, mask=index < item.q)
-        if sunk_ptr is not None:
-            given = tl.where(index < item.q, sunk * (none - delta - slip - excess), 0.0)
-            tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
+        change -= excess
+    if sunk_ptr is not None:
+        given = tl.where(index < item.q, sunk * change, 0.0)
+        tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
         store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:

@@ -60,7 +60,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    WIDE: tl.constexpr = tl.float64 if T.wide else tl.float32
+    WIDE = tl.float64 if T.wide else tl.float32
     out_ptr, sizes, band = ptrs[5], Sizes(seqlen_q, seqlen_k, heads, group), (left, right, mask_args)
     seed = load_seed(score_args, T)
     shift, program = seqlen_k - seqlen_q, tl.program_id(0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile.errors import InvalidProblem
+from flashtile.kernels.lib.score import sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.tile import Launch, Pass, padded, products
 from flashtile.plan.backend import Gradients
@@ -139,7 +140,7 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         rules = FP32[which][width]
         if kind == "float64":
             return replace(FLOAT64[width], products=kind)
-        if kind != "unit":
+        if kind == "aligned":
             rules = PARTS.get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
@@ -158,17 +159,19 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
 
 
 def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
-    """The backward that "auto" means: fused for float32-grade products at head dims up to 64, else split.
+    """The backward that "auto" means: fused for float32-grade products in parts at head dims up to 64, else split.
 
     Measured on an H100 (2026-11-21). The fused pass saves two of seven products and pays for it in float32 atomics, of
     which the L2 cache takes about 1 TB/s whatever the tile. In bf16 that is the bottleneck: 16k tokens, full, 4.2 ms against
     3.3 for both split passes at head_dim 128, 4.5 against 3.6 at 64, 8.9 against 5.4 at 256. In fp32 the products cost six
-    times as much and the atomics are hidden: 6 x 4096 causal, 12 heads of 64, 7.2 ms against 8.2.
+    times as much and the atomics are hidden: 6 x 4096 causal, 12 heads of 64, 7.2 ms against 8.2. Where the pass over queries
+    runs anyway, for sums per head or in float64, there is nothing to save.
     """
     if problem.deterministic or gradients.wanted < {"q", "k", "v"}:
         return "split"
     wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return "fused" if problem.dtype is DType.FP32 and problem.precision == "tf32x3" and not wide else "split"
+    in_parts = problem.precision == "tf32x3" and products(problem, device, "fused") != "float64"
+    return "fused" if problem.dtype is DType.FP32 and in_parts and not wide and not sums_per_head(problem) else "split"
 
 
 @cache
