@@ -1,8 +1,9 @@
 """Backward kernels (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
 split:  delta, then a pass over queries (dq) and a pass over keys (dk, dv); no atomics, bitwise repeatable.
-fused:  delta, then the pass over keys alone, which adds its share of dq atomically in float32; then a conversion.
-Captured tensors' gradients are formed in the pass over queries, in both variants. It comes first: it corrects delta.
+fused:  delta, then the pass over keys alone, which adds its share of dq atomically, in fp32 to dq itself; else a conversion.
+The gradients of captured tensors and sinks are formed in the pass over queries, in both variants. It comes first, and in
+float64 always: it corrects delta.
 """
 
 from __future__ import annotations

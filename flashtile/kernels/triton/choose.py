@@ -140,7 +140,7 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         rules = FP32[which][width]
         if kind == "float64":
             return replace(FLOAT64[width], products=kind)
-        if kind == "aligned":
+        if kind != "unit":
             rules = PARTS.get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
