@@ -322,14 +322,14 @@ def _biases() -> Iterator[Case]:
 
 
 def _sinks() -> Iterator[Case]:
-    yield from variants(*dtypes(Case("sink-gqa", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
+    yield from variants(*dtypes(Case("sink", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
     yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
     yield from variants(Case("sink-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, sink="bf16"))
     yield from variants(Case("sink-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, sink="fp16"))
     yield Case("sink-one-key", sink="fp32", seqlen_k=1, seqlen_q=20)
     yield from variants(Case("sink-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, sink="fp32", dtype="fp16"))
     yield Case("sink-tiny-scale", scale=1e-30, seqlen_k=70, sink="fp32", dtype="bf16")
-    yield Case("sink-fixed", sink="fp32", dtype="fp16", fixed_slopes=True, seqlen_q=70, deterministic=True)
+    yield Case("sink-fixed", sink="fp32", fixed_slopes=True, seqlen_q=70, deterministic=True)
     yield Case("sink-lse", sink="fp32", upstream="lse", seqlen_q=70, seqlen_k=30, causal=True)
 
 
@@ -339,7 +339,7 @@ def _dropouts() -> Iterator[Case]:
     yield from variants(Case("dropout-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, dropout=0.1))
     yield from variants(Case("dropout-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, dropout=0.3))
     yield from variants(Case("dropout-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, dropout=0.1))
-    yield from variants(*dtypes(Case("dropout-and-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
+    yield from variants(*dtypes(Case("dropout-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
     for score in (
         ("alibi",),
         ("alibi", "softcap"),

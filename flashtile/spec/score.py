@@ -8,8 +8,8 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
-`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where
-the stride of an axis of size 1 is 0.
+A kernel's scores are float32, or float64 in small fp32 problems (`score.dtype`). `at` is a `Position`; `args` is
+`(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where the stride of an axis of size 1 is 0.
 
 A modifier that says more of itself costs 16-bit kernels less, because its factors join the exponent's multiply-add: one that
 adds something independent of the score has `add(score, at, args, unit)`, a `@jit` function that returns score + unit * what

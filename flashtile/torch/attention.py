@@ -69,8 +69,8 @@ def attention(
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
-    no key gives out 0 and lse -inf. Raises InvalidProblem for a request without meaning, NotSupported (with every
-    backend's reason) for one that nothing here can run; both before any launch.
+    no key gives out 0 and, without a sink, lse -inf. Raises InvalidProblem for a request without meaning, NotSupported
+    (with every backend's reason) for one that nothing here can run; both before any launch.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """

@@ -65,11 +65,12 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
     used_ptrs = (seqused_q, seqused_k), None where absent.
-    The result is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
+    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
     shared counting the batch entries and heads, n queries or keys.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
+    WIDE = tl.float64 if T.wide else tl.float32
     out_ptr, band, seed = ptrs[5], (left, right, mask_args), load_seed(score_args, T)
     program, tiles_q, tiles_k = tl.program_id(0), tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1
@@ -79,7 +80,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     if not CAPTURED[4] and not CAPTURED[5]:
         key, row = program % tiles_k * BLOCK_K, program // tiles_k % tiles_q * BLOCK_Q
         own = program // (tiles_k * tiles_q)
-        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
         for n in tl.range(0, shared):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
@@ -91,7 +92,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
-        tl.store(out_ptr + element, total, mask=(index < seqlen_q) & (column < seqlen_k))
+        tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=(index < seqlen_q) & (column < seqlen_k))
     else:
         tiles = tiles_k if CAPTURED[4] else tiles_q
         tile, batch_head = program % tiles, program // tiles
@@ -105,7 +106,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
             key = tile * BLOCK_K
             first, last = key - shift, tl.minimum(key + BLOCK_K, keys) - 1 - shift
             lo, _, _, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
-            sums = tl.zeros([BLOCK_K], tl.float32)
+            sums = tl.zeros([BLOCK_K], WIDE)
             for row in tl.range(lo, tl.where(key < keys, hi, 0), BLOCK_Q):
                 row = row // BLOCK_Q * BLOCK_Q
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
@@ -116,7 +117,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
             row = tile * BLOCK_Q
             last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
             lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
-            sums = tl.zeros([BLOCK_Q], tl.float32)
+            sums = tl.zeros([BLOCK_Q], WIDE)
             for key in tl.range(lo, tl.where(row < queries, hi, 0), BLOCK_K):
                 key = key // BLOCK_K * BLOCK_K
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
@@ -130,7 +131,7 @@ def sum_shared(source_ptr, target_ptr, shared, length, BLOCK: tl.constexpr):
     """target[own, n] = the sum of source[own, :shared, n], in a fixed order; `length` is that of n."""
     blocks = tl.cdiv(length, BLOCK)
     own, column = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], source_ptr.dtype.element_ty)
     for n in tl.range(0, shared):
         total += tl.load(source_ptr + (own * shared + n) * length + column, mask=column < length, other=0.0)
-    tl.store(target_ptr + own * length + column, total, mask=column < length)
+    tl.store(target_ptr + own * length + column, total.to(target_ptr.dtype.element_ty), mask=column < length)
