@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
-from flashtile.torch.operator import ATTENTION, BACKWARD, LIBRARY, Maybe, spread
+from flashtile.torch.operator import ATTENTION, BACKWARD, LIBRARY, Maybe
 from flashtile.torch.request import read
 
 Asked = tuple[int, str, list[float], list[int]]

@@ -44,7 +44,8 @@ ATTENTION, BACKWARD = torch.ops.flashtile.attention.default, torch.ops.flashtile
 
 
 def _forward(
-    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float], ints: list[int]
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
+    ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     packs, others = _resolved(q, k, v), [t.resolve_neg() for t in others]
     request = read(text)
@@ -178,7 +179,8 @@ LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("flashtile::attention", lib=LIBRARY)
 def _(
-    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float], ints: list[int]
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
+    ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     request, packs = read(text), tuple(t for t in (q, k, v) if t is not None)
     _check_sizes(request, packs, others, wanted, floats, ints)

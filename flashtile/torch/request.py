@@ -16,7 +16,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dropout import threshold
-from flashtile.spec.lengths import ALIKE, Lengths
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined, PredicateSpec, predicate_named

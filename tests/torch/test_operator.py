@@ -321,8 +321,8 @@ def test_wrong_calls_fail_while_they_are_traced() -> None:
         flashtile.attention(t["q"], t["k"][..., :8], t["v"])
     with pytest.raises(Exception, match="alibi slopes have shape"):
         torch.compile(lambda t: attend(t, score=(Alibi(t["slopes"][:3]),)), backend="aot_eager", fullgraph=True)(t)
+    q = torch.zeros(1, 4, 1, 513)
     with FlopCounterMode(display=False), pytest.raises(NotSupported, match="head_dim is 513"):
-        q = torch.zeros(1, 4, 1, 513)
         flashtile.attention(q, q, q)
 
 
