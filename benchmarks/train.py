@@ -43,10 +43,15 @@ def attend_flashtile(qkv: Tensor) -> Tensor:
     return flashtile.attention_qkvpacked(qkv, causal=True)
 
 
-def attend_sdpa(qkv: Tensor) -> Tensor:
-    """torch's; the caller says by `sdpa_kernel` which."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+def attend_sdpa(kernel: SDPBackend) -> Attend:
+    """torch's, by this kernel: chosen inside, where a compiled graph has it from."""
+
+    def attend(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return attend
 
 
 def attend_flex(context: int, device: torch.device) -> Attend:
@@ -123,9 +128,9 @@ def text(context: int, batch: int, vocabulary: int, device: torch.device) -> Cal
 class Run:
     """A contestant in training."""
 
-    def __init__(self, name: str, attend: Attend, kernel: SDPBackend | None, chosen: argparse.Namespace, device: torch.device):
+    def __init__(self, name: str, attend: Attend, chosen: argparse.Namespace, device: torch.device):
         torch.manual_seed(0)
-        self.name, self.kernel, self.device = name, kernel, device
+        self.name, self.device = name, device
         self.model = GPT2(chosen.context, attend, chosen.layers, chosen.vocabulary).to(device)
         self.compiled = torch.compile(self.model, fullgraph=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 6e-4, (0.9, 0.95), fused=device.type == "cuda")
@@ -134,10 +139,7 @@ class Run:
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
-            if self.kernel is None:
-                return self.compiled(*batch)
-            with sdpa_kernel(self.kernel):
-                return self.compiled(*batch)
+            return self.compiled(*batch)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         wait(self.device)
@@ -182,7 +184,7 @@ def host_rows(device: torch.device, count: int = 100) -> list[dict[str, Any]]:
     qkv = torch.randn(1, 128, 3, 8, 64, device=device, dtype=dtype)
     wanting = qkv.clone().requires_grad_()
     rows = []
-    for name, attend in {"flashtile": attend_flashtile, "sdpa": attend_sdpa}.items():
+    for name, attend in {"flashtile": attend_flashtile, "sdpa/flash": attend_sdpa(SDPBackend.FLASH_ATTENTION)}.items():
         for how, function in {"eager": attend, "compiled": torch.compile(attend, fullgraph=True)}.items():
             dout = torch.randn_like(function(qkv))
             calls = {
@@ -213,19 +215,19 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # every contestant's model is a specialisation of one forward
-    contestants: dict[str, tuple[Attend, SDPBackend | None]] = {
-        "sdpa/flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
-        "flashtile": (attend_flashtile, None),
-        "sdpa/cudnn": (attend_sdpa, SDPBackend.CUDNN_ATTENTION),
-        "flex": (attend_flex(chosen.context, device), None),
+    contestants: dict[str, Attend] = {
+        "sdpa/cudnn": attend_sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flashtile": attend_flashtile,
+        "sdpa/flash": attend_sdpa(SDPBackend.FLASH_ATTENTION),
+        "flex": attend_flex(chosen.context, device),
     }
     draw = text(chosen.context, chosen.batch, chosen.vocabulary, device)
     runs: list[Run] = []
     known, wrong = list[Tensor](), 0
-    for name, (attend, kernel) in contestants.items():
+    for name, attend in contestants.items():
         if (chosen.only and name not in chosen.only) or time.perf_counter() - began > 0.7 * chosen.seconds:
             continue
-        runs.append(Run(name, attend, kernel, chosen, device))
+        runs.append(Run(name, attend, chosen, device))
         found = runs[-1].probe(draw(0))
         known = known or found
         off = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, known, strict=True))
@@ -257,8 +259,7 @@ def main() -> None:
         ))  # fmt: skip
         print(*(f"{name}={rows[-1][name]}" for name in ("contestant", "tokens_per_s", "step_ms", "last_loss", "most_apart")))
     runs.clear()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        rows += host_rows(device, 100 if device.type == "cuda" else 2)
+    rows += host_rows(device, 100 if device.type == "cuda" else 2)
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for row in rows for name in row))
     with chosen.output.open("w", newline="") as file:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from flashtile.score.softcap import Softcap
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import CAUSAL, FULL, Band
 from flashtile.spec.options import Options
+from flashtile.spec.score import Score
 from flashtile.torch.attention import attention
 from flashtile.torch.layouts import attention_varlen
 
@@ -43,10 +45,11 @@ def register(name: str = NAME, options: Options | None = None) -> None:
     transformers takes every implementation with "flash" in its name for a build of flash-attention: it looks for that on the
     hub, and for some models puts another in its place (5.23, `is_flash_attention_requested`). So it is told that this is none.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attention_forward if options is None else partial(attention_forward, options=options))
-    AttentionMaskInterface.register(name, make_mask)
+    theirs: Any = import_module("transformers")
+    theirs.AttentionInterface.register(
+        name, attention_forward if options is None else partial(attention_forward, options=options)
+    )
+    theirs.AttentionMaskInterface.register(name, make_mask)
     if "flash" in name and name not in _names:
         if not _names:
             _correct_names()
@@ -54,9 +57,7 @@ def register(name: str = NAME, options: Options | None = None) -> None:
 
 
 def _correct_names() -> None:
-    from transformers.utils import generic
-
-    original = generic.is_flash_attention_requested
+    original = import_module("transformers.utils.generic").is_flash_attention_requested
 
     @wraps(original)
     def corrected(config: Any = None, requested_attention_implementation: str | None = None, version: Any = None) -> bool:
@@ -107,8 +108,7 @@ def make_mask(
     """`Mask`, or transformers' boolean (batch, 1, q_length, kv_length) where that cannot say it."""
     if isinstance(attention_mask, Mask):
         return attention_mask
-    from transformers import masking_utils as theirs
-
+    theirs: Any = import_module("transformers.masking_utils")
     mask_function = theirs.causal_mask_function if mask_function is None else mask_function
     known = _known(mask_function, theirs)
     tail = None if known is None else _tail(batch_size, q_length, kv_length, q_offset, kv_offset, rest.get("device", "cpu"))
@@ -199,7 +199,7 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     arguments: dict[str, Any] = {"scale": scaling, "options": options}
-    score = [] if cap is None else [Softcap(cap)]
+    score: list[Score] = [] if cap is None else [Softcap(cap)]
     if bias is not None:
         score.append(Bias(bias))
     if isinstance(attention_mask, Mask):

@@ -207,8 +207,9 @@ class _Attention(torch.autograd.Function):
         return kept[0], kept[1]
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: PreparedCall = ctx.call
+        dout, dlse = grads
         with torch.no_grad():
             given = call.gradients(ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[1:])
         return first_derivatives(call, (None, *given))

@@ -22,7 +22,8 @@ class _Frozen:
 
 def requires_grad_below(tensor: torch.Tensor) -> bool:
     """Whether any of the tensors that the transforms have wrapped in one another requires a gradient."""
-    inside = torch._C._functorch
+    inside: Any = torch._C
+    inside = inside._functorch
     while inside.is_functorch_wrapped_tensor(tensor):
         tensor = inside.get_unwrapped(tensor)
         if tensor.requires_grad:
@@ -52,7 +53,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*(t for t in given if t is not None), *output)
 
     @staticmethod
-    def backward(ctx: Any, dout: Maybe, dlse: Maybe, _: Maybe) -> Any:
+    def backward(ctx: Any, *arriving: Maybe) -> Any:
+        dout, dlse, _ = arriving
         if dout is None and dlse is None:
             return (None,) * (1 + len(ctx.there))
         saved = iter(ctx.saved_tensors)
@@ -118,8 +120,7 @@ def _map(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]
     return [torch.stack(made) for made in zip(*results, strict=True)]
 
 
-@torch.library.register_vmap("flashtile::attention", lib=LIBRARY)
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     count = info.batch_size
     if not _folds(args[5], args[3]):
         made = _map(ATTENTION, count, in_dims, args)
@@ -131,8 +132,7 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return tuple(made), (0,) * 3
 
 
-@torch.library.register_vmap("flashtile::attention_backward", lib=LIBRARY)
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     count = info.batch_size
     if not _folds(args[10], args[5]):
         made = _map(BACKWARD, count, in_dims, args)
@@ -142,3 +142,7 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         residual = args[8].flatten() if args[8].numel() == 0 else _fold(args[8], in_dims[8], count)
         made = [g.unflatten(0, (count, -1)) for g in BACKWARD(*folded, args[5], *kept, residual, *args[9:])]
     return made, [0] * len(made)
+
+
+torch.library.register_vmap("flashtile::attention", _map_attention, lib=LIBRARY)
+torch.library.register_vmap("flashtile::attention_backward", _map_backward, lib=LIBRARY)

@@ -47,68 +47,86 @@ def _forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    packs, others = _resolved(q, k, v), [t.resolve_neg() for t in others]
-    request = read(text)
-    call = _call(request, packs, others, wanted, floats, ints)
+    packs, rest = _resolved((q, k, v)), _resolved(others)
+    layout = _layout(packs, rest, wanted, text, floats, ints)
     if wanted:
-        call.require_backward()
-    out, lse, *rest = call.forward(_slabs(request, packs), others)
-    residual = _residual(lse, rest, packs[0].dtype)
-    made = [t[0] if request.varlen and t.dim() > 1 else t for t in (out, lse, residual)]
-    return _laid(made[0], dense_strides(made[0].shape, _queries(call.packing, request, packs))), made[1], made[2]
+        layout.call.require_backward()
+    out, lse, *kept = layout.call.forward(layout.slabs(packs), rest)
+    residual = _residual(lse, kept, q.dtype)
+    if layout.varlen:
+        out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
+    return _laid(out, layout.out_strides), lse, residual
 
 
 def _backward(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, text: str, floats: list[float], ints: list[int],
 ) -> list[torch.Tensor]:  # fmt: skip
-    packs, others = _resolved(q, k, v), [t.resolve_neg() for t in others]
-    request = read(text)
-    call = _call(request, packs, others, wanted, floats, ints)
-    kept = [out, lse]
+    packs, rest = _resolved((q, k, v)), _resolved(others)
+    layout = _layout(packs, rest, wanted, text, floats, ints)
+    call, kept = layout.call, [out, lse]
     if len(call.kept) > len(kept):
         kept.append(residual.select(-2, 0) if call.plan.backend == "cpu" else residual)
-    kept, arriving = ([t[None] if request.varlen and t is not None else t for t in some] for some in (kept, (dout, dlse)))
-    needs = [bool(wanted >> i & 1) for i in range(len(packs) + len(others))]
+    if layout.varlen:
+        kept = [t[None] for t in kept]
+        dout, dlse = (None if t is None else t[None] for t in (dout, dlse))
     # operators run where autograd records nothing; formulas of modifiers are differentiated there all the same
     with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        found = call.gradients((*_slabs(request, packs), *others, *kept), arriving[0], arriving[1], needs)
+        found = call.gradients((*layout.slabs(packs), *rest, *kept), dout, dlse, layout.needs)
     made: list[torch.Tensor] = []
-    for i, (tensor, grad) in enumerate(zip((*packs, *others), found, strict=True)):
-        if needs[i]:
+    for i, (tensor, grad) in enumerate(zip((*packs, *rest), found, strict=True)):
+        if layout.needs[i]:
             grad = torch.zeros_like(tensor) if grad is None else grad
             if i < len(packs):
-                grad = _laid(grad[0] if request.varlen else grad, dense_strides(tensor.shape, tensor))
+                grad = _laid(grad[0] if layout.varlen else grad, layout.strides[i])
             made.append(grad)
     return made
 
 
-_CALLS: dict[Any, PreparedCall] = {}
-_MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
+class _Layout:
+    """What is known of calls of one request with tensors of one layout."""
 
+    def __init__(
+        self, packs: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...], wanted: int, text: str, floats: list[float],
+        ints: list[int],
+    ):  # fmt: skip
+        from flashtile.torch.attention import PreparedCall
 
-def _call(
-    request: Request, packs: tuple[torch.Tensor, ...], others: list[torch.Tensor], wanted: int, floats: list[float],
-    ints: list[int],
-) -> PreparedCall:  # fmt: skip
-    """The prepared call, which eager calls share nothing of but the plans."""
-    from flashtile.torch.attention import PreparedCall
-
-    key = (id(request), wanted, *floats, *ints, *((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in packs))
-    key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in others)
-    found = _CALLS.get(key)
-    if found is None:
+        request = read(text)
         named = request.named(packs, others, wanted, floats, ints)
         check(named, request, packs)
-        found = PreparedCall(named.problem, named.options, packs[0].device).packed(named.packing)
-        if len(_CALLS) >= _MOST_CALLS:
-            _CALLS.clear()
-        found.request = request  # whose id stands in the key
-        _CALLS[key] = found
-    if request.lengths and packs[0].device.type == "cpu":
-        lengths = request.named(packs, others, wanted, floats, ints).given
+        self.call: PreparedCall = PreparedCall(named.problem, named.options, packs[0].device).packed(named.packing)
+        self.varlen, self.checks = request.varlen, bool(request.lengths) and packs[0].device.type == "cpu"
+        queries = _queries(named.packing, request, packs)
+        self.out_strides = dense_strides((*queries.shape[:-1], named.problem.head_dim_v), queries)
+        self.strides = [dense_strides(t.shape, t) for t in packs]
+        self.needs = [bool(wanted >> i & 1) for i in range(len(packs) + len(others))]
+
+    def slabs(self, packs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """As plans want them: varlen has a first axis of one."""
+        return tuple(t[None] for t in packs) if self.varlen else packs
+
+
+_LAYOUTS: dict[Any, _Layout] = {}
+_MOST_LAYOUTS = 8192  # remembered; past this the memory is started afresh
+
+
+def _layout(
+    packs: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...], wanted: int, text: str, floats: list[float],
+    ints: list[int],
+) -> _Layout:  # fmt: skip
+    key = (text, wanted, *floats, *ints, packs[0].device)
+    for tensor in (*packs, *others):
+        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
+    found = _LAYOUTS.get(key)
+    if found is None:
+        if len(_LAYOUTS) >= _MOST_LAYOUTS:
+            _LAYOUTS.clear()
+        found = _LAYOUTS[key] = _Layout(packs, others, wanted, text, floats, ints)
+    if found.checks:
+        lengths = read(text).named(packs, others, wanted, floats, ints).given
         assert lengths is not None
-        lengths.check_values({"q": found.problem.span_q, "k": found.problem.span_k})
+        lengths.check_values({"q": found.call.problem.span_q, "k": found.call.problem.span_k})
     return found
 
 
@@ -129,8 +147,9 @@ def _queries(packing: Packing, request: Request, packs: tuple[torch.Tensor, ...]
     return q[0] if request.varlen else q
 
 
-def _resolved(*packs: Maybe) -> tuple[torch.Tensor, ...]:
-    return tuple(t.resolve_neg() for t in packs if t is not None)
+def _resolved(tensors: Sequence[Maybe]) -> tuple[torch.Tensor, ...]:
+    """Those that are there, with their own numbers in memory."""
+    return tuple([t.resolve_neg() if t.is_neg() else t for t in tensors if t is not None])
 
 
 def _residual(lse: torch.Tensor, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -156,7 +175,8 @@ def dense_strides(shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
     order = list(range(like.dim() - 1))
     if 0 not in like.stride():
         order.sort(key=lambda axis: (bool(guard_or_true(like.shape[axis] != 1)), -like.stride(axis), axis))
-    strides, step = [1] * like.dim(), shape[-1]
+    strides: list[Any] = [1] * like.dim()
+    step: Any = shape[-1]
     for axis in reversed(order):
         strides[axis] = step
         step = step * torch.sym_max(shape[axis], 1)
@@ -212,7 +232,7 @@ def _(
 
 
 def _check_sizes(
-    request: Request, packs: tuple[torch.Tensor, ...], others: list[torch.Tensor], wanted: int, floats: list[float],
+    request: Request, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], wanted: int, floats: list[float],
     ints: list[int],
 ) -> None:  # fmt: skip
     """Raise InvalidProblem while tracing, for sizes like those that it was given; none of them becomes a condition."""

@@ -6,6 +6,7 @@ The text holds what compiled code may be specialised on; numbers (scale, window,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -145,8 +146,9 @@ class Request:
         return {"": APART, "qkv": QKV, "kv": KV}[kind]
 
     def named(
-        self, packs: tuple[torch.Tensor, ...], others: list[torch.Tensor], wanted: int, floats: list[float], ints: list[int]
-    ) -> Named:
+        self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], wanted: int, floats: list[float],
+        ints: list[int],
+    ) -> Named:  # fmt: skip
         """The call of these tensors, packs as the schema has them: (total, ...) of varlen.
 
         wanted: bit i says whether the i-th of all tensors is to have a gradient. Raises InvalidProblem as `attention` does.

@@ -51,6 +51,6 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
         for i, tensor in enumerate((*packs, *captured)):
             if tensor.requires_grad or (transformed and requires_grad_below(tensor)):
                 wanted |= 1 << i
-    attend = attend_transformed if transformed else ATTENTION
+    attend: Any = attend_transformed if transformed else ATTENTION
     out, lse, _ = attend(*spread(packs), [*captured, *others], wanted, text, floats, ints)
     return (out, lse) if arguments.get("return_lse") else out
