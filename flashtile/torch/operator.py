@@ -43,7 +43,7 @@ ATTENTION, BACKWARD = torch.ops.flashtile.attention.default, torch.ops.flashtile
 # -- what runs ------------------------------------------------------------------------------------------------------------
 
 
-def _forward(
+def run_forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -58,7 +58,7 @@ def _forward(
     return _laid(out, layout.out_strides), lse, residual
 
 
-def _backward(
+def run_backward(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, text: str, floats: list[float], ints: list[int],
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -190,8 +190,8 @@ def _laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention", run_forward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
 
 
 # -- what is traced -------------------------------------------------------------------------------------------------------
