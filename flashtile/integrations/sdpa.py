@@ -91,8 +91,8 @@ def _backward(
     Of float32 only the CPU backend makes them from no more than that.
     """
     residual = lse.new_zeros(residual_shape(lse.shape, q.dtype))
-    others, *rest = asked
-    return run_backward(dout, None, q, k, v, others, out, lse.contiguous(), residual, *rest)
+    others, wanted, text, floats, ints = asked
+    return run_backward(dout, None, q, k, v, others, out, lse.contiguous(), residual, wanted, text, floats, ints)
 
 
 def _top_left(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Band:
