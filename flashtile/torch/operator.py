@@ -60,10 +60,10 @@ def run_forward(
 
 def run_backward(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
-    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, text: str, floats: list[float], ints: list[int],
+    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     packs, rest = _resolved((q, k, v)), _resolved(others)
-    layout = _layout(packs, rest, wanted, text, floats, ints)
+    layout = _layout(packs, rest, *asked)
     call, kept = layout.call, [out, lse]
     if len(call.kept) > len(kept):
         kept.append(residual.select(-2, 0) if call.plan.backend == "cpu" else residual)
@@ -216,7 +216,7 @@ def _(
 @torch.library.register_fake("flashtile::attention_backward", lib=LIBRARY)
 def _(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
-    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, text: str, floats: list[float], ints: list[int],
+    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     packs = [t for t in (q, k, v) if t is not None]
     made: list[torch.Tensor] = []

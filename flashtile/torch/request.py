@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashtile import __version__
 from flashtile.errors import InvalidProblem
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.blocks import BlockSpec
@@ -47,6 +48,7 @@ def write(
     captured: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     parts = [
+        f"version={__version__}",  # compilers keep graphs on disk by what they call, not by what an operator returns
         f"options={options.backend or ''},{options.backward},{options.deterministic},{options.precision}",
         f"lse={int(return_lse)}",
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashtile.torch.distributed import attend_distributed, is_distributed
 from flashtile.torch.functional import attend_transformed, requires_grad_below
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given
@@ -16,18 +17,25 @@ from flashtile.torch.request import write
 _is_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
-_is_subclass = torch._C._has_torch_function_variadic
+_Plain = frozenset({torch.Tensor})
 _autocasts = torch._C._is_any_autocast_enabled
 
 
 def is_plain(*packs: Any) -> bool:
     """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
-    return not (_is_compiling() or _autocasts() or _modes() or _transforms() or _is_subclass(*packs))
+    if _is_compiling() or _autocasts() or _modes() or _transforms():
+        return False
+    return _Plain.issuperset(map(type, packs)) or not any(map(_is_more, packs))
 
 
 def is_traced(*packs: Any) -> bool:
     """Whether somebody wants to see an operator, or gave what is more than a plain tensor."""
-    return bool(_is_compiling() or _modes() or _transforms() or _is_subclass(*packs))
+    return bool(_is_compiling() or _modes() or _transforms() or any(map(_is_more, packs)))
+
+
+def _is_more(tensor: Any) -> bool:
+    """Whether it is a DTensor, a fake one, or any other that is not just its memory."""
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def autocast(*packs: Any) -> tuple[Any, ...]:
@@ -42,6 +50,8 @@ def _lowered(tensor: torch.Tensor) -> torch.Tensor:
 
 def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
     """What `attention` and its kin return."""
+    if is_distributed(*packs):
+        return attend_distributed(packing, packs, given, **arguments)
     varlen = given is not None and given.varlen
     parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
     check_tensors(parts["q"], parts["k"], parts["v"], given)

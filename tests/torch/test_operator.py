@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,3 +360,69 @@ def test_dlpack_views_are_read_where_they_lie() -> None:
     views = [torch.from_dlpack(t[name].detach()) for name in "qkv"]
     assert [view.data_ptr() for view in views] == [t[name].data_ptr() for name in "qkv"]
     torch.testing.assert_close(flashtile.attention(*views, causal=True), attend(t, causal=True).detach())
+
+
+# -- export, AOTInductor, CUDA graphs -------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Attention between what torch computes itself."""
+
+    def __init__(self, sinks: bool = False) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 96)
+        self.sink = torch.nn.Parameter(torch.randn(4)) if sinks else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.project(x).unflatten(-1, (3, 4, 8))
+        return flashtile.attention_qkvpacked(qkv, causal=True, score=(Softcap(5.0),), sink=self.sink).flatten(2)
+
+
+def test_export_with_any_length(tmp_path: Path) -> None:
+    model, x = Model().eval(), torch.randn(2, 12, 8)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("seqlen", min=2, max=64)}})
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for length in (12, 31):
+        given = torch.randn(2, length, 8)
+        torch.testing.assert_close(loaded(given), model(given))
+
+
+@pytest.mark.slow
+def test_aot_inductor(tmp_path: Path) -> None:
+    """Of a call with a tensor besides q, k, v: AOTInductor (2.13) hands an operator None where a list is empty."""
+    model, x = Model(sinks=True).eval(), torch.randn(2, 12, 8)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("seqlen", min=2, max=64)}})
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        for length in (12, 31):
+            given = torch.randn(2, length, 8)
+            torch.testing.assert_close(loaded(given), model(given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_a_compiled_step(device: torch.device) -> None:
+    """torch.compile's own CUDA graphs, forward and backward, replayed on new inputs."""
+    compiled = torch.compile(partial(attend, causal=True), fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"q": (2, 200, 4, 64), "k": (2, 200, 2, 64), "v": (2, 200, 2, 64)}
+        made = {n: torch.randn(s, generator=generator).to(device, torch.bfloat16).requires_grad_() for n, s in shapes.items()}
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in step(compiled, made)]
+        for a, b in zip(got, step(partial(attend, causal=True), made), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_inductor_on_a_gpu(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"q": (2, 200, 4, 64), "k": (2, 200, 2, 64), "v": (2, 200, 2, 64), "sink": (4,)}
+    made = {n: torch.randn(s, generator=generator).to(device, torch.bfloat16).requires_grad_() for n, s in shapes.items()}
+
+    def function(t: Tensors) -> Any:
+        return attend(t, causal=True, sink=t["sink"], score=(Softcap(9.0),), return_lse=True)
+
+    for a, b in zip(step(torch.compile(function, fullgraph=True), made), step(function, made), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
