@@ -175,13 +175,13 @@ class ScoreSpec:
         name, opened, rest = text.partition("(")
         if not opened or not rest.endswith(")"):
             raise InvalidProblem(f"score modifier is spelled {text!r}; it must be 'name(...)'.")
-        kind = _kind(name)
+        kind = score_named(name)
         parts = [p for p in rest[:-1].split(";") if p]
         scalars = tuple(float(p) for p in parts if ":" not in p)
         return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))
 
 
-def _kind(name: str) -> type[Score]:
+def score_named(name: str) -> type[Score]:
     """The modifier of that name. The library's own are loaded, and so registered, when a name is not known."""
     if name not in Score.kinds:
         package = import_module("flashtile.score")

@@ -65,8 +65,8 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
     used_ptrs = (seqused_q, seqused_k), None where absent.
-    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
-    shared counting the batch entries and heads, n queries or keys.
+    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
+    shared, n), own and shared counting the batch entries and heads, n queries or keys.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
