@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flashtile import ops
+from flashtile.errors import InvalidProblem
 
 
 def apply_rotary(
@@ -61,6 +62,61 @@ def apply_rotary_emb_kv_(
     """kv (batch, seqlen, 2, heads, head_dim); k is written over."""
     ops.rotary(kv[:, :, 0], None, cos, sin, interleaved=interleaved, offset=seqlen_offsets, inplace=True)
     return kv
+
+
+def apply_rotary_emb_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """The same in plain PyTorch, in x's dtype: what flash-attention's tests compare with."""
+    half = cos.shape[-1]
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = turning.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = (first * c - second * s, first * s + second * c)
+    return torch.cat([torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1), rest], -1)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """`flash_attn.layers.rotary.RotaryEmbedding`; scale_base is that of xPos (arXiv 2212.10554).
+
+    It has no buffers: the tables are made, in float32, on the device of what arrives, and `device` is not needed.
+    """
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device: Any = None
+    ):
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self._tables: dict[Any, tuple[torch.Tensor, ...]] = {}
+
+    def tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(cos, sin) of q, or with a scale (cos, sin, cos_k, sin_k), each (seqlen or more, dim / 2); angles are float32."""
+        made = self._tables.get((device, dtype))
+        if made is None or made[0].shape[0] < seqlen:
+            even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+            place = torch.arange(seqlen, device=device, dtype=torch.float32)
+            angle = torch.outer(place, self.base ** (-even / self.dim))
+            made = (angle.cos(), angle.sin())
+            if self.scale_base is not None:
+                power = (place - seqlen // 2) / self.scale_base
+                grown = ((even + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+                made = (made[0] * grown, made[1] * grown, made[0] / grown, made[1] / grown)
+            made = self._tables[device, dtype] = tuple(table.to(dtype) for table in made)
+        return made
+
+    def forward(
+        self, qkv: torch.Tensor, kv: torch.Tensor | None = None, seqlen_offset: int | torch.Tensor = 0,
+        max_seqlen: int | None = None, num_heads_q: int | None = None,
+    ) -> Any:  # fmt: skip
+        """qkv, or (q, kv) where kv is given, written over. max_seqlen: how long tables must be, beside a tensor's offset."""
+        if max_seqlen is None and isinstance(seqlen_offset, torch.Tensor):
+            raise InvalidProblem("seqlen_offset is a tensor and max_seqlen is None; it must be given, for the tables.")
+        length = qkv.shape[1] + seqlen_offset if max_seqlen is None else max_seqlen
+        cos, sin, *of_keys = self.tables(length, qkv.device, qkv.dtype)  # pyright: ignore[reportArgumentType]
+        how: Any = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
+        if kv is None:
+            for_keys = dict(zip(("cos_k", "sin_k"), of_keys, strict=False))
+            return apply_rotary_emb_qkv_(qkv, cos, sin, **for_keys, num_heads_q=num_heads_q, **how)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **how)
+        return q, apply_rotary_emb_kv_(kv, of_keys[0] if of_keys else cos, of_keys[1] if of_keys else sin, **how)
 
 
 def rotary_emb_apply_rotary(
