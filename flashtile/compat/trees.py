@@ -23,7 +23,11 @@ NORMS = (
     "dropout_add_layer_norm", "dropout_add_layer_norm_subset", "dropout_add_layer_norm_parallel_residual",
     "DropoutAddLayerNorm",
 )  # fmt: skip
-RMS_NORMS = ("dropout_add_rms_norm", "dropout_add_rms_norm_subset", "dropout_add_rms_norm_parallel_residual")
+RMS_NORMS = (
+    "dropout_add_rms_norm", "dropout_add_rms_norm_subset", "dropout_add_rms_norm_parallel_residual", "DropoutAddRMSNorm",
+    "RMSNorm",
+)  # fmt: skip
+TRITON_NORMS = ("layer_norm_fn", "rms_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_ref")
 ROTARY = (
     "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_qkv_", "apply_rotary_emb_kv_", "apply_rotary_emb_torch",
     "RotaryEmbedding",
@@ -50,7 +54,7 @@ TREES: dict[str, dict[str, Sources]] = {
         "flash_attn.ops.fused_dense": (("fused_dense", ("fused_dense_func", "fused_mlp_func", "FusedDense", "FusedMLP")),),
         "flash_attn.ops.triton": (),
         "flash_attn.ops.triton.cross_entropy": (("cross_entropy", ("cross_entropy_loss",)),),
-        "flash_attn.ops.triton.layer_norm": (("layer_norm", ("layer_norm_fn", "rms_norm_fn")),),
+        "flash_attn.ops.triton.layer_norm": (("layer_norm", TRITON_NORMS),),
         "flash_attn.ops.triton.rotary": (("rotary", ("apply_rotary",)),),
         "flash_attn_2_cuda": (("flash_attn_passes", tuple(f"{n}=flash_attn_gpu.{n}" for n in
                                ("fwd", "varlen_fwd", "bwd", "varlen_bwd"))),),
