@@ -22,6 +22,7 @@ from flashtile import (
     Options,
     Prefix,
     Softcap,
+    TopLeft,
 )  # fmt: skip
 from tests.relative_bias import RelativeBias
 
@@ -88,6 +89,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     ),
     "holes": holes,
     "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
+    "top-left": lambda case, device: TopLeft(),
     "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),
     "document-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)),
     "holes-blocks": lambda case, device: blocks(case, device, holes(case, device), (32, 32)),

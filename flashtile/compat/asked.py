@@ -12,6 +12,7 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.score.alibi import Alibi
 from flashtile.score.softcap import Softcap
 from flashtile.spec.dropout import Dropout
+from flashtile.spec.mask import Band
 from flashtile.spec.options import DEFAULT, Options
 
 DETERMINISTIC = Options(deterministic=True)
@@ -27,9 +28,21 @@ def window_of(window_size: Any) -> Window | None:
     return None if left is None and right is None else (left, right)
 
 
-def longest(max_seqlen: Any) -> int | None:
+def top_left(causal: Any, seqlen_q: int, seqlen_k: int) -> Band | None:
+    """The mask of a causal order that is counted from the first key."""
+    if not isinstance(causal, bool):
+        raise InvalidProblem(f"causal is {causal!r}; it must be True or False.")
+    return Band(right=seqlen_q - seqlen_k) if causal else None
+
+
+def longest(max_seqlen: Any) -> Any:
     """max_seqlen, which may arrive as a tensor of one number."""
     return int(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else max_seqlen
+
+
+def options(deterministic: bool = False) -> Options:
+    """How to run: no argument of theirs says more."""
+    return DETERMINISTIC if deterministic else DEFAULT
 
 
 def refuse(name: str, reasons: Mapping[str, bool]) -> None:
@@ -50,6 +63,7 @@ class Asked:
     alibi_slopes: torch.Tensor | None = None
     deterministic: bool = False
     dropout_p: float = 0.0
+    mask: Any = None  # besides causal and window_size, one of ours
 
     @property
     def score(self) -> tuple[Any, ...]:
@@ -60,9 +74,8 @@ class Asked:
     def arguments(self, rng_state: torch.Tensor | None = None) -> dict[str, Any]:
         """Those of `flashtile.attention`. rng_state: int64 (2,), the seed of dropout; drawn where it is None."""
         return dict(
-            causal=self.causal, window=window_of(self.window_size), score=self.score, scale=self.softmax_scale,
-            dropout=Dropout(self.dropout_p, rng_state) if self.dropout_p else None,
-            options=DETERMINISTIC if self.deterministic else DEFAULT,
+            causal=self.causal, window=window_of(self.window_size), mask=self.mask, score=self.score, scale=self.softmax_scale,
+            dropout=Dropout(self.dropout_p, rng_state) if self.dropout_p else None, options=options(self.deterministic),
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def flash_attn_func(
     dropout; else empty.
     """
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
-    return _answer(asked, return_attn_probs, lambda **how: attention(q, k, v, **how), (q, k))
+    return answer(asked, return_attn_probs, lambda **how: attention(q, k, v, **how), (q, k))
 
 
 def flash_attn_qkvpacked_func(
@@ -38,7 +38,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """As `flash_attn_func`; qkv: (batch, seqlen, 3, heads, head_dim), whose gradient is written as one."""
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
-    return _answer(asked, return_attn_probs, lambda **how: attention_qkvpacked(qkv, **how), (qkv,))
+    return answer(asked, return_attn_probs, lambda **how: attention_qkvpacked(qkv, **how), (qkv,))
 
 
 def flash_attn_kvpacked_func(
@@ -48,7 +48,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:  # fmt: skip
     """As `flash_attn_func`; kv: (batch, seqlen_k, 2, heads_kv, head_dim), whose gradient is written as one."""
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
-    return _answer(asked, return_attn_probs, lambda **how: attention_kvpacked(q, kv, **how), (q, kv))
+    return answer(asked, return_attn_probs, lambda **how: attention_kvpacked(q, kv, **how), (q, kv))
 
 
 def flash_attn_varlen_func(
@@ -61,7 +61,7 @@ def flash_attn_varlen_func(
     refuse_pages("flash_attn_varlen_func", block_table)
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
     most = (longest(max_seqlen_q), longest(max_seqlen_k))
-    return _answer(
+    return answer(
         asked, return_attn_probs,
         lambda **how: attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=most[0], max_seqlen_k=most[1], **how
@@ -77,7 +77,7 @@ def flash_attn_varlen_qkvpacked_func(
     """As `flash_attn_varlen_func`; qkv: (total, 3, heads, head_dim)."""
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
     most = longest(max_seqlen)
-    return _answer(
+    return answer(
         asked, return_attn_probs, lambda **how: attention_qkvpacked(qkv, cu_seqlens=cu_seqlens, max_seqlen=most, **how), (qkv,),
         (cu_seqlens, cu_seqlens), (most, most),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def flash_attn_varlen_kvpacked_func(
     """As `flash_attn_varlen_func`; kv: (total_k, 2, heads_kv, head_dim)."""
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
     most = (longest(max_seqlen_q), longest(max_seqlen_k))
-    return _answer(
+    return answer(
         asked, return_attn_probs,
         lambda **how: attention_kvpacked(
             q, kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=most[0], max_seqlen_k=most[1], **how
@@ -116,10 +116,11 @@ def refuse_pages(name: str, table: Any) -> None:
     refuse(name, {"a table of pages is given; there is no paged key/value cache yet": table is not None})
 
 
-def _answer(
+def answer(
     asked: Asked, probabilities: bool, run: Callable[..., Any], packs: tuple[torch.Tensor, ...], cu_seqlens: Any = None,
     longest: Any = None,
 ) -> Any:  # fmt: skip
+    """out of `run`, or (out, lse, S_dmask). packs: qkv, or q and kv, or q and k; the others as in `dropout_signs`."""
     if not probabilities:
         return run(**asked.arguments())
     rng_state = drawn_rng_state(packs[0].device) if asked.dropout_p else None

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, window_of
-from flashtile.reference.attention import positions, visible
+from flashtile.reference.attention import holds, positions, visible
 from flashtile.spec.dropout import keep
-from flashtile.spec.mask import make_mask
+from flashtile.spec.predicate import normal_form
 
 
 def dropout_signs(
@@ -49,8 +49,8 @@ def _item(q: torch.Tensor, k: torch.Tensor, asked: Asked, rng_state: torch.Tenso
     at = at._replace(batch=at.batch + item[0])
     for modifier in asked.score:
         scores = type(modifier).apply(scores, at, modifier.scalars(), modifier.tensors(item[1], heads_q))
-    band = make_mask(asked.causal, window_of(asked.window_size), None)
-    seen = visible(band, seqlen_q, seqlen_k, q.device)
+    band, terms = normal_form(asked.causal, window_of(asked.window_size), asked.mask)
+    seen = visible(band, seqlen_q, seqlen_k, q.device) & holds(terms, at, (item[1], heads_q))
     scores = scores.masked_fill(~seen, -math.inf)
     powers = (scores - scores.amax(-1, keepdim=True)).exp().masked_fill(~seen, 0.0)
     kept = keep(asked.dropout_p, at.batch, at.head, at.row, at.k, heads_q, rng_state)

@@ -36,6 +36,20 @@ PADDING = (
     "index_first_axis", "index_put_first_axis", "index_first_axis_residual", "unpad_input",
     "unpad_input_for_concatenated_sequences", "pad_input",
 )  # fmt: skip
+MODULES = ("get_alibi_slopes", "FlashSelfAttention", "FlashCrossAttention", "SelfAttention", "CrossAttention", "MHA")
+VERSION_1 = (
+    "flash_attn_func", "flash_attn_unpadded_func", "flash_attn_unpadded_kvpacked_func", "flash_attn_unpadded_qkvpacked_func",
+    "flash_attn_unpadded_qkvpacked_split_func",
+)  # fmt: skip
+XFORMERS_OPS = ("AttentionBias", "LowerTriangularMask")
+XFORMERS_FMHA = ("AttentionBias", "BlockDiagonalMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias")
+XFORMERS_BIASES = (
+    *XFORMERS_FMHA, "BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionMask", "BlockDiagonalCausalMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
+    "LowerTriangularFromBottomRightMask",
+)  # fmt: skip
+VERSION_4 = ("flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata")
 
 # Of each library its modules, and the names in each: (module of flashtile.compat, names). A name may be "theirs=ours".
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
@@ -48,6 +62,8 @@ TREES: dict[str, dict[str, Sources]] = {
         "flash_attn.layers.rotary": (("rotary", ROTARY),),
         "flash_attn.losses": (),
         "flash_attn.losses.cross_entropy": (("cross_entropy", ("CrossEntropyLoss",)),),
+        "flash_attn.modules": (),
+        "flash_attn.modules.mha": (("mha", MODULES), ("rotary", ("RotaryEmbedding",))),
         "flash_attn.ops": (),
         "flash_attn.ops.layer_norm": (("layer_norm", NORMS),),
         "flash_attn.ops.rms_norm": (("layer_norm", RMS_NORMS),),
@@ -56,11 +72,38 @@ TREES: dict[str, dict[str, Sources]] = {
         "flash_attn.ops.triton.cross_entropy": (("cross_entropy", ("cross_entropy_loss",)),),
         "flash_attn.ops.triton.layer_norm": (("layer_norm", TRITON_NORMS),),
         "flash_attn.ops.triton.rotary": (("rotary", ("apply_rotary",)),),
+        "flash_attn.cute": (("flash_attn_4", VERSION_4),),
+        "flash_attn.cute.interface": (("flash_attn_4", VERSION_4),),
+        "flash_attn.utils": (),
+        "flash_attn.utils.generation": (("mha", ("InferenceParams",)),),
         "flash_attn_2_cuda": (("flash_attn_passes", tuple(f"{n}=flash_attn_gpu.{n}" for n in
                                ("fwd", "varlen_fwd", "bwd", "varlen_bwd"))),),
     },
+    "flash_attn 1": {
+        "flash_attn": (),
+        "flash_attn.bert_padding": (("bert_padding", PADDING[:2] + PADDING[5:]), ("flash_attn_1", ("unpad_input",))),
+        "flash_attn.flash_attention": (("flash_attn_1", ("FlashAttention", "FlashMHA")),),
+        "flash_attn.flash_attn_interface": (("flash_attn_1", VERSION_1),),
+        "flash_attn.flash_blocksparse_attention": (
+            ("blocksparse", ("FlashBlocksparseAttention", "FlashBlocksparseMHA")),
+        ),
+        "flash_attn.flash_blocksparse_attn_interface": (
+            ("blocksparse", ("convert_blockmask", "flash_blocksparse_attn_func")),
+        ),
+        "rotary_emb": (("rotary", ("apply_rotary=rotary_emb_apply_rotary",)),),
+        "xentropy_cuda_lib": (("cross_entropy", ("forward", "backward")),),
+    },
+    "xformers": {
+        "xformers": (),
+        "xformers.ops": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_OPS)),
+        "xformers.ops.fmha": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_FMHA)),
+        "xformers.ops.fmha.attn_bias": (("xformers_bias", XFORMERS_BIASES),),
+    },
+    "flash_attn_interface": {
+        "flash_attn_interface": (("flash_attn_3", (*VERSION_4, "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")),),
+    },
 }  # fmt: skip
-VERSIONS = {"flash_attn": "2.8.4"}  # whose names and signatures these are
+VERSIONS = {"flash_attn": "2.8.4", "flash_attn 1": "1.0.9"}  # whose names and signatures these are
 
 _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modules that it stands in for
 

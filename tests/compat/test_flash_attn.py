@@ -228,7 +228,7 @@ def test_extension(place: torch.device) -> None:
     varlen = gpu.varlen_fwd(
         *flat, None, cu, cu, None, None, None, None, 5, 5, *tail[:2], False, *tail[2:], False, None, 0
     )  # fmt: skip
-    close(varlen[0], out[0])
+    torch.testing.assert_close(varlen[0], out[0], rtol=2e-3, atol=2e-3)
     gradients = gpu.varlen_bwd(
         dout[0], *flat, out[0], lse[0], None, None, None, cu, cu, None, 5, 5, *tail[:2], False, *tail[2:], False, None, None
     )  # fmt: skip
