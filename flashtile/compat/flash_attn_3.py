@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, longest, refuse
+from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
 from flashtile.torch.attention import attention
 from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
+from flashtile.torch.lengths import given_lengths
 
 Tensor = torch.Tensor | None
 
@@ -61,6 +63,57 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+def _flash_attn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_new: Tensor = None, v_new: Tensor = None, qv: Tensor = None,
+    out_: Tensor = None, cu_seqlens_q: Tensor = None, cu_seqlens_k: Tensor = None, cu_seqlens_k_new: Tensor = None,
+    seqused_q: Tensor = None, seqused_k: Tensor = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
+    page_table: Tensor = None, kv_batch_idx: Tensor = None, leftpad_k: Tensor = None, rotary_cos: Tensor = None,
+    rotary_sin: Tensor = None, seqlens_rotary: Tensor = None, q_descale: Tensor = None, k_descale: Tensor = None,
+    v_descale: Tensor = None, softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor = None, num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse, two empty tensors), without a graph; dense, or with both cu_seqlens of items one after another."""
+    name = "_flash_attn_forward"
+    _refuse(name, qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    cached = dict(
+        k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
+        leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary,
+        scheduler_metadata=scheduler_metadata,
+    )  # fmt: skip
+    refuse(name, {f"{key} is given; there are no kernels for decoding from a key/value cache yet": value is not None
+                  for key, value in cached.items()})  # fmt: skip
+    _refuse_mixed(name, cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    how: Any = dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=True, **asked.arguments())
+    with torch.no_grad():
+        if cu_seqlens_q is None:
+            out, lse = attention(q, k, v, **how)
+        else:
+            most = dict(max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k))
+            out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **most, **how)
+        return (out if out_ is None else out_.copy_(out)), lse, lse.new_empty(0), lse.new_empty(0)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
+    cu_seqlens_q: Tensor = None, cu_seqlens_k: Tensor = None, sequed_q: Tensor = None, sequed_k: Tensor = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Tensor = None, dk: Tensor = None, dv: Tensor = None,
+    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """sum(dout * out), float32 and as lse lies, after writing the gradients to dq, dk and dv where given."""
+    _refuse("_flash_attn_backward", None, (), 0, 1, sm_margin)
+    _refuse_mixed("_flash_attn_backward", cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, None, deterministic)
+    given = given_lengths(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=sequed_q, seqused_k=sequed_k,
+        max_seqlen_q=longest(max_seqlen_q) if cu_seqlens_q is not None else None,
+        max_seqlen_k=longest(max_seqlen_k) if cu_seqlens_q is not None else None,
+    )  # fmt: skip
+    return backward_pass(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, None, given)
+
+
 def flash_attn_combine(
     out_partial: torch.Tensor, lse_partial: torch.Tensor, out: Tensor = None, out_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +149,11 @@ def flash_attn_with_kvcache(
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
     """Raises NotSupported: it belongs to decoding."""
     refuse("get_scheduler_metadata", {"there are no kernels for decoding from a key/value cache yet": True})
+
+
+def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    refuse(name, {"one of cu_seqlens_q and cu_seqlens_k is None; queries and keys must lie alike":
+                  (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
 
 
 def _refuse(name: str, qv: Any, descales: tuple[Any, ...], attention_chunk: int, num_splits: int, sm_margin: int) -> None:

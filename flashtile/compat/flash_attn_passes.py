@@ -78,7 +78,7 @@ def _flash_attn_backward(
 ) -> torch.Tensor:  # fmt: skip
     """The gradients, written to dq, dk and dv where given; returns softmax_d = sum(dout * out), float32 and as lse lies."""
     asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic, dropout_p)
-    return _backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, rng_state, None)
+    return backward_pass(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, rng_state, None)
 
 
 def _flash_attn_varlen_backward(
@@ -94,21 +94,21 @@ def _flash_attn_varlen_backward(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest(max_seqlen_q),
         max_seqlen_k=longest(max_seqlen_k),
     )  # fmt: skip
-    return _backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, rng_state, given)
+    return backward_pass(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, rng_state, given)
 
 
-def _backward(
+def backward_pass(
     dout: torch.Tensor, inputs: Tensors, made: tuple[torch.Tensor, torch.Tensor], gradients: tuple[torch.Tensor | None, ...],
     asked: Asked, rng_state: torch.Tensor | None, given: Given | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write the gradients; sum(dout * out)."""
+    """sum(dout * out), after writing the gradients that are not None. inputs: q, k, v; made: out, lse; given: their lengths."""
     if asked.dropout_p and rng_state is None:
         raise InvalidProblem(f"dropout_p is {asked.dropout_p} and rng_state is None; it must be what the forward returned.")
     with torch.no_grad():
         out, lse = made
         delta = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
         rows = delta
-        if given is not None:
+        if given is not None and given.varlen:
             inputs, (dout, out, lse, rows) = tuple(t[None] for t in inputs), (t[None] for t in (dout, out, lse, rows))
         inputs = tuple(_as_made(t) for t in inputs)
         call, others = prepare(*inputs, given=given, return_lse=True, **asked.arguments(rng_state))

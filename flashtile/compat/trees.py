@@ -49,6 +49,7 @@ XFORMERS_BIASES = (
     "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
     "LowerTriangularFromBottomRightMask",
 )  # fmt: skip
+VERSION_3 = ("_flash_attn_forward", "_flash_attn_backward", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")
 VERSION_4 = ("flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata")
 
 # Of each library its modules, and the names in each: (module of flashtile.compat, names). A name may be "theirs=ours".
@@ -100,7 +101,7 @@ TREES: dict[str, dict[str, Sources]] = {
         "xformers.ops.fmha.attn_bias": (("xformers_bias", XFORMERS_BIASES),),
     },
     "flash_attn_interface": {
-        "flash_attn_interface": (("flash_attn_3", (*VERSION_4, "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")),),
+        "flash_attn_interface": (("flash_attn_3", (*VERSION_4, *VERSION_3)),),
     },
 }  # fmt: skip
 VERSIONS = {"flash_attn": "2.8.4", "flash_attn 1": "1.0.9"}  # whose names and signatures these are

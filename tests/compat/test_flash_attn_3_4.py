@@ -48,6 +48,53 @@ def test_version_3(through: str, place: torch.device, how: dict[str, Any]) -> No
     agree([qkv], fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4, **how), true)
 
 
+@pytest.mark.parametrize("form", ["dense", "used", "varlen"])
+def test_version_3_passes(through: str, place: torch.device, form: str) -> None:
+    """Forward and backward one by one give what the function and its gradient give."""
+    shapes = [(2, 9, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)]
+    q, k, v = (torch.randn(s if form != "varlen" else (s[0] * s[1], *s[2:])).to(place, torch.float16) for s in shapes)
+    used = torch.tensor([5, 9], dtype=torch.int32, device=place), torch.tensor([7, 0], dtype=torch.int32, device=place)
+    cu = tuple(torch.tensor([0, n, 2 * n], dtype=torch.int32, device=place) for n in (9, 7))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    how: Any = dict(softmax_scale=0.3, softcap=4.0)
+    lengths: dict[str, Any] = {}
+    backward_lengths: dict[str, Any] = {}
+    if form == "dense":
+        true, true_lse = fa3.flash_attn_func(*leaves, window_size=(3, 0), return_attn_probs=True, deterministic=True, **how)
+    else:
+        lengths = dict(seqused_q=used[0], seqused_k=used[1])
+        backward_lengths = dict(sequed_q=used[0], sequed_k=used[1])
+        if form == "varlen":
+            sizes = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=9, max_seqlen_k=torch.tensor(7))
+            lengths, backward_lengths = {**lengths, **sizes}, {**backward_lengths, **sizes}
+            true, true_lse = fa3.flash_attn_varlen_func(
+                *leaves, window_size=(3, 0), return_attn_probs=True, deterministic=True, **lengths, **how
+            )
+        else:
+            true, true_lse = fa4_padded(leaves, used, how)
+    into = torch.empty_like(q)
+    window = dict(window_size_left=3, window_size_right=0)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, out_=into, **lengths, **window, **how)
+    assert out is into
+    assert torch.equal(out, true)
+    assert torch.equal(lse, true_lse)
+    dout = torch.randn_like(out)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    delta = fa3._flash_attn_backward(
+        dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], deterministic=True, **backward_lengths, **window, **how
+    )
+    assert delta.shape == lse.shape
+    for mine, theirs in zip(grads, torch.autograd.grad(true, leaves, dout), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+
+
+def fa4_padded(leaves: list[torch.Tensor], used: Any, how: dict[str, Any]) -> Any:
+    """Version 3 has no padded function of its own; 4 has."""
+    return fa4.flash_attn_varlen_func(
+        *leaves, seqused_q=used[0], seqused_k=used[1], window_size=(3, 0), return_lse=True, deterministic=True, **how
+    )
+
+
 def test_combine(place: torch.device) -> None:
     q, k, v = (torch.randn(1, 8, 2, 16).to(place) for _ in range(3))
     whole, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
@@ -127,6 +174,12 @@ def test_refusals(place: torch.device) -> None:
             fa3.flash_attn_func(q, k, v, **arguments)
         with pytest.raises(NotSupported, match=reason):
             fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, **arguments)
+    for name in ("k_new", "page_table", "leftpad_k", "rotary_cos", "scheduler_metadata"):
+        with pytest.raises(NotSupported, match=f"{name} is given; there are no kernels for decoding"):
+            fa3._flash_attn_forward(q, k, v, **{name: cu})
+    for call in (lambda: fa3._flash_attn_forward(q, k, v, cu_seqlens_q=cu), lambda: fa3._flash_attn_backward(*[q] * 6, cu)):
+        with pytest.raises(NotSupported, match="queries and keys must lie alike"):
+            call()
     with pytest.raises(NotSupported, match="there is no fp8"):
         fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), v_descale=scale)
     with pytest.raises(NotSupported, match="decoding"):
