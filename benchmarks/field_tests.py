@@ -137,6 +137,8 @@ def judge(test: Any, arguments: dict[str, Any]) -> tuple[str, str]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
+        if isinstance(error.__context__, NotSupported):  # the test wanted another error
+            return "refused", str(error.__context__).splitlines()[-1].strip()
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = next((t.line for t in reversed(traceback.extract_tb(error.__traceback__)) if "test_" in t.filename), "")
         return "failed", f"{type(error).__name__}: {error} | {line} | {Path(where.filename).name}:{where.lineno}"[:600]

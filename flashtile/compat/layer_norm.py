@@ -125,14 +125,23 @@ def dropout_add_layer_norm_subset(
     out_subset: torch.Tensor | None = None, rowscale_const: float = 1.0, out_numrows: int = 0, prenorm: bool = False,
     residual_in_fp32: bool = False, return_dropout_mask: bool = False, is_rms_norm: bool = False,
 ) -> Any:  # fmt: skip
-    """`dropout_add_layer_norm` of subsets of rows: 1-based indices (...), 0 for a row that is absent."""
-    shape = x0.shape if x0_subset is None else torch.Size((x0_subset.numel(), x0.shape[-1]))
+    """`dropout_add_layer_norm` of subsets of rows: 1-based indices (...), 0 for a row that is absent.
+
+    z and x have x0's axes but for the first. The mask has x0's shape, and 1 in rows that x0_subset does not name.
+    """
     flat = [None if s is None else s.reshape(-1) for s in (x0_subset, out_subset)]
-    return _dropped(
+    rows = x0.shape[:-1] if flat[0] is None else flat[0].shape
+    made = _dropped(
         is_rms_norm, x0.flatten(0, -2), None if residual is None else residual.flatten(0, -2), weight, bias, dropout_p,
-        epsilon, prenorm, residual_in_fp32, return_dropout_mask, shape=shape, colscale=layerscale,
+        epsilon, prenorm, residual_in_fp32, return_dropout_mask, shape=(*rows, x0.shape[-1]), colscale=layerscale,
         rowscale=rowscale_const, subset=ops.Subset(flat[0], flat[1], None if out_subset is None else out_numrows),
     )  # fmt: skip
+    found = list(made) if isinstance(made, tuple) else [made]
+    if return_dropout_mask and flat[0] is not None:  # from rows of x to rows of x0
+        mask = found[-1].new_ones((x0.shape[:-1].numel() + 1, x0.shape[-1])).index_copy(0, flat[0].long(), found[-1])
+        found[-1] = mask[1:]
+    found = [t.reshape(-1, *x0.shape[1:]) for t in found]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def dropout_add_layer_norm_parallel_residual(

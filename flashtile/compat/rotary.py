@@ -5,6 +5,7 @@ Where those leave a token beyond the tables as it is, these raise, or give NaN (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ def apply_rotary(
     conjugate: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`flash_attn.ops.triton.rotary.apply_rotary`; max_seqlen is not needed."""
-    options = dict(interleaved=interleaved, conjugate=conjugate, offset=seqlen_offsets, cu_seqlens=cu_seqlens, inplace=inplace)
-    return ops.rotary(x, None, cos, sin, **options)  # pyright: ignore[reportArgumentType]
+    options: Any = dict(interleaved=interleaved, conjugate=conjugate, offset=seqlen_offsets, cu_seqlens=cu_seqlens)
+    if not inplace:
+        return ops.rotary(x, None, cos, sin, **options)
+    return _written_over(x, lambda t: ops.rotary(t, None, cos, sin, inplace=True, **options))
 
 
 def apply_rotary_emb(
@@ -42,26 +45,45 @@ def apply_rotary_emb_qkv_(
     """qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of q, k and v, head_dim); q and k are written over."""
     if qkv.dim() == 5:
         heads = keys = qkv.shape[3]
-        flat = qkv.flatten(2, 3)
+    elif num_heads_q is None:
+        raise InvalidProblem("num_heads_q is None and qkv has four axes; it must say how many of its heads are queries.")
     else:
-        assert num_heads_q is not None
         heads, keys = num_heads_q, (qkv.shape[2] - num_heads_q) // 2
-        flat = qkv
     options: dict[str, Any] = dict(interleaved=interleaved, offset=seqlen_offsets, inplace=True)
-    if cos_k is None:
-        ops.rotary(flat[:, :, : heads + keys], None, cos, sin, **options)
-    else:
-        ops.rotary(flat[:, :, :heads], None, cos, sin, **options)
-        ops.rotary(flat[:, :, heads : heads + keys], None, cos_k, sin if sin_k is None else sin_k, **options)
-    return qkv
+
+    def turn(t: torch.Tensor) -> None:
+        flat = t.flatten(2, 3) if t.dim() == 5 else t
+        if cos_k is None:
+            ops.rotary(flat[:, :, : heads + keys], None, cos, sin, **options)
+        else:
+            ops.rotary(flat[:, :, :heads], None, cos, sin, **options)
+            ops.rotary(flat[:, :, heads : heads + keys], None, cos_k, sin if sin_k is None else sin_k, **options)
+
+    return _written_over(qkv, turn)
 
 
 def apply_rotary_emb_kv_(
     kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, seqlen_offsets: int | torch.Tensor = 0
 ) -> torch.Tensor:
     """kv (batch, seqlen, 2, heads, head_dim); k is written over."""
-    ops.rotary(kv[:, :, 0], None, cos, sin, interleaved=interleaved, offset=seqlen_offsets, inplace=True)
-    return kv
+    options: Any = dict(interleaved=interleaved, offset=seqlen_offsets, inplace=True)
+    return _written_over(kv, lambda t: ops.rotary(t[:, :, 0], None, cos, sin, **options))
+
+
+def _written_over(x: torch.Tensor, turn: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """x after `turn` has written over it; a leaf that wants a gradient, which autograd lets nobody write to, by way of a copy,
+    which is then what is returned.
+    """
+    kept = torch.is_grad_enabled() and x.requires_grad
+    if kept and not torch.compiler.is_compiling():
+        kept = (x._base if x._is_view() else x).is_leaf  # pyright: ignore[reportOptionalMemberAccess]
+    if not kept:
+        turn(x)
+        return x
+    made = x.clone()
+    turn(made)
+    x.detach().copy_(made.detach())
+    return made
 
 
 def apply_rotary_emb_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

@@ -74,6 +74,22 @@ def test_dropout_add_layer_norm() -> None:
     )
     close(h, torch.stack([2 * x0[1], 0 * x0[0], 2 * x0[4], 2 * x0[0]]) + residual[:4])
     close(z, F.layer_norm(h, (16,), w, b)[1:3])
+    deep = torch.randn(3, 2, 16)  # as flash-attention's models have it: some items of a batch, each with all its tokens
+    items = torch.tensor([0, 1, 2, 0, 0, 0, 5, 6, 3, 4], dtype=torch.int32)
+    out_items = torch.tensor([1, 2, 0, 0, 0, 0, 0, 0, 3, 4], dtype=torch.int32)
+    around = torch.randn(5, 2, 16)
+    z, h, mask = layer_norm.dropout_add_layer_norm_subset(
+        deep, around, w, b, 0.5, 1e-5, x0_subset=items, out_subset=out_items, out_numrows=4, prenorm=True,
+        return_dropout_mask=True,
+    )  # fmt: skip
+    assert mask.shape == deep.shape
+    true = around.clone().flatten(0, 1)
+    for row, item in enumerate(items.tolist()):
+        if item:
+            true[row] += 2 * (deep * mask).flatten(0, 1)[item - 1]
+    close(h, true.unflatten(0, (5, 2)))
+    close(z, F.layer_norm(true, (16,), w, b)[[0, 1, 8, 9]].unflatten(0, (2, 2)))
+    assert 0 < mask.float().mean() < 1
     module = layer_norm.DropoutAddLayerNorm(16, prenorm=True, p=0.5).eval()
     close(module(x0, residual), (F.layer_norm(x0 + residual, (16,)), x0 + residual))
 
@@ -132,6 +148,23 @@ def test_rotary() -> None:
     )
     kv = torch.randn(2, 7, 2, 3, 10)
     close(rotary.apply_rotary_emb_kv_(kv.clone(), cos, sin), torch.stack([turn(kv[:, :, 0]), kv[:, :, 1]], 2))
+    for given in (leaf.detach().clone().requires_grad_(), leaf.detach().clone()):  # a leaf is written over all the same
+        before = given.detach().clone()
+        made = rotary.apply_rotary_emb_qkv_(given, cos, sin)
+        close(made, true)
+        close(given, true)
+        if given.requires_grad:
+            (grad,) = torch.autograd.grad((made * weight).sum(), given)
+            close(grad, torch.autograd.grad((true * weight).sum(), leaf, retain_graph=True)[0])
+            given = before.clone().requires_grad_()
+            made = torch.compile(rotary.apply_rotary_emb_qkv_, backend="aot_eager", fullgraph=True)(given, cos, sin)
+            close((made, given.detach()), (true, true))
+            close(torch.autograd.grad((made * weight).sum(), given)[0], grad)
+    with pytest.raises(InvalidProblem, match="num_heads_q is None and qkv has four axes"):
+        rotary.apply_rotary_emb_qkv_(packed, cos, sin)
+    one = x.clone().requires_grad_()
+    close(rotary.apply_rotary_emb(one, cos, sin, inplace=True), turn(x))
+    close(one.detach(), turn(x))
     x1, x2 = x[..., :4].clone(), x[..., 4:8].clone()
     rotary.rotary_emb_apply_rotary(x1, x2, cos[:7, None], sin[:7, None], x1, x2, False)
     close(torch.cat([x1, x2], -1), turn(x)[..., :8])
