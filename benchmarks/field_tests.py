@@ -6,7 +6,7 @@ TESTS is the folder `tests` of flash-attention, fetched for the run (2.8.4 is th
 wheels that the tests import and this Python lacks (einops, pytest). `flashtile.compat.install("flash_attn")` is all that
 stands between the tests and us: nothing else is replaced. Test functions are called with values drawn from their own
 `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several lengths; a process keeps its draws, so
-that each kernel is compiled by one. Writes cases.csv, one line for each case, and prints counts by test and every failure.
+that each kernel is compiled by one. Writes cases.csv, one line for each case, and counts.csv; prints counts and every failure.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,26 @@ def work(options: argparse.Namespace) -> None:
                     torch.cuda.empty_cache()
 
 
-def report(records: list[dict[str, Any]], folder: Path) -> int:
-    """Writes cases.csv, prints counts and failures; how many failed."""
+def report(records: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Writes cases.csv and counts.csv, prints counts and failures; how many failed."""
+    import torch
+
+    from flashtile.bench.machine import facts
+    from flashtile.bench.revision import commit
+
+    folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
+    about = dict(
+        seed=options.seed, **facts(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=commit(Path(__file__).resolve().parent.parent) or options.commit,
+    )  # fmt: skip
+    summed = Counter((r["file"], r["test"], r["outcome"], r["why"] if r["outcome"] == "refused" else "") for r in records)
+    with (folder / "counts.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["file", "test", "outcome", "why", "cases", *about])
+        table.writeheader()
+        for key, cases in sorted(summed.items()):
+            table.writerow(dict(zip(("file", "test", "outcome", "why"), key, strict=True), cases=cases, **about))
     with (folder / "cases.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["file", "test", "outcome", "seconds", "arguments", "why"])
         table.writeheader()
@@ -211,6 +229,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="field-tests")
+    parser.add_argument("--commit", default="", help="the commit of files that were copied without git")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.wheels:
@@ -231,7 +250,7 @@ def main() -> int:
         if process.returncode:
             broken += 1
             print(f"process {i} ended with {process.returncode}: {error[-2000:]}")
-    return int(bool(report(records, Path(options.output)) or broken))
+    return int(bool(report(records, options) or broken))
 
 
 if __name__ == "__main__":
