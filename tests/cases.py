@@ -24,6 +24,7 @@ from flashtile import (
     Softcap,
     TopLeft,
 )  # fmt: skip
+from flashtile.score.relative import Relative
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -36,6 +37,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "softcap30": (None, lambda _: Softcap(30.0)),
     "alibi": (lambda batch, heads, *_: (heads,), Alibi),
     "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
+    "relative": (lambda batch, heads, *_: (batch, heads), Relative),
     "bias": (lambda *scores: scores, Bias),
     "bias-heads": (lambda batch, heads, rows, keys: (heads, rows, keys), Bias),
     "bias-batch": (lambda batch, heads, rows, keys: (batch, 1, rows, keys), Bias),
@@ -293,6 +295,8 @@ def _scores() -> Iterator[Case]:
     yield from variants(Case("alibi-per-batch", score=("alibi-per-batch",), batch=2, heads_q=4, heads_kv=2, causal=True))
     yield from variants(Case("softcap-alibi", score=("softcap", "alibi"), heads_q=3, seqlen_q=65, seqlen_k=40, causal=True))
     yield from variants(Case("alibi-softcap", score=("alibi", "softcap"), heads_q=3, seqlen_q=40, seqlen_k=65, dtype="fp16"))
+    yield from variants(*dtypes(Case("relative", score=("relative",), batch=2, seqlen_q=40, seqlen_k=72)))
+    yield Case("relative-softcap", score=("relative", "softcap"), heads_q=3, seqlen_q=65, seqlen_k=40, dtype="fp16")
     yield Case("alibi-twice", score=("alibi", "softcap30", "alibi-per-batch"), batch=2, causal=True)
     yield Case("alibi-window-empty-rows", score=("alibi",), window=(9, 0), seqlen_q=70, seqlen_k=40)
     yield Case("alibi-fixed", score=("alibi",), fixed_slopes=True, deterministic=True, backward="split")

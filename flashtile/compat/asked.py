@@ -21,6 +21,8 @@ Window = tuple[int | None, int | None]
 
 def window_of(window_size: Any) -> Window | None:
     """A window whose negative distances are unbounded, as ours; it may arrive as a tensor of two numbers."""
+    if isinstance(window_size, tuple) and window_size == (-1, -1):
+        return None
     distances = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     if not isinstance(distances, (tuple, list)) or len(distances) != 2:
         raise InvalidProblem(f"window_size is {window_size!r}; it must be a pair (left, right).")
@@ -52,7 +54,7 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
         raise NotSupported(name, {"flashtile": holding})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: that would be a third of what a call costs here
 class Asked:
     """The arguments that flash-attention's functions have in common."""
 

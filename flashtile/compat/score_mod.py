@@ -1,13 +1,15 @@
 """FlexAttention's `score_mod` functions, as far as they say what a score modifier here says.
 
 The function is called once, with 0-dimensional tensors, and what it does to the score is recorded and recognised: factors,
-`cap * tanh(score / cap)`, and sums with numbers of a captured tensor or of positions. Whatever else it does is refused by
+`cap * tanh(score / cap)`, and sums with elements of a captured tensor, with what is made of either position, or with slope *
+(kv_idx - q_idx). Whatever else it does is refused by
 name: nothing is guessed from values.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashtile.errors import NotSupported
 from flashtile.score.bias import Bias
+from flashtile.score.relative import Relative
 from flashtile.score.softcap import Softcap
 
 INPUTS: tuple[str, ...] = ("score", "batch", "head", "q_idx", "kv_idx")
@@ -55,7 +58,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__.strip("_")
-        if name in ("bool", "item", "tolist", "int", "float", "index"):
+        if func.__name__ in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
             raise _refusal(f"it asks for a value ({name}), which differs from score to score")
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
@@ -95,7 +98,11 @@ def modifiers_of(score_mod: Callable[..., Any], sizes: Sizes, device: torch.devi
         if made and pending != 1.0:
             raise _refusal("it multiplies a changed score")
         whole, pending = whole * pending, 1.0
-        made.append(Bias(_addend(value, sizes, device)))
+        slope = _slope(value)
+        if slope is None:
+            made.append(Bias(_addend(value, sizes, device)))
+        else:
+            made.append(Relative(_addend(slope, sizes, device)[:, :, 0, 0].expand(sizes[0], sizes[1])))
     if made and pending != 1.0:
         raise _refusal("it multiplies a changed score")
     return whole * pending, tuple(made)
@@ -158,10 +165,31 @@ def _element(node: Node) -> tuple[torch.Tensor, tuple[str, ...]] | None:
     return (node.arguments[0], names) if plain else None
 
 
+def _slope(node: Any) -> Any:
+    """s, where a node is s (kv_idx - q_idx) with s the same for all queries and keys; else None."""
+    if not isinstance(node, Node) or node.named:
+        return None
+    name, given = NAMES.get(node.name, node.name), node.arguments
+    if name in ("sub", "rsub") and all(isinstance(i, Input) for i in given):
+        ends = tuple(i.name for i in (given if name == "sub" else given[::-1]))
+        return {("kv_idx", "q_idx"): 1.0, ("q_idx", "kv_idx"): -1.0}.get(ends)
+    if name in ("neg", "to", "float"):
+        inner = _slope(given[0])
+        return Node(operator.neg, "neg", (inner,), {}) if inner is not None and name == "neg" else inner
+    if name in ("mul", "div") and len(given) == 2:
+        for inner, other in (given, given[::-1]) if name == "mul" else (given,):
+            slope = _slope(inner)
+            if slope is not None and not {"q_idx", "kv_idx"} & _inputs(other):
+                return Node(operator.mul if name == "mul" else operator.truediv, name, (slope, other), {})
+    return None
+
+
 def _addend(node: Any, sizes: Sizes, device: torch.device) -> torch.Tensor:
     """What is added, broadcasting to (batch, head, q_idx, kv_idx), with the graph of what was captured."""
     if {"q_idx", "kv_idx"} <= _inputs(node, indexed=False):
-        raise _refusal("it adds a number that is made of each query's and key's position (for ALiBi there is flashtile.Alibi)")
+        raise _refusal(
+            "it adds a number that is made of each query's and key's position of another form than slope * (kv_idx - q_idx)"
+        )
     axes: dict[str, int] = dict(zip(INPUTS[1:], range(4), strict=True))
 
     def value(node: Any) -> Any:

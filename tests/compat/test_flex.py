@@ -32,6 +32,8 @@ def mods(place: torch.device) -> dict[str, tuple[Callable[..., Any], list[torch.
         "head": (lambda s, b, h, q, k: s - heads[h], [heads]),
         "arithmetic": (lambda s, b, h, q, k: (s * 0.5 + torch.exp(heads[h]) * k).to(torch.float32), [heads]),
         "keys": (lambda s, b, h, q, k: torch.add(s, keys[k + 2] * 2) + (q > 2), [keys]),
+        "slope": (lambda s, b, h, q, k: s + heads[h] * (k - q), [heads]),
+        "slopes": (lambda s, b, h, q, k: s - (q - k) * torch.exp2(-(h + 1.0)) / 2 + -(k - q).float(), []),
         "minus": (lambda s, b, h, q, k: heads[h] - s, [heads]),
         "several": (lambda s, b, h, q, k: 3 * torch.tanh((s + rows[k, q]) / 3) + whole[b, h, q, k], [rows, whole]),
     }
@@ -75,7 +77,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "relu": (lambda s, b, h, q, k: s.relu(), "it changes the score by relu"),
     "mask": (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "it changes the score by where"),
     "square": (lambda s, b, h, q, k: s * s, "it uses the score twice"),
-    "positions": (lambda s, b, h, q, k: s + (k - q) * 0.5, "flashtile.Alibi"),
+    "positions": (lambda s, b, h, q, k: s - (k - q).abs() * 0.5, r"of another form than slope \* \(kv_idx - q_idx\)"),
+    "product": (lambda s, b, h, q, k: s + (k - q) * k, "of another form than slope"),
     "by-position": (lambda s, b, h, q, k: s * (q + 1), "something else than a number"),
     "inverse": (lambda s, b, h, q, k: 1.0 / s, "something else than a number"),
     "branch": (lambda s, b, h, q, k: s if q > 3 else s * 2, "it asks for a value"),
