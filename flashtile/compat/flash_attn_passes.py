@@ -112,6 +112,7 @@ def backward_pass(
             inputs, (dout, out, lse, rows) = tuple(t[None] for t in inputs), (t[None] for t in (dout, out, lse, rows))
         inputs = tuple(_as_made(t) for t in inputs)
         call, others = prepare(*inputs, given=given, return_lse=True, **asked.arguments(rng_state))
+        others = tuple(t.detach() for t in others)
         wanted = frozenset(name for name, gradient in zip("qkv", gradients, strict=True) if gradient is not None)
         made = (_as_made(out), _as_made(lse.masked_fill(lse == torch.inf, -torch.inf)))
         if call.plan.backend == "cpu" or len(call.kept) > 2:
@@ -139,7 +140,8 @@ def _backward_again(
         own_out, own_lse = attend(call, others, *leaves)
     weight = torch.where(lse == -torch.inf, 0.0, (own_lse.detach() - lse).exp())
     own_delta = (dout.float() * own_out.detach().float()).sum(-1).transpose(1, 2)
-    grads = ((dout * weight.transpose(1, 2)[..., None]).to(dout.dtype), weight * (own_delta - delta))
+    dlse = torch.where(weight == 0.0, 0.0, weight * (own_delta - delta))  # delta of padding may be anything
+    grads = ((dout * weight.transpose(1, 2)[..., None]).to(dout.dtype), dlse)
     names = [name for name in "qkv" if name in wanted]
     found = torch.autograd.grad((own_out, own_lse), [t for t in leaves if t.requires_grad], grads) if names else ()
     return {f"d{name}": grad for name, grad in zip(names, found, strict=True)}

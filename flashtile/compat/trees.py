@@ -17,6 +17,8 @@ FUNCTIONS = (
 )  # fmt: skip
 PASSES = (
     "_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_forward=_flash_attn_forward", "_wrapped_flash_attn_varlen_forward=_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward=_flash_attn_backward", "_wrapped_flash_attn_varlen_backward=_flash_attn_varlen_backward",
     "_get_block_size_n", "USE_TRITON_ROCM", "flash_attn_gpu",
 )  # fmt: skip
 NORMS = (

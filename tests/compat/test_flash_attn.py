@@ -211,6 +211,20 @@ def test_backward_of_a_ring(through: str, place: torch.device, dtype: torch.dtyp
     torch.testing.assert_close(sum_q.to(dtype), dq, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_slopes_of_the_backward_need_no_gradient(through: str, place: torch.device, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16).to(place, dtype) for _ in range(3))
+    slopes = torch.rand(2, device=place, requires_grad=True)
+    how: Any = (0.0, None, True, -1, -1, 0.0, slopes)
+    out, lse, *_ = passes._flash_attn_forward(q, k, v, *how, False)
+    dv = torch.empty_like(v)
+    passes._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, None, None, dv, *how, False)
+    probabilities = attend(q, k, v, visible(8, 8, -1, 0), slopes=slopes)[2]
+    torch.testing.assert_close(
+        dv.double(), probabilities.sum(2)[..., None].transpose(1, 2).expand(dv.shape), rtol=2e-3, atol=2e-3
+    )
+
+
 def test_extension(place: torch.device) -> None:
     """`flash_attn_2_cuda`: arguments by place, gradients made where none are given, no generator."""
     gpu = passes.flash_attn_gpu
