@@ -22,7 +22,9 @@ from flashtile import (
     Options,
     Prefix,
     Softcap,
+    TopLeft,
 )  # fmt: skip
+from flashtile.score.relative import Relative
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -35,6 +37,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "softcap30": (None, lambda _: Softcap(30.0)),
     "alibi": (lambda batch, heads, *_: (heads,), Alibi),
     "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
+    "relative": (lambda batch, heads, *_: (batch, heads), Relative),
     "bias": (lambda *scores: scores, Bias),
     "bias-heads": (lambda batch, heads, rows, keys: (heads, rows, keys), Bias),
     "bias-batch": (lambda batch, heads, rows, keys: (batch, 1, rows, keys), Bias),
@@ -89,6 +92,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     ),
     "holes": holes,
     "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
+    "top-left": lambda case, device: TopLeft(),
     "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),
     "document-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)),
     "holes-blocks": lambda case, device: blocks(case, device, holes(case, device), (32, 32)),
@@ -301,6 +305,8 @@ def _scores() -> Iterator[Case]:
     yield from variants(Case("alibi-per-batch", score=("alibi-per-batch",), batch=2, heads_q=4, heads_kv=2, causal=True))
     yield from variants(Case("softcap-alibi", score=("softcap", "alibi"), heads_q=3, seqlen_q=65, seqlen_k=40, causal=True))
     yield from variants(Case("alibi-softcap", score=("alibi", "softcap"), heads_q=3, seqlen_q=40, seqlen_k=65, dtype="fp16"))
+    yield from variants(*dtypes(Case("relative", score=("relative",), batch=2, seqlen_q=40, seqlen_k=72)))
+    yield Case("relative-softcap", score=("relative", "softcap"), heads_q=3, seqlen_q=65, seqlen_k=40, dtype="fp16")
     yield Case("alibi-twice", score=("alibi", "softcap30", "alibi-per-batch"), batch=2, causal=True)
     yield Case("alibi-window-empty-rows", score=("alibi",), window=(9, 0), seqlen_q=70, seqlen_k=40)
     yield Case("alibi-fixed", score=("alibi",), fixed_slopes=True, deterministic=True, backward="split")
