@@ -103,9 +103,9 @@ def wants_parts(problem: AttentionProblem) -> bool:
     4096 causal, 12 heads of 64: forward 2.9 ms instead of 3.0, fused backward 7.4 instead of 9.7). Beyond head_dim 128 the
     matrix units' truncation is a bias that no number of elements evens out.
     """
-    large = min(problem.span_q, problem.span_k) >= 1024
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    return problem.dtype is DType.FP32 and problem.precision == "tf32x3" and (wide or not large)
+    if problem.dtype is not DType.FP32 or problem.precision != "tf32x3":
+        return False
+    return max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024
 
 
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:

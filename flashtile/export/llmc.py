@@ -1,0 +1,58 @@
+"""llm.c's attention: problems on its packed layout, and functions with its arguments."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from flashtile.export.attention import AttentionExport, entries
+from flashtile.export.entry import Entry
+from flashtile.spec.attention import AttentionProblem
+
+HEAD_DIMS = (64, 128)
+DTYPES = ("fp32", "fp16", "bf16")
+
+# The order in which `llmc.c` hands over tensors; "stats" where the dtype is fp32.
+FORWARD = ("q", "k", "v", "out", "lse", "stats")
+BACKWARD = ("q", "k", "v", "out", "dout", "lse", "stats", "dq", "dk", "dv")
+
+
+def problems(dtypes: tuple[str, ...] = DTYPES, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[AttentionProblem]:
+    """Causal self-attention, as llm.c has it; batch, lengths and heads stand for any."""
+    return [
+        AttentionProblem.parse(f"attention(q=8x1024x12x{d},kv=1024x12x{d},{dtype},band=:0)")
+        for dtype in dtypes
+        for d in head_dims
+    ]
+
+
+def is_llmc(p: AttentionProblem) -> bool:
+    """Whether the functions with llm.c's arguments compute this problem."""
+    return p.spell() in {q.spell() for q in problems((p.dtype.value,), (p.head_dim,))}
+
+
+def name_of(p: AttentionProblem) -> str:
+    return f"llmc_{p.dtype.value}_{p.head_dim}"
+
+
+def llmc_entries(exported: list[AttentionProblem]) -> list[Entry]:
+    return [entry for p in exported for entry in entries(name_of(p), AttentionExport(p, "llmc"))]
+
+
+def declarations() -> str:
+    """For the header."""
+    return (files("flashtile.export") / "llmc.h").read_text()
+
+
+def functions(exported: list[AttentionProblem]) -> str:
+    """For the C file."""
+    rows = [
+        f"    {{FLASHTILE_{p.dtype.value.upper()}, {p.head_dim}, {p.dtype.size_bytes}, {int(p.dtype.value == 'fp32')}, "
+        f"&{name_of(p)}_forward_entry, &{name_of(p)}_backward_entry}},"
+        for p in exported
+    ]
+    names = ", ".join(f"{p.dtype.value} {p.head_dim}" for p in exported)
+    table = [
+        "static const struct packed packed_problems[] = {", *rows, "};",
+        f'static const char packed_names[] = "{names}";', "",
+    ]  # fmt: skip
+    return (files("flashtile.export") / "llmc.c").read_text().replace("@TABLE@", "\n".join(table))
