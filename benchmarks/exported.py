@@ -74,8 +74,8 @@ class Exported:
     def backward(self, dtype: str, sizes: Sizes, t: Tensors) -> Callable[[], None]:
         function = self.library.flashtile_attention_backward
         given = (
-            CODES[dtype], *_addresses(t, "dinp", "dout", "inp", "out", "stats", "scratch"), ctypes.c_size_t(t["scratch"].numel()),
-            *map(ctypes.c_int64, sizes),
+            CODES[dtype], *_addresses(t, "dinp", "dout", "inp", "out", "stats", "scratch"),
+            ctypes.c_size_t(t["scratch"].numel()), *map(ctypes.c_int64, sizes),
         )  # fmt: skip
         return lambda: _check(function(*given, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
 

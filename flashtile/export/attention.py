@@ -54,7 +54,7 @@ class AttentionExport:
         if self.layout == "llmc":
             if p.group != 1 or p.head_dim != p.head_dim_v or p.seqlen_q != p.seqlen_k:
                 raise InvalidProblem(
-                    f"layout is 'llmc' and the problem {p.spell()}; its q, k and v must have the same heads, head_dim and length."
+                    f"layout is 'llmc' and the problem {p.spell()}; its q, k and v must have equal heads, head_dim and length."
                 )
         if reasons:
             raise NotSupported(p.spell(), {"export": reasons})
@@ -158,10 +158,12 @@ def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]
             yield batch, seqlen_q, seqlen_k, heads
 
 
-def select(problem: AttentionProblem, device: Device, variant: Variant | None) -> Backend:
-    """The first backend for a GPU that runs it, as `dispatch.select` finds it, for sizes that are not known as well."""
+def select(
+    problem: AttentionProblem, device: Device, variant: Variant | None, backends: tuple[Backend, ...] = GPU_BACKENDS
+) -> Backend:
+    """The first of the backends that runs it, as `dispatch.select` finds it, for sizes that are not known as well."""
     reasons: dict[str, list[str]] = {}
-    for backend in GPU_BACKENDS:
+    for backend in backends:
         reasons[backend.name] = backend.unsupported(problem, device, variant)
         if not reasons[backend.name]:
             return backend
@@ -188,7 +190,9 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
         problem = export.at(sizes)
         device = replace(device, sm_count=sizes["sm_count"])
         gradients = Gradients(dlse=problem.returns_lse)
-        backend = select(problem, device, export.variant)
+        # Hopper's own takes its order from the sizes at compile time where it has to be repeatable.
+        backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if problem.deterministic else GPU_BACKENDS
+        backend = select(problem, device, export.variant, backends)
         return backend.backward(problem, device, gradients, export.variant)
 
     scheduled = export.problem if export.scheduled else None

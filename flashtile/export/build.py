@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path as FilePath
 from typing import Any
 
-import triton
+from triton import knobs
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
 from flashtile.errors import NotSupported
@@ -72,7 +72,7 @@ def compile_all(jobs: list[Job], workers: int, report: Callable[[str], None]) ->
 
 def _compile(index: int) -> Binary:
     call, special, device = _jobs[index]
-    triton.knobs.compilation.disable_line_info = True  # three quarters of a binary
+    knobs.compilation.disable_line_info = True  # three quarters of a binary
     compiled = compile_kernel(call, special, device)
     told = compiled.metadata
     if told.global_scratch_size or told.profile_scratch_size or told.num_ctas != 1 or told.launch_cooperative_grid:

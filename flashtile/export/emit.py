@@ -12,7 +12,7 @@ from typing import Any
 from flashtile.export import schedule
 from flashtile.export.compile import Specialisation
 from flashtile.export.entry import Entry, Laid, Path, Steps
-from flashtile.export.size import conditions, in_c
+from flashtile.export.size import conditions, in_c, terms_of
 from flashtile.plan.call import Descriptor, KernelCall, Pointer
 from flashtile.spec.dtype import SIZES_BYTES
 
@@ -155,7 +155,7 @@ def _rows(one: Laid) -> str:
     shape, strides = one.buffer.shape, one.strides
     words = 1
     axis = len(shape)
-    while axis and not strides[axis - 1] != words:
+    while axis and terms_of(strides[axis - 1]) == terms_of(words):
         axis -= 1
         words = words * shape[axis]
     rows = 1
@@ -163,7 +163,7 @@ def _rows(one: Laid) -> str:
         rows = rows * n
     pitch = strides[axis - 1] if axis else words
     for i in range(axis - 1):
-        assert strides[i] == strides[i + 1] * shape[i + 1], f"{one.name} lies in more than rows"
+        assert terms_of(strides[i]) == terms_of(strides[i + 1] * shape[i + 1]), f"{one.name} lies in more than rows"
     return ", ".join(map(in_c, (rows, words, pitch)))
 
 

@@ -30,7 +30,7 @@ static uint64_t lse_bytes(int64_t B, int64_t T, int64_t NH) { return ((uint64_t)
 flashtile_status flashtile_attention_bytes(flashtile_dtype dtype, int64_t B, int64_t T, int64_t NH, int64_t C,
                                            size_t *stats_bytes, size_t *scratch_bytes) {
     const int64_t sizes[] = {B, T, NH};
-    const struct packed *p;
+    const struct packed *p = NULL;
     flashtile_status status = find_packed("flashtile_attention_bytes", dtype, NH, C, &p);
     if (status != FLASHTILE_OK) return status;
     if (!stats_bytes || !scratch_bytes) return fail(FLASHTILE_INVALID_ARGUMENT, "flashtile_attention_bytes: a result is NULL");
@@ -42,7 +42,7 @@ flashtile_status flashtile_attention_bytes(flashtile_dtype dtype, int64_t B, int
 flashtile_status flashtile_attention_forward(flashtile_dtype dtype, void *out, void *stats, const void *inp, int64_t B, int64_t T,
                                              int64_t NH, int64_t C, void *stream) {
     const int64_t sizes[] = {B, T, NH};
-    const struct packed *p;
+    const struct packed *p = NULL;
     flashtile_status status = find_packed("flashtile_attention_forward", dtype, NH, C, &p);
     uint64_t tensors[6];
     if (status != FLASHTILE_OK) return status;
@@ -61,7 +61,7 @@ flashtile_status flashtile_attention_backward(flashtile_dtype dtype, void *dinp,
                                               const void *out, const void *stats, void *scratch, size_t scratch_bytes, int64_t B,
                                               int64_t T, int64_t NH, int64_t C, void *stream) {
     const int64_t sizes[] = {B, T, NH};
-    const struct packed *p;
+    const struct packed *p = NULL;
     flashtile_status status = find_packed("flashtile_attention_backward", dtype, NH, C, &p);
     uint64_t tensors[10], part;
     int i, count = 6;

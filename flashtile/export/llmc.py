@@ -7,6 +7,7 @@ from importlib.resources import files
 from flashtile.export.attention import AttentionExport, entries
 from flashtile.export.entry import Entry
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.mask import CAUSAL
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("fp32", "fp16", "bf16")
@@ -26,8 +27,9 @@ def problems(dtypes: tuple[str, ...] = DTYPES, head_dims: tuple[int, ...] = HEAD
 
 
 def is_llmc(p: AttentionProblem) -> bool:
-    """Whether the functions with llm.c's arguments compute this problem."""
-    return p.spell() in {q.spell() for q in problems((p.dtype.value,), (p.head_dim,))}
+    """Whether the functions with llm.c's arguments compute this problem, whose sizes stand for any."""
+    plain = AttentionProblem(p.batch, p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v, p.dtype, CAUSAL)
+    return p == plain
 
 
 def name_of(p: AttentionProblem) -> str:

@@ -16,7 +16,7 @@ def launches(problem: AttentionProblem) -> dict[int, ForwardLaunch]:
     """Every launch that may be chosen for some sizes, by number, from 1 on; `swizzle` is not decided."""
     full, causal = choose.options(problem)
     found = [launch for launch, _ in full]
-    for launch, _ in causal:
+    for launch, _ in causal if problem.mask.right is not None else ():
         found += [replace(launch, resident=False), launch]
     return dict(enumerate(found, 1))
 
