@@ -42,8 +42,8 @@ class Planned:
 
 
 def tensors_of(steps: Steps) -> tuple[Laid, ...]:
-    """What the caller gives, in the order of the C structure."""
-    return tuple(one for one in steps.laid if one.buffer.role != "scratch")
+    """What the caller gives, in the order of the C structure: what is written over another tensor is that tensor."""
+    return tuple(one for one in steps.laid if one.buffer.role != "scratch" and one.buffer.over is None)
 
 
 def scratch_of(steps: Steps) -> tuple[Laid, ...]:
@@ -137,6 +137,9 @@ def _bytes(one: Laid) -> str:
 def _run(p: Planned) -> str:
     steps = p.path.steps
     places = {one.name: i for i, one in enumerate((*tensors_of(steps), *scratch_of(steps)))}
+    for one in steps.laid:
+        if one.buffer.over is not None:
+            places[one.name] = places[one.buffer.over]
     text = "    flashtile_status status = FLASHTILE_OK;\n"
     for one in steps.laid:
         if one.buffer.zeroed:
@@ -285,7 +288,8 @@ def header(planned: Sequence[Planned], declarations: str) -> str:
     for entry in dict.fromkeys(p.entry for p in planned):
         path = next(p.path for p in planned if p.entry is entry)
         sizes = ", ".join(f"int64_t {name}" for name in entry.sizes)
-        members = "".join(_member(one) for one in tensors_of(path.steps))
+        written = {one.buffer.over for one in path.steps.laid}
+        members = "".join(_member(one, one.name in written) for one in tensors_of(path.steps))
         text.append(f"""\
 /* {entry.direction} of {entry.spelling},
    whose sizes come at run time: {", ".join(entry.sizes)}. */
@@ -300,7 +304,7 @@ flashtile_status flashtile_{entry.name}_scratch({sizes}, size_t *bytes);
     return "\n".join(text)
 
 
-def _member(one: Laid) -> str:
+def _member(one: Laid, written: bool) -> str:
     shape, strides = ", ".join(map(in_c, one.buffer.shape)), ", ".join(map(in_c, one.strides))
-    kind = "const void" if one.buffer.role == "input" else "void"
+    kind = "const void" if one.buffer.role == "input" and not written else "void"
     return f"    {kind} *{identifier(one.name)}; /* {one.buffer.dtype} ({shape}), strides ({strides}) */\n"

@@ -11,9 +11,12 @@ from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export import llmc
 from flashtile.export.attention import LAYOUTS, AttentionExport, Layout, entries
+from flashtile.export.companion import CompanionExport, companion_entries
+from flashtile.export.companion import name_of as name_of_companion
 from flashtile.export.entry import Entry
 from flashtile.plan.device import NAMED, Device, named
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.companion import Companion
 
 ARCHITECTURES = tuple(f"sm_{d.arch}" for d in NAMED.values() if d.kind == "cuda")
 
@@ -90,6 +93,10 @@ def export(
     made: list[Entry] = []
     packed: list[AttentionProblem] = []
     for name, spelling in map(read, request.problems):
+        if not spelling.startswith("attention("):
+            companion = Companion.parse(spelling)
+            made += companion_entries(name or name_of_companion(companion), CompanionExport(companion))
+            continue
         problem = AttentionProblem.parse(spelling)
         if name is None and request.layout == "llmc" and llmc.is_llmc(problem):
             packed.append(problem)

@@ -319,11 +319,19 @@ def _atom_in_c(atom: Atom) -> tuple[str, int]:
     return f"quotient_down({in_c(numerator)}, {denominator})", 1
 
 
+def _sign(term: tuple[Monomial, int]) -> int:
+    """Of a term as `in_c` writes it."""
+    sign = 1 if term[1] > 0 else -1
+    for atom in term[0]:
+        sign *= _atom_in_c(atom)[1]
+    return sign
+
+
 def guard_in_c(guard: Guard) -> str:
     """A condition in C, with nothing negative on either side."""
     signs = {("==", True): "==", ("==", False): "!=", ("<", True): "<", ("<", False): ">="}
-    left = tuple(term for term in guard.terms if term[1] > 0)
-    right = tuple((m, -c) for m, c in guard.terms if c < 0)
+    left = tuple(term for term in guard.terms if _sign(term) > 0)
+    right = tuple((m, -c) for m, c in guard.terms if _sign((m, c)) < 0)
     return f"{in_c(left)} {signs[guard.kind, guard.holds]} {in_c(right)}"
 
 

@@ -33,6 +33,7 @@ triton.knobs.compilation.disable_line_info = True  # as exported kernels are com
 from flashtile.export import schedule  # noqa: E402
 from flashtile.export.attention import AttentionExport, entries, select  # noqa: E402
 from flashtile.export.build import build, write  # noqa: E402
+from flashtile.export.companion import CompanionExport, companion_entries  # noqa: E402
 from flashtile.export.compile import compile_call  # noqa: E402
 from flashtile.export.emit import identifier, scratch_of, tensors_of  # noqa: E402
 from flashtile.export.entry import Entry, steps_of  # noqa: E402
@@ -41,6 +42,7 @@ from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall, Plan  # noqa: E402
 from flashtile.plan.device import H100, Device  # noqa: E402
 from flashtile.spec.attention import AttentionProblem  # noqa: E402
+from flashtile.spec.companion import Companion  # noqa: E402
 from flashtile.spec.dtype import SIZES_BYTES  # noqa: E402
 from flashtile.torch.run import TORCH_DTYPES, KernelLaunch  # noqa: E402
 
@@ -59,10 +61,12 @@ def lines_of(file: Path) -> list[str]:
     return text
 
 
-def own_plan(export: AttentionExport, direction: str, sizes: dict[str, int]) -> Plan:
+def own_plan(entry: Entry, export: AttentionExport | CompanionExport, sizes: dict[str, int]) -> Plan:
     """The plan that the front end runs for these sizes."""
+    if isinstance(export, CompanionExport):
+        return entry.plan(sizes, H100)
     problem = export.at(sizes)
-    if direction == "forward":
+    if entry.direction == "forward":
         return select(problem, H100, None).forward(problem, H100)
     return select(problem, H100, "auto").backward(problem, H100, Gradients(dlse=problem.returns_lse), "auto")
 
@@ -74,6 +78,9 @@ def place(entry: Entry, plan: Plan) -> tuple[dict[str, torch.Tensor], torch.Tens
     sizes = [one.elements * SIZES_BYTES[one.buffer.dtype] for one in scratch_of(steps)]
     offsets = [sum((n + 255) // 256 * 256 for n in sizes[:i]) for i in range(len(sizes) + 1)]
     scratch = torch.empty(offsets[-1], dtype=torch.uint8)
+    for one in steps.laid:
+        if one.buffer.over is not None:
+            tensors[one.name] = tensors[one.buffer.over]
     for one, offset, size in zip(scratch_of(steps), offsets, sizes, strict=False):
         part = scratch[offset : offset + size].view(TORCH_DTYPES[one.buffer.dtype])
         tensors[one.name] = part.view(one.buffer.shape)
@@ -89,9 +96,9 @@ def filled(entry: Entry, plan: Plan, tensors: dict[str, torch.Tensor]) -> list[i
     return [tensors[b.name].numel() for b in plan.buffers if b.zeroed]
 
 
-def compare(library: Any, entry: Entry, export: AttentionExport, numbers: list[int], file: Path) -> None:
+def compare(library: Any, entry: Entry, export: AttentionExport | CompanionExport, numbers: list[int], file: Path) -> None:
     sizes = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": H100.sm_count}
-    plan = own_plan(export, entry.direction, sizes)
+    plan = own_plan(entry, export, sizes)
     tensors, scratch = place(entry, plan)
     expected: list[str] = []
     counts: dict[str, int] = {}
@@ -129,12 +136,14 @@ def compare(library: Any, entry: Entry, export: AttentionExport, numbers: list[i
     print(entry.name, numbers, plan.backend, len(launched))
 
 
-def samples(entry: Entry, export: AttentionExport, sizes: list[list[int]], device: Device) -> list[dict[str, int]]:
+def samples(
+    entry: Entry, export: AttentionExport | CompanionExport, sizes: list[list[int]], device: Device
+) -> list[dict[str, int]]:
     """These sizes with what the run-time finds for them."""
     found: list[dict[str, int]] = []
     for numbers in sizes:
         given = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": device.sm_count}
-        if export.scheduled:
+        if isinstance(export, AttentionExport) and export.scheduled:
             problem = export.at(given)
             launch = choose_forward(problem, device)
             given.update(choice=schedule.number_of(problem, launch), swizzle=launch.swizzle)
@@ -144,10 +153,16 @@ def samples(entry: Entry, export: AttentionExport, sizes: list[list[int]], devic
 
 def main() -> None:
     folder, layout, spelling, *asked = sys.argv[1:]
-    export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
+    export: AttentionExport | CompanionExport
+    if spelling.startswith("attention("):
+        export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
+        made = entries("attention", export)
+    else:
+        export = CompanionExport(Companion.parse(spelling))
+        made = companion_entries("companion", export)
     sizes = [[int(n) for n in text.split("x")] for text in asked]
     # Only the plans of these sizes are compiled; test_paths.py has the others.
-    both = [replace(entry, samples=partial(samples, entry, export, sizes)) for entry in entries("attention", export)]
+    both = [replace(entry, samples=partial(samples, entry, export, sizes)) for entry in made]
     planned = build(both, [H100], 2, lambda line: None)
     source, _ = write(planned, Path(folder))
     library = Path(folder) / "libflashtile_attention.so"

@@ -22,6 +22,10 @@ from tests.export.conftest import ROOT, environment
         ("llmc", "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0)", ("2x1000x3", "2x1024x3")),
         ("bhsd", "attention(q=1x1x4x64,kv=1x1x64,fp16,band=100:0,score=softcap(30.0),lse)", ("2x257x300x2",)),
         ("bshd", "attention(q=1x1x2x32,kv=1x1x32,bf16,score=alibi(1x2:fp32:grad),sink=2:fp32:grad)", ("2x100x130x3",)),
+        ("bshd", "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)", ("1000",)),
+        ("bshd", "cross_entropy(logits=1x5003:bf16,labels=1:int32)", ("1000",)),
+        ("bshd", "cross_entropy(logits=1x512:fp32,labels=1:int32;reduction='mean';eager_gradient=True;inplace=True)", ("50",)),
+        ("bshd", "dense(x=1x64:bf16,weight1=256x64:bf16,bias1=256:bf16)", ("1000",)),
         ("bshd", "attention(q=1x2x2x32,kv=2x1x32,bf16,score=bias(1x2x2x2:bf16:grad),dropout=0.1)", ("2x100x130x3",)),
     ],
 )
