@@ -23,7 +23,10 @@ def environment(**more: str) -> dict[str, str]:
 
 def compile_c(source: Path, output: Path, *flags: str, compiler: str | None = None) -> None:
     """Compile as strictly as users may; no warning is accepted."""
-    command = [compiler or COMPILER or "cc", "-O1", "-Wall", "-Wextra", "-Werror", *flags, str(source), "-o", str(output)]
+    libraries = [flag for flag in flags if flag.startswith("-l")]  # the linker wants them last
+    others = [flag for flag in flags if flag not in libraries]
+    strict = [compiler or COMPILER or "cc", "-O1", "-Wall", "-Wextra", "-Werror"]
+    command = [*strict, *others, str(source), "-o", str(output), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

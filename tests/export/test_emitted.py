@@ -26,6 +26,38 @@ def test_it_compiles_without_a_warning(exported: Path, tmp_path: Path, compiler:
     compile_c(exported / folder / "flashtile_attention.c", tmp_path / "it.o", *compiler[1:], "-c", compiler=compiler[0])
 
 
+def test_the_test_program_compiles(exported: Path, tmp_path: Path) -> None:
+    packed = exported / "packed"
+    extra = ["-std=c99", f"-I{packed}", str(packed / "flashtile_attention.c")]
+    compile_c(ROOT / "examples/llmc/test_attention.c", tmp_path / "test_attention", *extra, *LINK, "-lm")
+
+
+RUNTIME = """
+typedef struct stream *cudaStream_t;
+typedef enum { cudaSuccess } cudaError_t;
+cudaError_t cudaMalloc(void **, size_t);
+cudaError_t cudaFree(void *);
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize("dtype", ["", "-DENABLE_FP32", "-DENABLE_FP16"])
+def test_the_recipe_for_llmc_compiles(exported: Path, tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "cuda_runtime.h").write_text(RUNTIME)
+    (tmp_path / "use.cpp").write_text("""
+#include "attention.cuh"
+void step(void *a, int B, int T, int NH, int C) {
+    create_attention(B, T, NH, C);
+    if (attention_stats_bytes(B, T, NH, C) == 0) return;
+    attention_forward(a, a, a, B, T, NH, C, NULL);
+    attention_backward(a, a, a, a, a, B, T, NH, C, NULL);
+    destroy_attention();
+}
+""")
+    folders = [f"-I{folder}" for folder in (tmp_path, ROOT / "examples/llmc", exported / "packed")]
+    compile_c(tmp_path / "use.cpp", tmp_path / "use.o", "-c", *folders, *dtype.split(), compiler="g++")
+
+
 def program(exported: Path, folder: Path) -> Path:
     made = folder / "program"
     extra = ["-std=c99", "-D_XOPEN_SOURCE=600", "-g", f"-I{exported}", str(exported / "flashtile_attention.c")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -38,11 +37,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.skip("no C compiler, or no NVIDIA GPU")
     folder = tmp_path_factory.mktemp("exported")
     major, minor = torch.cuda.get_device_capability()
-    asked = [word for name, spelling in PROBLEMS.items() for word in ("--problem", f"{name}={spelling}")]
-    command = [sys.executable, "-m", "flashtile", "export", "-o", str(folder), "--arch", f"sm_{major}{minor}", *asked]
-    if shutil.which("flashtile") is None:
-        pytest.importorskip("typer", reason="the command line is not installed")
-    subprocess.run(command, env=environment(), cwd=ROOT, check=True, capture_output=True)
+    asked = tuple(f"{name}={spelling}" for name, spelling in PROBLEMS.items())
+    # In a process of its own, for it forks, and this one uses the GPU.
+    script = f"""
+from pathlib import Path
+from flashtile.export.main import Request, export
+export(Request({asked!r}, ("sm_{major}{minor}",)), Path({str(folder)!r}))
+"""
+    subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, check=True)
     compile_c(folder / "flashtile_attention.c", folder / "it.so", "-std=c99", "-shared", "-fPIC", "-ldl", "-lpthread")
     return load(folder / "it.so")
 
