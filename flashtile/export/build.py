@@ -12,12 +12,13 @@ from typing import Any
 from triton import knobs
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
+from flashtile import _triton
 from flashtile.errors import NotSupported
 from flashtile.export import emit
 from flashtile.export.compile import Specialisation, compile_kernel, specialise
 from flashtile.export.emit import Binary, Planned
 from flashtile.export.entry import Entry, Path, explore
-from flashtile.plan.call import KernelCall
+from flashtile.plan.call import Descriptor, KernelCall
 from flashtile.plan.device import Device
 
 Job = tuple[KernelCall, Specialisation, Device]
@@ -75,6 +76,7 @@ def _compile(index: int) -> Binary:
     knobs.compilation.disable_line_info = True  # three quarters of a binary
     compiled = compile_kernel(call, special, device)
     told = compiled.metadata
+    _check_parameters(call, special, compiled.asm["ptx"])
     if told.global_scratch_size or told.profile_scratch_size or told.num_ctas != 1 or told.launch_cooperative_grid:
         raise NotSupported(call.kernel.fn.__name__, {"export": ["the kernel wants scratch, clusters or a cooperative launch"]})
     maps = tuple(
@@ -83,6 +85,26 @@ def _compile(index: int) -> Binary:
         for m in (getattr(told, "tensordesc_meta", None) or ())
     )  # fmt: skip
     return Binary(index, device.arch, told.name, compiled.asm["cubin"], 32 * told.num_warps, told.shared, maps)
+
+
+def _check_parameters(call: KernelCall, special: Specialisation, ptx: str) -> None:
+    """Raise RuntimeError unless the kernel takes what the C file will pass: Triton promises nothing about that."""
+    declared = ptx.split(".entry", 1)[1].split(")", 1)[0].count(".param")
+    passed = sum(map(_passed, call.args, special.signature.values())) + 2  # Triton's own: scratch, and that of its profiler
+    if declared != passed:
+        raise RuntimeError(
+            f"{call.kernel.fn.__name__} takes {declared} parameters and {passed} would be passed; Triton {_triton.VERSION} "
+            "calls kernels in another way than those that export was written for."
+        )
+
+
+def _passed(arg: Any, kind: Any) -> int:
+    """How many parameters become of an argument."""
+    if isinstance(kind, tuple):
+        return sum(map(_passed, arg, kind))
+    if isinstance(arg, Descriptor):
+        return 1 + 2 * len(arg.block)
+    return int(kind != "constexpr")
 
 
 def write(

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from flashtile.errors import NotSupported
 from flashtile.export import schedule
 from flashtile.export.compile import Specialisation
 from flashtile.export.entry import Entry, Laid, Path, Steps
 from flashtile.export.size import conditions, in_c, terms_of
 from flashtile.plan.call import Descriptor, KernelCall, Pointer
 from flashtile.spec.dtype import SIZES_BYTES
+
+MOST_BUFFERS = 48  # of a plan, as runtime.c has it
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def source(planned: Sequence[Planned], binaries: Sequence[Binary], functions: st
         f'static const char architecture_names[] = "{names}";\n',
     ]
     chooses = [schedule.code()] if any(p.entry.schedule for p in planned) else []
-    return "\n".join([*head, _resource("runtime.c"), *chooses, _helpers(body), body])
+    runtime = _resource("runtime.c").replace("@MOST_BUFFERS@", str(MOST_BUFFERS))
+    return "\n".join([*head, runtime, *chooses, _helpers(body), body])
 
 
 def _resource(name: str) -> str:
@@ -244,6 +248,9 @@ def _entries(planned: Sequence[Planned]) -> str:
     for entry in dict.fromkeys(p.entry for p in planned):
         plans = [i for i, p in enumerate(planned) if p.entry is entry]
         tensors = tensors_of(planned[plans[0]].path.steps)
+        most = max(len(planned[i].path.steps.laid) for i in plans)
+        if most > MOST_BUFFERS:
+            raise NotSupported(entry.spelling, {"export": [f"a plan has {most} buffers; at most {MOST_BUFFERS} are supported"]})
         given = [(one.name, one.buffer.dtype, one.buffer.role) for one in tensors]
         for i in plans:
             found = [(one.name, one.buffer.dtype, one.buffer.role) for one in tensors_of(planned[i].path.steps)]

@@ -225,7 +225,7 @@ struct plan {
     flashtile_status (*run)(struct gpu *gpu, const int64_t *sizes, const uint64_t *at, void *stream);
 };
 
-enum { MOST_SIZES = 12, MOST_BUFFERS = 48 };
+enum { MOST_SIZES = 12, MOST_BUFFERS = @MOST_BUFFERS@ };
 
 struct entry {
     const char *name;
