@@ -10,18 +10,21 @@ import sys
 
 from flashtile.export import schedule
 from flashtile.export.attention import AttentionExport, entries
+from flashtile.export.companion import CompanionExport, companion_entries
 from flashtile.export.entry import Entry, at, explore, steps_of
 from flashtile.plan.device import Device, named
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.companion import Companion
+from tests.export.called import Export
 
 
-def compare(entry: Entry, export: AttentionExport, device: Device, draw: random.Random) -> int:
+def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -> int:
     """How many plans the entry has."""
     paths = explore(entry, device)
     for _ in range(60):
         sizes = {name: draw.choice([1, 2, 128, 1024, draw.randint(1, 5000)]) for name in entry.sizes}
         sizes["sm_count"] = draw.choice([132, 114, 108])
-        if export.scheduled:
+        if isinstance(export, AttentionExport) and export.scheduled:
             choices = schedule.feasible(export.at(sizes)) if device.arch == 90 else [1]
             sizes.update(choice=draw.choice(choices), swizzle=draw.choice([1, 4, 16]))
         fitting = [path for path in paths if path.fits(sizes)]
@@ -32,10 +35,16 @@ def compare(entry: Entry, export: AttentionExport, device: Device, draw: random.
 
 def main() -> None:
     layout, spelling = sys.argv[1:]
-    export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
+    export: Export
+    if spelling.startswith("attention("):
+        export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
+        both = entries("attention", export)
+    else:
+        export = CompanionExport(Companion.parse(spelling))
+        both = companion_entries("companion", export)
     draw = random.Random(0)
     for target in ("sm80", "sm90"):
-        for entry in entries("attention", export):
+        for entry in both:
             print(entry.direction, target, compare(entry, export, named(target), draw))
 
 
