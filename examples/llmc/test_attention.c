@@ -281,7 +281,7 @@ static int run(const problem *p) {
 }
 
 int main(int count, char **words) {
-    static const int64_t shapes[][4] = {{1, 1, 1, 64}, {2, 63, 3, 192}, {1, 64, 2, 128}, {3, 257, 2, 256}, {2, 1000, 4, 256},
+    static const int64_t shapes[][4] = {{1, 1, 1, 64}, {2, 63, 3, 192}, {1, 64, 2, 128}, {3, 257, 2, 128}, {2, 1000, 4, 256},
                                         {8, 1024, 12, 768}, {6, 4096, 12, 768}, {1, 8192, 12, 768}};
     static const char *const dtypes[] = {"fp32", "fp16", "bf16"};
     int wrong = 0, dtype;

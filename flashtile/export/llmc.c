@@ -6,7 +6,14 @@ struct packed {
     int64_t head_dim, element_bytes;
     int maxima;
     const struct entry *forward, *backward;
+    int forward_places[6], backward_places[10]; /* in the entries' tensors, -1 of what they do not have, of: */
 };
+
+enum { Q, K, V, OUT, LSE, MAXIMA, DOUT, DQ, DK, DV };
+
+static void put(uint64_t *tensors, const int *places, int which, uint64_t address) {
+    if (places[which] >= 0) tensors[places[which]] = address;
+}
 
 @TABLE@
 static flashtile_status find_packed(const char *function, flashtile_dtype dtype, int64_t NH, int64_t C, const struct packed **found) {
@@ -44,16 +51,16 @@ flashtile_status flashtile_attention_forward(flashtile_dtype dtype, void *out, v
     const int64_t sizes[] = {B, T, NH};
     const struct packed *p = NULL;
     flashtile_status status = find_packed("flashtile_attention_forward", dtype, NH, C, &p);
-    uint64_t tensors[6];
+    uint64_t tensors[6], part;
+    int i;
     if (status != FLASHTILE_OK) return status;
     if (!inp || !stats)
         return fail(FLASHTILE_INVALID_ARGUMENT, "flashtile_attention_forward: %s is NULL", inp ? "stats" : "inp");
-    tensors[0] = (uint64_t)(uintptr_t)inp;
-    tensors[1] = tensors[0] + (uint64_t)(C * p->element_bytes);
-    tensors[2] = tensors[1] + (uint64_t)(C * p->element_bytes);
-    tensors[3] = (uint64_t)(uintptr_t)out;
-    tensors[4] = (uint64_t)(uintptr_t)stats;
-    tensors[5] = tensors[4] + lse_bytes(B, T, NH);
+    part = (uint64_t)(C * p->element_bytes);
+    for (i = 0; i < 3; i++) put(tensors, p->forward_places, Q + i, (uint64_t)(uintptr_t)inp + (uint64_t)i * part);
+    put(tensors, p->forward_places, OUT, (uint64_t)(uintptr_t)out);
+    put(tensors, p->forward_places, LSE, (uint64_t)(uintptr_t)stats);
+    put(tensors, p->forward_places, MAXIMA, (uint64_t)(uintptr_t)stats + lse_bytes(B, T, NH));
     return execute(p->forward, sizes, tensors, NULL, 0, stream, NULL);
 }
 
@@ -64,16 +71,18 @@ flashtile_status flashtile_attention_backward(flashtile_dtype dtype, void *dinp,
     const struct packed *p = NULL;
     flashtile_status status = find_packed("flashtile_attention_backward", dtype, NH, C, &p);
     uint64_t tensors[10], part;
-    int i, count = 6;
+    int i;
     if (status != FLASHTILE_OK) return status;
     if (!inp || !stats || !dinp)
         return fail(FLASHTILE_INVALID_ARGUMENT, "flashtile_attention_backward: %s is NULL", !inp ? "inp" : !stats ? "stats" : "dinp");
     part = (uint64_t)(C * p->element_bytes);
-    for (i = 0; i < 3; i++) tensors[i] = (uint64_t)(uintptr_t)inp + (uint64_t)i * part;
-    tensors[3] = (uint64_t)(uintptr_t)out;
-    tensors[4] = (uint64_t)(uintptr_t)dout;
-    tensors[5] = (uint64_t)(uintptr_t)stats;
-    if (p->maxima) tensors[count++] = tensors[5] + lse_bytes(B, T, NH);
-    for (i = 0; i < 3; i++) tensors[count++] = (uint64_t)(uintptr_t)dinp + (uint64_t)i * part;
+    for (i = 0; i < 3; i++) {
+        put(tensors, p->backward_places, Q + i, (uint64_t)(uintptr_t)inp + (uint64_t)i * part);
+        put(tensors, p->backward_places, DQ + i, (uint64_t)(uintptr_t)dinp + (uint64_t)i * part);
+    }
+    put(tensors, p->backward_places, OUT, (uint64_t)(uintptr_t)out);
+    put(tensors, p->backward_places, DOUT, (uint64_t)(uintptr_t)dout);
+    put(tensors, p->backward_places, LSE, (uint64_t)(uintptr_t)stats);
+    put(tensors, p->backward_places, MAXIMA, (uint64_t)(uintptr_t)stats + lse_bytes(B, T, NH));
     return execute(p->backward, sizes, tensors, scratch, scratch_bytes, stream, NULL);
 }

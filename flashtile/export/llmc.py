@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from flashtile.export.attention import AttentionExport, entries
+from flashtile.export.emit import Planned, tensors_of
 from flashtile.export.entry import Entry
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
 from flashtile.spec.mask import CAUSAL
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("fp32", "fp16", "bf16")
 
-# The order in which `llmc.c` hands over tensors; "stats" where the dtype is fp32.
+# The tensors, in the order that `llmc.c` counts them by; "stats" is there where the dtype is fp32.
 FORWARD = ("q", "k", "v", "out", "lse", "stats")
-BACKWARD = ("q", "k", "v", "out", "dout", "lse", "stats", "dq", "dk", "dv")
+BACKWARD = (*FORWARD, "dout", "dq", "dk", "dv")
 
 
 def problems(dtypes: tuple[str, ...] = DTYPES, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[AttentionProblem]:
@@ -45,11 +48,19 @@ def declarations() -> str:
     return (files("flashtile.export") / "llmc.h").read_text()
 
 
-def functions(exported: list[AttentionProblem]) -> str:
+def functions(exported: list[AttentionProblem], planned: Sequence[Planned]) -> str:
     """For the C file."""
+
+    def places(name: str, counted: tuple[str, ...]) -> str:
+        steps = next(p.path.steps for p in planned if p.entry.name == name)
+        given = [one.name for one in tensors_of(steps)]
+        assert set(given) <= set(counted), f"{name} takes {given}"
+        return "{" + ", ".join(str(given.index(n) if n in given else -1) for n in counted) + "}"
+
     rows = [
-        f"    {{FLASHTILE_{p.dtype.value.upper()}, {p.head_dim}, {p.dtype.size_bytes}, {int(p.dtype.value == 'fp32')}, "
-        f"&{name_of(p)}_forward_entry, &{name_of(p)}_backward_entry}},"
+        f"    {{FLASHTILE_{p.dtype.value.upper()}, {p.head_dim}, {p.dtype.size_bytes}, {int(p.dtype is DType.FP32)}, "
+        f"&{name_of(p)}_forward_entry, &{name_of(p)}_backward_entry,\n"
+        f"     {places(name_of(p) + '_forward', FORWARD)}, {places(name_of(p) + '_backward', BACKWARD)}}},"
         for p in exported
     ]
     names = ", ".join(f"{p.dtype.value} {p.head_dim}" for p in exported)

@@ -85,9 +85,8 @@ def export(
 
     `report` is told how far it is: compiling takes seconds for each kernel, of which `workers` are compiled at a time.
     """
-    if _triton.VERSION is None or _triton.INTERPRETED:
-        reason = "Triton is not installed" if _triton.VERSION is None else "Triton's interpreter is on (TRITON_INTERPRET=1)"
-        raise NotSupported("export", {"triton": [f"{reason}; kernels cannot be compiled"]})
+    if _triton.INTERPRETED:
+        raise NotSupported("export", {"triton": ["its interpreter is on (TRITON_INTERPRET=1); kernels cannot be compiled"]})
     from flashtile.export.build import build, workers_here, write
 
     made: list[Entry] = []
@@ -110,7 +109,7 @@ def export(
     planned = build(made, request.devices, workers or workers_here(), report)
     if not packed:
         return list(write(planned, folder))
-    return list(write(planned, folder, llmc.declarations(), llmc.functions(packed)))
+    return list(write(planned, folder, llmc.declarations(), llmc.functions(packed, planned)))
 
 
 def _check_names(made: Sequence[Entry]) -> None:
