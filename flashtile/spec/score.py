@@ -126,7 +126,7 @@ class TensorSpec:
     grad: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.shape, default=0) < 0:
+        if any(n < 0 for n in self.shape):
             raise InvalidProblem(f"a captured tensor has shape {self.shape}; its sizes must not be negative.")
         if self.dtype not in (known := [d.value for d in DType]):
             raise InvalidProblem(f"a captured tensor's dtype is {self.dtype!r}; it must be one of {', '.join(known)}.")

@@ -131,8 +131,7 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     small = problem.flops() <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
     if small and device.multiplies_float64:
         return "float64"
-    large = min(problem.span_q, problem.span_k) >= 1024
-    if not large or max(problem.head_dim, problem.head_dim_v) > 128:
+    if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
         return "aligned"
     return "cut" if device.target == "sm90" else "unit"
 
