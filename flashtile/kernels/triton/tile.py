@@ -128,7 +128,8 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     """
     if problem.dtype is not DType.FP32 or problem.precision != "tf32x3":
         return "unit"
-    small = problem.flops() <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
+    flops = 2 * problem.batch * problem.heads_q * problem.span_q * problem.span_k * (problem.head_dim + problem.head_dim_v)
+    small = flops <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
     if small and device.multiplies_float64:
         return "float64"
     if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
