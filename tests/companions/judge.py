@@ -8,7 +8,10 @@ import torch
 
 from flashtile.torch.companion import run
 from tests.companions.cases import Case, Tensors
-from tests.judge import FACTOR, FLOOR_SUM_ULP, FLOOR_ULP
+from tests.judge import FACTOR, FLOOR_ULP
+
+# A sum over all rows, small by itself, has terms of both signs: few roundings decide it.
+FLOOR_SUM_ULP = 16.0
 
 
 def evaluate(function: Callable[[Tensors], Tensors], case: Case, tensors: Tensors) -> Tensors:
