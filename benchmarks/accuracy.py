@@ -1,11 +1,12 @@
 """Judges random GPU cases by the accuracy rule of tests/judge.py, and writes what it found.
 
-    python benchmarks/accuracy.py [--cases 2400] [--seed 0] [--backend hopper] [--dtype fp32 ...]
+    python benchmarks/accuracy.py [--cases 2400] [--seed 0] [--backend hopper] [--dtype fp32 ...] [--numbers 2217 ...]
         [--output benchmarks/results/accuracy.csv]
 
 Lengths, batch and upstream gradients are random; dtype, head dims, mask kind, modifiers, heads and backward variant are
 drawn from a bounded set, so that a run compiles a few hundred kernels and no more. Of error ratios to plain PyTorch's the
 rule bounds the largest (1.5; it counts errors below the floor as being on it), the 99th percentile (1.1) and the mean (1).
+The last part of a case's name is its number: --numbers runs it again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import Gradients
 from flashtile.torch.attention import PreparedCall, make_problem, prepare
+from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import Bound, KernelLaunch, device_of
 from tests.cases import DTYPES, Case, Tensors
 from tests.judge import breaches, expected, measure, measure_lse, run
@@ -75,7 +77,7 @@ def as_hopper_has_it(case: Case) -> Case:
 def refused(case: Case, device: torch.device) -> list[str]:
     """Why the hopper backend does not run a case."""
     tensors = case.tensors(device)
-    arguments = {**case.arguments, "score": case.modifiers(tensors)}
+    arguments = {**case.given(tensors), **case.masks(device)}
     problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=case.options("hopper"))
     hopper = dispatch.backend_named("hopper")
     return hopper.unsupported(problem, device_of(device)) or hopper.unsupported(problem, device_of(device), "fused")
@@ -111,12 +113,13 @@ def specialised(arg: Any) -> Any:
 
 
 def prepared(case: Case, tensors: Tensors, backend: str) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
-    """The call of a case, and the tensors besides q, k, v."""
-    given = case.given({n: t.requires_grad_(not case.fixed_slopes) for n, t in tensors.items() if is_captured(n)})
-    return prepare(
-        *(tensors[n] for n in "qkv"), case.causal, case.window, case.mask, given["score"], case.scale, case.options(backend),
-        sink=given.get("sink"), dropout=given.get("dropout"),
-    )  # fmt: skip
+    """The prepared call of a case, and the tensors besides q, k, v."""
+    for name, tensor in tensors.items():
+        if is_captured(name):
+            tensor.requires_grad_(not case.fixed_slopes)
+    q, k, v = (tensors[n] if case.cu_q is None else tensors[n][None] for n in "qkv")
+    arguments = {**case.given(tensors), **case.masks(q.device), "given": given_lengths(**case.lengths(q.device))}
+    return prepare(q, k, v, **arguments, options=case.options(backend))
 
 
 def is_captured(name: str) -> bool:
@@ -127,6 +130,8 @@ def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[An
     """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
     tensors = case.tensors(device)
     call, captured = prepared(case, tensors, backend)
+    if case.cu_q is not None:  # plans see items one after another as one batch entry
+        tensors = {n: t if is_captured(n) else t[None] for n, t in tensors.items()}
     q, k, v = (tensors[n] for n in "qkv")
     tensors = {n: t for n, t in tensors.items() if not is_captured(n)}
     tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
@@ -177,13 +182,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="triton", choices=[backend.name for backend in dispatch.BACKENDS])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, after which no case is begun")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accuracy.csv"))
     parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
     device = torch.device("cuda", 0)
     start = time.perf_counter()
-    cases = [case for case in (draw(n, chosen.seed) for n in range(chosen.cases)) if case.dtype in chosen.dtype]
+    cases = [
+        case for case in (draw(n, chosen.seed) for n in chosen.numbers or range(chosen.cases)) if case.dtype in chosen.dtype
+    ]
     if chosen.backend == "hopper":
         cases = [case for case in map(as_hopper_has_it, cases) if not refused(case, device)]
     compile_ahead(cases, device, chosen.backend)
@@ -207,6 +215,9 @@ def main() -> int:
             break
     failures = sum(bool(row["breach"]) for row in rows)
     report(rows)
+    for name in ("out", "dq", "dk", "dv", "dscore.0", "dscore.1"):
+        worst = sorted((r for r in rows if f"{name}_ratio" in r), key=lambda r: -r[f"{name}_ratio"])[:5]
+        print(f"worst {name}:", ", ".join(f"{r['name']} {r['dtype']} {r[f'{name}_ratio']:.2f}" for r in worst))
     properties = torch.cuda.get_device_properties(0)
     print(f"{len(rows)} cases, {failures} failures, {properties.name}, torch {torch.__version__}, triton {triton.__version__}")
     rows = [{column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()} for row in rows]

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,7 @@ from benchmarks.record import record
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
 from tests.cases import Case
 from tests.judge import breaches, expected, run
-from tests.pairwise import AXES, all_pairs, choices, pairs_of
+from tests.pairwise import all_pairs, case_of, choices, pairs_of
 
 Row = dict[str, Any]
 BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 4096, 16, 128
@@ -59,9 +58,6 @@ def drawn_cases(count: int) -> list[Case]:
 
 def draw(number: int, choice: dict[str, str]) -> Case:
     dice = random.Random(number)
-    changes: Row = {}
-    for axis, name in choice.items():
-        changes |= AXES[axis][name]
     seqlen_q = dice.choice((dice.randint(2, 90), dice.randint(91, 400)))
     lengths = {
         "equal": (seqlen_q, seqlen_q),
@@ -69,8 +65,8 @@ def draw(number: int, choice: dict[str, str]) -> Case:
         "more-queries": (seqlen_q + dice.randint(1, 200), seqlen_q),
         "one-query": (1, seqlen_q),
     }[choice["lengths"]]
-    changes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "batch": dice.randint(1, 3)}
-    return Case(f"features-{number}-" + "-".join(choice.values()), **changes)
+    name = f"features-{number}-" + "-".join(choice.values())
+    return case_of(name, choice, seqlen_q=lengths[0], seqlen_k=lengths[1], batch=dice.randint(1, 3))
 
 
 def warm(case: Case, index: int) -> str:
@@ -99,7 +95,7 @@ def compile_ahead(cases: list[Case], device: torch.device) -> None:
 
 
 def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
-    """A row per case. A breach counts where it repeats with other numbers: of few elements, luck decides the largest error."""
+    """A row per case."""
     cases = drawn_cases(count)
     start = time.perf_counter()
     compile_ahead(cases, device)
@@ -108,23 +104,17 @@ def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
         if time.perf_counter() > until:
             print("pairs: time is up", flush=True)
             return
-        row: Row = {"section": "pairs", "name": case.name, "tries": 0, "failure": ""}
-        for again in ("", "-again", "-once-more"):
-            once = replace(case, name=case.name + again)
-            try:
-                tensors = once.tensors(device)
-                row |= {"problem": prepared(once, tensors, "triton")[0].problem.spell(), "backend": "triton",
-                        "backward": once.backward}  # fmt: skip
-                row["failure"] = "; ".join(breaches(once, run("triton", once, tensors), *expected(once, tensors)))
-            except RuntimeError as error:
-                if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
-                    raise
-                row["failure"] = f"{type(error).__name__}: {error}"[:300]
-            row["tries"] += 1
-            if not row["failure"]:
-                break
+        row: Row = {"section": "pairs", "name": case.name, "backend": "triton", "backward": case.backward, "failure": ""}
+        try:
+            tensors = case.tensors(device)
+            row["problem"] = prepared(case, tensors, "triton")[0].problem.spell()
+            row["failure"] = "; ".join(breaches(case, run("triton", case, tensors), *expected(case, tensors)))
+        except RuntimeError as error:
+            if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
+                raise
+            row["failure"] = f"{type(error).__name__}: {error}"[:300]
         if row["failure"]:
-            print("BREACH", once, row["failure"], flush=True)
+            print("BREACH", case, row["failure"], flush=True)
         yield row
 
 
@@ -316,8 +306,7 @@ def main() -> int:
         record(chosen.output, rows, device, chosen.commit)
     for name in chosen.sections:
         mine = [row for row in rows if row["section"] == name]
-        tried = sum(row.get("tries", 1) > 1 for row in mine)
-        print(f"{name}: {len(mine)} rows, {sum(bool(row['failure']) for row in mine)} failures, {tried} passed at a later try")
+        print(f"{name}: {len(mine)} rows, {sum(bool(row['failure']) for row in mine)} failures")
     print(torch.cuda.get_device_name(device), "torch", torch.__version__, "triton", triton.__version__)
     return int(any(row["failure"] for row in rows))
 

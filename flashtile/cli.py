@@ -1,4 +1,4 @@
-"""The command line: flashtile demo | bench | explain | tune. Each command imports what it needs when it is called."""
+"""The command line: flashtile demo | bench | explain | export | tune. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -78,6 +78,23 @@ def explain(
 ) -> None:
     """Show which backend, kernels and tiles run a problem, why the others don't, and what it costs at least."""
     Console().print(import_module("flashtile.explanation").explain(spelling, device=device), soft_wrap=True)
+
+
+@app.command()
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for flashtile_attention.c and .h.")],
+    problem: Annotated[
+        list[str], typer.Option(help="'attention(...)', its sizes standing for any, or NAME=...; may be repeated.")
+    ] = [],  # noqa: B006 (typer's way to say "none")
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90, ...; may be repeated.")] = ["sm_80", "sm_90"],  # noqa: B006
+    layout: Annotated[str, typer.Option(help="bshd, bhsd, or llmc: q, k and v in one tensor, as llm.c has them.")] = "bshd",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Kernels compiled at a time; default: one per core.")] = None,
+) -> None:
+    """Write C with compiled kernels in it: attention without Python, PyTorch and cuDNN. Needs no GPU."""
+    main = import_module("flashtile.export.main")
+    request = main.Request(tuple(problem), tuple(arch), layout)
+    for path in main.export(request, output, jobs, lambda line: typer.echo(line, err=True)):
+        typer.echo(path)
 
 
 @app.command()

@@ -22,7 +22,9 @@ from flashtile import (
     Options,
     Prefix,
     Softcap,
+    TopLeft,
 )  # fmt: skip
+from flashtile.score.relative import Relative
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -35,6 +37,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "softcap30": (None, lambda _: Softcap(30.0)),
     "alibi": (lambda batch, heads, *_: (heads,), Alibi),
     "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
+    "relative": (lambda batch, heads, *_: (batch, heads), Relative),
     "bias": (lambda *scores: scores, Bias),
     "bias-heads": (lambda batch, heads, rows, keys: (heads, rows, keys), Bias),
     "bias-batch": (lambda batch, heads, rows, keys: (batch, 1, rows, keys), Bias),
@@ -42,6 +45,7 @@ MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any]
     "bias-keys": (lambda batch, heads, rows, keys: (batch, 1, 1, keys), Bias),
     "bias-rows": (lambda batch, heads, rows, keys: (heads, rows, 1), Bias),
     "bias-each-head": (lambda batch, heads, rows, keys: (1, heads, 1, 1), Bias),
+    "bias-each-item": (lambda batch, heads, rows, keys: (batch, 1, 1, 1), Bias),
     "table": (lambda batch, heads, *_: (heads, 16), RelativeBias),
     "bias-number": (lambda batch, heads, rows, keys: (), Bias),
 }
@@ -88,6 +92,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     ),
     "holes": holes,
     "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
+    "top-left": lambda case, device: TopLeft(),
     "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),
     "document-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)),
     "holes-blocks": lambda case, device: blocks(case, device, holes(case, device), (32, 32)),
@@ -300,6 +305,8 @@ def _scores() -> Iterator[Case]:
     yield from variants(Case("alibi-per-batch", score=("alibi-per-batch",), batch=2, heads_q=4, heads_kv=2, causal=True))
     yield from variants(Case("softcap-alibi", score=("softcap", "alibi"), heads_q=3, seqlen_q=65, seqlen_k=40, causal=True))
     yield from variants(Case("alibi-softcap", score=("alibi", "softcap"), heads_q=3, seqlen_q=40, seqlen_k=65, dtype="fp16"))
+    yield from variants(*dtypes(Case("relative", score=("relative",), batch=2, seqlen_q=40, seqlen_k=72)))
+    yield Case("relative-softcap", score=("relative", "softcap"), heads_q=3, seqlen_q=65, seqlen_k=40, dtype="fp16")
     yield Case("alibi-twice", score=("alibi", "softcap30", "alibi-per-batch"), batch=2, causal=True)
     yield Case("alibi-window-empty-rows", score=("alibi",), window=(9, 0), seqlen_q=70, seqlen_k=40)
     yield Case("alibi-fixed", score=("alibi",), fixed_slopes=True, deterministic=True, backward="split")
@@ -321,14 +328,14 @@ def _biases() -> Iterator[Case]:
 
 
 def _sinks() -> Iterator[Case]:
-    yield from variants(*dtypes(Case("sink-gqa", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
+    yield from variants(*dtypes(Case("sink", heads_q=4, heads_kv=2, seqlen_q=40, seqlen_k=72, sink="fp32")))
     yield from variants(*dtypes(Case("sink-causal", batch=2, causal=True, seqlen_q=70, seqlen_k=70, sink="fp32")))
     yield from variants(Case("sink-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, sink="bf16"))
     yield from variants(Case("sink-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, sink="fp16"))
     yield Case("sink-one-key", sink="fp32", seqlen_k=1, seqlen_q=20)
     yield from variants(Case("sink-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, sink="fp32", dtype="fp16"))
     yield Case("sink-tiny-scale", scale=1e-30, seqlen_k=70, sink="fp32", dtype="bf16")
-    yield Case("sink-fixed", sink="fp32", dtype="fp16", fixed_slopes=True, seqlen_q=70, deterministic=True)
+    yield Case("sink-fixed", sink="fp32", fixed_slopes=True, seqlen_q=70, deterministic=True)
     yield Case("sink-lse", sink="fp32", upstream="lse", seqlen_q=70, seqlen_k=30, causal=True)
 
 
@@ -338,7 +345,7 @@ def _dropouts() -> Iterator[Case]:
     yield from variants(Case("dropout-empty-rows", causal=True, seqlen_q=70, seqlen_k=30, dropout=0.1))
     yield from variants(Case("dropout-lone", window=(0, 0), seqlen_q=33, seqlen_k=40, dropout=0.3))
     yield from variants(Case("dropout-score", score=("softcap", "alibi"), window=(30, 3), heads_q=3, dropout=0.1))
-    yield from variants(*dtypes(Case("dropout-and-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
+    yield from variants(*dtypes(Case("dropout-sink", seqlen_q=33, seqlen_k=50, head_dim_v=24, sink="fp32", dropout=0.1)))
     for score in (
         ("alibi",),
         ("alibi", "softcap"),
@@ -420,14 +427,20 @@ def _features_of_items() -> Iterator[Case]:
     yield from variants(
         replace(uneven, name="varlen-bias-each-head", score=("bias-each-head",), fixed_slopes=True),
         replace(uneven, name="varlen-bias", score=("bias-plane",), fixed_slopes=True, dtype="fp16", refused=refused),
-        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True, refused=refused),
+        replace(uneven, name="varlen-bias-gradient", score=("bias-each-head",), causal=True),
+        replace(uneven, name="varlen-bias-number", score=("bias-number", "softcap"), sink="fp32", dtype="fp16"),
+        replace(uneven, name="varlen-bias-items", score=("bias-each-item",), dropout=0.2),
     )
     padded = Case("padded", batch=3, seqlen_q=40, seqlen_k=72, heads_q=4, heads_kv=2, used_q=(40, 9, 17), used_k=(1, 0, 72))
     yield from variants(*dtypes(replace(padded, name="padded-sink-dropout", sink="fp32", dropout=0.3, causal=True)))
     yield from variants(
         replace(padded, name="padded-bias", score=("bias",), fixed_slopes=True, window=(30, 9)),
-        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16", refused=refused),
+        replace(padded, name="padded-bias-gradient", score=("bias-heads",), dtype="fp16"),
     )
+    for bias in ("bias", "bias-batch", "bias-plane", "bias-keys", "bias-rows", "bias-each-head", "bias-each-item"):
+        yield replace(
+            padded, name=f"padded-{bias}-fp32", score=(bias,), window=(30, 9), backward=("split", "fused")[len(bias) % 2]
+        )
     base = Case("mask", batch=2, seqlen_q=50, seqlen_k=66, heads_q=4, heads_kv=2)
     for mask in ("document", "holes-and-documents", "holes-blocks"):
         yield from variants(replace(base, name=f"mask-{mask}-sink-dropout", mask=mask, sink="fp32", dropout=0.2))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 from tests.cases import Case
@@ -27,7 +28,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "heads": {
         "mha": {"heads_q": 1, "heads_kv": 1, "batch": 2},
         "gqa": {"heads_q": 4, "heads_kv": 2},
-        "mqa": {"heads_q": 3, "heads_kv": 1},
+        "mqa": {"heads_q": 3, "heads_kv": 1, "batch": 3},
     },
     "dims": {
         "16": {"head_dim": 16},
@@ -53,6 +54,15 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sink": {"none": {}, "fp32": {"sink": "fp32"}, "bf16": {"sink": "bf16"}},
     "dropout": {"none": {}, "0.1": {"dropout": 0.1}, "0.5": {"dropout": 0.5}},
+    "where": {
+        "anywhere": {},
+        "document": {"mask": "document"},
+        "prefix": {"mask": "prefix"},
+        "holes": {"mask": "holes-and-documents"},
+        "document-blocks": {"mask": "document-blocks"},
+        "holes-blocks": {"mask": "holes-blocks"},
+    },
+    "items": {"alike": {}, "varlen": {}, "varlen-used": {}, "padded-keys": {}, "padded": {}},  # see `with_items`
     "layout": {name: {"layout": name} for name in ("bshd", "bhsd", "packed", "gaps")},
     "backward": {
         "split": {"backward": "split"},
@@ -68,6 +78,18 @@ IMPOSSIBLE: tuple[Pair, ...] = (
     *((("layout", "packed"), ("lengths", name)) for name in AXES["lengths"] if name != "equal"),
     *((("layout", "packed"), ("heads", name)) for name in AXES["heads"] if name != "mha"),
     *((("layout", "packed"), ("dims", name)) for name in AXES["dims"] if name != "16"),
+    # what triton refuses: lists of blocks are made for one length; under varlen a bias is one number per item and head
+    *(
+        (("items", items), ("where", f"{mask}-blocks"))
+        for items in AXES["items"]
+        if items != "alike"
+        for mask in ("document", "holes")
+    ),
+    *(
+        (("items", items), ("score", score))
+        for items in ("varlen", "varlen-used")
+        for score in ("bias", "bias-heads", "bias-keys", "bias-plane")
+    ),
     # the table's gradient is added atomically: a refusal of its own (tests/test_user_modifier.py)
     (("score", "table"), ("backward", "deterministic")),
 )
@@ -112,10 +134,36 @@ def complete(must: Choice, dice: random.Random) -> Choice:
     return {axis: choice[axis] for axis in AXES}
 
 
+def case_of(name: str, choice: Choice, **sizes: int) -> Case:
+    """The case of a choice; `sizes`: what to change of its lengths and batch."""
+    changes: dict[str, Any] = {}
+    for axis, value in choice.items():
+        changes |= AXES[axis][value]
+    return with_items(Case(name, **{**changes, **sizes}), choice["items"])
+
+
+def with_items(case: Case, items: str) -> Case:
+    """The case with items of uneven lengths, an empty one among them; tokens behind the last item belong to none."""
+
+    def cuts(total: int) -> tuple[int, ...]:
+        return 0, total // 3, total // 3, total // 2, max(total // 2, total - 2)
+
+    def used(total: int, shorter: int) -> tuple[int, ...]:
+        cu = cuts(total)
+        spans = [end - start for start, end in pairwise(cu)] if case.cu_q else [total] * case.batch
+        return tuple((max(span - shorter, 0), span // 2, 0, span)[i % 4] for i, span in enumerate(spans))
+
+    n, m = case.seqlen_q, case.seqlen_k
+    if items.startswith("varlen"):
+        case = replace(case, batch=1, cu_q=cuts(n), cu_k=cuts(m))
+    if items in ("varlen-used", "padded"):
+        case = replace(case, used_q=used(n, 0))
+    if items in ("varlen-used", "padded", "padded-keys"):
+        case = replace(case, used_k=used(m, 3))
+    return case
+
+
 def cases(count: int, seed: int = 0) -> Iterator[Case]:
     """The cases of `choices`."""
     for number, choice in enumerate(choices(count, seed)):
-        changes: dict[str, Any] = {}
-        for axis, name in choice.items():
-            changes |= AXES[axis][name]
-        yield Case(f"pairwise-{seed}-{number}-" + "-".join(choice.values()), **changes)
+        yield case_of(f"pairwise-{seed}-{number}-" + "-".join(choice.values()), choice)

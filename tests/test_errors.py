@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -448,3 +449,9 @@ def test_tensors_on_two_devices() -> None:
     given = good()
     with pytest.raises(InvalidProblem, match="k is on cpu and q is on cuda:0; q, k and v must be on one device"):
         flashtile.attention(given["q"].cuda(), given["k"], given["v"])
+
+
+def test_a_refusal_reaches_another_process_whole() -> None:
+    refusal = pickle.loads(pickle.dumps(flashtile.NotSupported("it", {"triton": ["a reason"]})))
+    assert (refusal.request, refusal.reasons) == ("it", {"triton": ("a reason",)})
+    assert str(refusal) == "no backend can run it:\n  triton: a reason"

@@ -1,1 +1,5 @@
-"""Names and signatures of other libraries, translated; nothing is computed here."""
+"""Names and signatures of other libraries, translated; `install` puts them in those libraries' place."""
+
+from flashtile.compat.trees import install, uninstall
+
+__all__ = ["install", "uninstall"]

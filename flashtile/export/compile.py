@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashtile._triton import tile_layout
-from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
+from flashtile.export.size import Size, divisor
+from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
@@ -45,12 +47,27 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
     """The compiled kernel of one call, specialised as a launch on dense, aligned tensors would be."""
-    buffers = {b.name: b for b in plan.buffers}
+    return compile_kernel(call, specialise(call, {b.name: b for b in plan.buffers}), device)
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What the compiler is told of a call's arguments: types by name, nested as they are, constants and what is a multiple
+    of 16 by path. Of a `Size` it learns what holds for every size.
+    """
+
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    divisible: dict[tuple[int, ...], Any]
+
+
+def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisation:
+    """What a launch of the call on dense, aligned tensors would tell."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}
 
-    def describe(arg: Any, path: tuple[int, ...], specialise: bool = True) -> Any:
+    def describe(arg: Any, path: tuple[int, ...], special: bool = True) -> Any:
         if isinstance(arg, Strides):
             shape = buffers[arg.name].shape
             arg = arg.of(shape, contiguous(shape))
@@ -64,10 +81,14 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
             return descriptor_type(arg, buffers[arg.name].dtype)
         if isinstance(arg, float):
             return "fp32"
-        if arg is None or (arg == 1 and specialise):
+        if isinstance(arg, Size):
+            if divisor(arg.terms) % 16 == 0 and special:
+                divisible[path] = [["tt.divisibility", 16]]
+            return "i32"
+        if arg is None or (arg == 1 and special):
             constants[path] = arg
             return "constexpr"
-        if arg % 16 == 0 and specialise:
+        if arg % 16 == 0 and special:
             divisible[path] = [["tt.divisibility", 16]]
         return "i32" if -(2**31) <= arg < 2**31 else "i64"
 
@@ -77,9 +98,15 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
     for name, value in call.constants:
         signature[name] = "constexpr"
         constants[(names.index(name),)] = value
-    source = source_class(call.kernel)(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = call.options
-    return triton.compile(source, target=gpu_target(device), options=options)
+    return Specialisation(signature, constants, divisible)
+
+
+def compile_kernel(call: KernelCall, special: Specialisation, device: Device) -> Any:
+    """The compiled kernel of a call, as it was specialised."""
+    source = source_class(call.kernel)(
+        call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
+    )
+    return triton.compile(source, target=gpu_target(device), options=call.options)
 
 
 def descriptor_type(descriptor: Descriptor, dtype: str) -> str:

@@ -73,7 +73,8 @@ def problems() -> Iterator[str]:
         for precision in ("tf32x3", "tf32", "ieee"):
             for band in ("", ",band=:0"):
                 yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},fp32{band},{precision})"
-        yield f"attention(q=2x512x8x{head_dim},kv=512x8x{head_dim},fp32,band=:0,tf32x3)"  # small: other products
+        for batch, n, rest in ((16, 512, ""), (1, 200, ""), (1, 200, ",score=softcap(30.0)+alibi(1x8:fp32:grad)")):
+            yield f"attention(q={batch}x{n}x8x{head_dim},kv={n}x8x{head_dim},fp32,band=:0{rest},tf32x3)"  # other products
     for dims in ((80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
         for dtype in ("bf16", "fp32"):
             tail = ",tf32x3" if dtype == "fp32" else ""
@@ -82,6 +83,9 @@ def problems() -> Iterator[str]:
         for score in ("softcap(30.0)", "alibi(2x8:fp32:grad)", "softcap(30.0)+alibi(2x8:fp32:grad)"):
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,score={score})"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
+    for score in ("", "score=bias(1x1x1x1:fp32:grad),", "score=bias(1x4x90x90:fp32:grad),"):
+        yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{score}sink=4:fp32:grad,dropout=0.1,tf32x3)"
+    yield "attention(q=3x90x4x64,kv=90x2x64,fp32,band=9:3,sink=4:fp32:grad,tf32x3,varlen=150x150)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
     for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):
         yield f"attention(q=2x2048x8x{dims[0]},kv=2048x2x{dims[1]},bf16,band=:0)"

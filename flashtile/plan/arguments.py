@@ -36,8 +36,8 @@ def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     chained: list[tuple[Any, ...]] = []
     for i, spec in enumerate(p.score):
         tensors: list[Any] = []
-        for j in range(len(spec.tensors)):
-            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}", broadcast=True)]
+        for j, captured in enumerate(spec.kind.captured):
+            tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}", captured.broadcast)]
         chained.append((*spec.scalars, *tensors))
     if p.dropout is not None:
         chained.append((Pointer("seed"), threshold(p.dropout) - 2**31, 1.0 / (1.0 - p.dropout)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from flashtile.spec.dtype import SIZES_BYTES
 
@@ -44,16 +44,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Strides:
-    """Argument: the strides of a buffer in elements, as a tuple; if `broadcast`, 0 along axes of one element."""
+    """Argument: the strides of a buffer in elements, as a tuple; if `broadcast`, None along axes of one element."""
 
     name: str
     broadcast: bool = False
 
-    def of(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    def of(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int | None, ...]:
         """The argument, given the buffer's shape and strides."""
         if not self.broadcast:
             return tuple(strides)
-        return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+        return tuple(None if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,18 @@ class KernelCall:
         """What Triton is told beside the constants."""
         chosen: dict[str, Any] = dict(num_warps=self.num_warps, num_stages=self.num_stages)
         return chosen if self.contracts else {**chosen, "enable_fp_fusion": False}
+
+    def buffers(self) -> Iterator[str]:
+        """Names of the buffers that it reads and writes."""
+
+        def walk(args: tuple[Any, ...]) -> Iterator[str]:
+            for arg in args:
+                if isinstance(arg, tuple):
+                    yield from walk(cast("tuple[Any, ...]", arg))
+                elif isinstance(arg, (Pointer, Descriptor)):
+                    yield arg.name
+
+        return walk(self.args)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ class Device:
         """Short name of the architecture: sm90, gfx942, cpu."""
         return {"cuda": f"sm{self.arch}", "hip": f"gfx{self.arch}", "cpu": "cpu"}[self.kind]
 
+    @property
+    def multiplies_float64(self) -> bool:
+        """Whether there are matrix units for float64 that Triton uses well; a CPU has no others."""
+        return self.target in ("sm80", "sm90", "cpu")
+
 
 # Named devices for tests, export and the compile-only stage. Shared memory per block: CUDA C programming guide, table
 # of compute capabilities; LDS of CDNA3: AMD's ISA guide. Peaks: vendors' datasheets (dense), H100: measured, see docs.

@@ -13,7 +13,7 @@ from flashtile.spec.score import Captured, Position, Score
 @jit
 def alibi_add(score, at, args, unit):
     strides = args[1]
-    slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(tl.float32)
+    slope = tl.load(args[0] + at.batch * strides[0] + at.head * strides[1]).to(score.dtype)
     return score - (slope * unit) * tl.abs(at.ahead)
 
 

@@ -12,10 +12,12 @@ from flashtile.spec.score import Captured, Position, Score
 
 @jit
 def bias_forward(score, at, args):
-    strides = args[1]
-    element = at.row.to(tl.int64) * strides[2] + at.k.to(tl.int64) * strides[3]
-    head = at.batch.to(tl.int64) * strides[0] + at.head.to(tl.int64) * strides[1]
-    return score + tl.load(args[0] + head + element).to(tl.float32)
+    element = args[0]
+    for axis in tl.static_range(4):
+        if args[1][axis] is not None:
+            index = (at.batch, at.head, at.row, at.k)[axis]
+            element += index.to(tl.int64) * args[1][axis]
+    return score + tl.load(element).to(tl.float32)
 
 
 @jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-SIZES_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "int8": 1, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}  # of plans
+SIZES_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8, "int8": 1, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}  # of plans
 
 
 class DType(str, Enum):

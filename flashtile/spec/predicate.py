@@ -134,7 +134,7 @@ class PredicateSpec:
             if ":" in part:
                 shape, dtype = part.split(":")
                 tensors.append((tuple(int(n) for n in shape.split("x")) if shape else (), dtype))
-        return PredicateSpec(_kind(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
+        return PredicateSpec(predicate_named(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
 
 
 Where = tuple[tuple[PredicateSpec, ...], ...]
@@ -158,7 +158,8 @@ def terms_of(mask: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
 
 
 def _merged(leaves: tuple[Band | Predicate, ...]) -> tuple[Band | Predicate, ...]:
-    band, predicates = FULL, list[Predicate]()
+    band: Band = FULL
+    predicates: list[Predicate] = []
     for leaf in leaves:
         if isinstance(leaf, Band):
             band = band & leaf
@@ -190,7 +191,7 @@ def _looser(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else max(a, b)
 
 
-def _kind(name: str) -> type[Predicate]:
+def predicate_named(name: str) -> type[Predicate]:
     """The predicate of that name. The library's own are loaded, and so registered, when a name is not known."""
     if name not in Predicate.kinds:
         package = import_module("flashtile.predicate")

@@ -8,8 +8,8 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
-`at` is a `Position`; `args` is `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where
-the stride of an axis of size 1 is 0.
+A kernel's scores are float32, or float64 in small fp32 problems (`score.dtype`). `at` is a `Position`; `args` is
+`(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where the stride of an axis of size 1 is 0.
 
 A modifier that says more of itself costs 16-bit kernels less, because its factors join the exponent's multiply-add: one that
 adds something independent of the score has `add(score, at, args, unit)`, a `@jit` function that returns score + unit * what
@@ -62,8 +62,8 @@ class Captured:
     `contribution(grad, score, at, args)`: `@jit` function, the gradient that each score sends to the tensor.
     `index(at, args)`: `@jit` function, the flat element (of the contiguous tensor) that receives it, added atomically.
     Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order. With `broadcast`
-    it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position, stride 0 along
-    axes of size 1, receives what the score sends, summed in a fixed order.
+    it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position
+    receives what the score sends, summed in a fixed order. Kernels get None for its stride along an axis of size 1.
     """
 
     contribution: Callable[..., Any]
@@ -126,7 +126,7 @@ class TensorSpec:
     grad: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.shape, default=0) < 0:
+        if any(n < 0 for n in self.shape):
             raise InvalidProblem(f"a captured tensor has shape {self.shape}; its sizes must not be negative.")
         if self.dtype not in (known := [d.value for d in DType]):
             raise InvalidProblem(f"a captured tensor's dtype is {self.dtype!r}; it must be one of {', '.join(known)}.")
@@ -175,13 +175,13 @@ class ScoreSpec:
         name, opened, rest = text.partition("(")
         if not opened or not rest.endswith(")"):
             raise InvalidProblem(f"score modifier is spelled {text!r}; it must be 'name(...)'.")
-        kind = _kind(name)
+        kind = score_named(name)
         parts = [p for p in rest[:-1].split(";") if p]
         scalars = tuple(float(p) for p in parts if ":" not in p)
         return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))
 
 
-def _kind(name: str) -> type[Score]:
+def score_named(name: str) -> type[Score]:
     """The modifier of that name. The library's own are loaded, and so registered, when a name is not known."""
     if name not in Score.kinds:
         package = import_module("flashtile.score")

@@ -23,10 +23,12 @@ from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.holes import counts, holes
+from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.run import DTYPES, Bound, device_of
+from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,20 +71,35 @@ def attention(
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
-    no key gives out 0 and lse -inf. Raises InvalidProblem for a request without meaning, NotSupported (with every
-    backend's reason) for one that nothing here can run; both before any launch.
+    no key gives out 0 and, without a sink, lse -inf. Raises InvalidProblem for a request without meaning, NotSupported
+    (with every backend's reason) for one that nothing here can run; both before any launch.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
+    moved = None if seqused_q is None and seqused_k is None else holes((q, k, v), seqused_q, seqused_k, mask, score)
     if moved is not None:
-        q, k, v = moved.close(q, k, v)
-        seqused_q, seqused_k = counts(seqused_q), counts(seqused_k)
+        result = attention(
+            *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
+            dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse, options=options,
+        )  # fmt: skip
+        return moved.open(*result) if return_lse else moved.open(result, None)[0]
     given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+    if not is_plain(q, k, v):
+        q, k, v = autocast(q, k, v)
+        if isinstance(q, torch.Tensor) and q.is_nested and q.layout is torch.jagged:
+            from flashtile.torch.jagged import attend_jagged  # it calls attention_varlen, which stands above this module
+
+            return attend_jagged(
+                q, k, v, given, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
+                dropout=dropout, return_lse=return_lse, options=options,
+            )  # fmt: skip
+        if is_traced(q, k, v):
+            return attend_traced(
+                APART, (q, k, v), given, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
+                dropout=dropout, return_lse=return_lse, options=options,
+            )  # fmt: skip
     call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout)
     out, lse = attend(call, others, q, k, v)
-    if moved is not None:
-        out, lse = moved.open(out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -143,6 +160,31 @@ class PreparedCall:
         self.bound_forward.run(tensors)
         return [tensors[name] for name in self.kept]
 
+    def gradients(
+        self, saved: Sequence[torch.Tensor], dout: torch.Tensor | None, dlse: torch.Tensor | None, needs: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned."""
+        names = self.packing.names
+        packs, rest = tuple(saved[: len(names)]), saved[len(names) :]
+        others, kept = rest[: len(self.names)], rest[len(self.names) :]
+        if dout is None:
+            if dlse is None:
+                return (None,) * (len(packs) + len(others))
+            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
+        tensors = self.tensors(packs, others)
+        tensors.update(zip(self.kept, kept, strict=True), dout=dout.resolve_neg())
+        if dlse is not None:
+            tensors["dlse"] = dlse.resolve_neg()
+        wanted = frozenset("".join(name for name, need in zip(names, needs, strict=False) if need))
+        deterministic = self.options.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        self.backward(tensors, packs, wanted, deterministic)
+        given = [tensors[f"d{name}"] if need else None for name, need in zip(names, needs, strict=False)]
+        for name, tensor, need in zip(self.names, others, needs[len(names) :], strict=True):
+            given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
+        return tuple(given)
+
     def backward(
         self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
     ) -> Tensors:
@@ -176,35 +218,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        with torch.no_grad():
-            given = _Attention.gradients(ctx, *grads)
-        return first_derivatives(ctx.call, given)
-
-    @staticmethod
-    def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
-        names = call.packing.names
-        saved = ctx.saved_tensors  # asked for once: torch.utils.checkpoint refuses a second request
-        packs, rest = saved[: len(names)], saved[len(names) :]
-        others, kept = rest[: len(call.names)], rest[len(call.names) :]
-        if dout is None:
-            if dlse is None:
-                return (None,) * (1 + len(packs) + len(others))
-            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
-        tensors = call.tensors(packs, others)
-        tensors.update(zip(call.kept, kept, strict=True), dout=dout.resolve_neg())
-        if dlse is not None:
-            tensors["dlse"] = dlse.resolve_neg()
-        needs = ctx.needs_input_grad[1:]
-        wanted = frozenset("".join(name for name, need in zip(names, needs, strict=False) if need))
-        deterministic = call.options.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        call.backward(tensors, packs, wanted, deterministic)
-        given = [tensors[f"d{name}"] if need else None for name, need in zip(names, needs, strict=False)]
-        for name, tensor, need in zip(call.names, others, needs[len(names) :], strict=True):
-            given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
-        return (None, *given)
+        dout, dlse = grads
+        with torch.no_grad():
+            given = call.gradients(ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[1:])
+        return first_derivatives(call, (None, *given))
 
 
 _CALLS: dict[Any, PreparedCall] = {}
@@ -278,34 +296,7 @@ def make_problem(
     options = DEFAULT if options is None else options
     if not isinstance(options, Options):
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
-        if tensor.layout is not torch.strided:
-            raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
-        if tensor.is_nested:
-            raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one.")
-        if tensor.is_neg():  # its memory holds the numbers before the negation
-            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-        if tensor.dim() != 4:
-            size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
-            shape = tuple(tensor.shape[given is not None and given.varlen :])
-            raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
-        if tensor.dtype not in DTYPES:
-            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
-        if tensor.dtype != q.dtype:
-            raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
-        if tensor.device != q.device:
-            raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; q, k and v must be on one device.")
-        if tensor.shape[0] != q.shape[0]:
-            raise InvalidProblem(f"{name} has batch {tensor.shape[0]} and q has {q.shape[0]}; they must be equal.")
-    if k.shape[3] != q.shape[3]:
-        raise InvalidProblem(f"k has head_dim {k.shape[3]} and q has {q.shape[3]}; they must be equal.")
-    for axis, name in ((1, "seqlen"), (2, "heads")):
-        if v.shape[axis] != k.shape[axis]:
-            raise InvalidProblem(f"v has {name} {v.shape[axis]} and k has {k.shape[axis]}; they must be equal.")
+    check_tensors(q, k, v, given)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
     if not isinstance(return_lse, bool):

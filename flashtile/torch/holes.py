@@ -69,11 +69,11 @@ class Holes:
             k, v = keys.gather(k), keys.gather(v)
         return q, k, v
 
-    def open(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def open(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out and lse with every query at its own place."""
         if self.queries is None:
             return out, lse
-        return self.queries.scatter(out), self.queries.scatter(lse.transpose(1, 2)).transpose(1, 2)
+        return self.queries.scatter(out), None if lse is None else self.queries.scatter(lse.transpose(1, 2)).transpose(1, 2)
 
     def notes(self) -> tuple[str, ...]:
         """What `explain` says of it."""

@@ -10,6 +10,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.torch.attention import attend, prepare
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
+from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,6 +154,10 @@ def _check_pack(name: str, tensor: Any, axes: int, parts: int | None) -> None:
 def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Any) -> Any:
     """out, or (out, lse), of tensors that hold q, k and v; (total, ...) where `given` says varlen."""
     varlen = given is not None and given.varlen
+    if not is_plain(*packs):
+        packs = autocast(*packs)
+        if is_traced(*packs):
+            return attend_traced(packing, packs, given, **arguments)
     if varlen:
         packs = tuple(t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in packs)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtile import NotSupported
+from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import cross_entropy, fused_dense, fused_softmax, layer_norm, rotary
 
 close = torch.testing.assert_close
@@ -74,6 +74,22 @@ def test_dropout_add_layer_norm() -> None:
     )
     close(h, torch.stack([2 * x0[1], 0 * x0[0], 2 * x0[4], 2 * x0[0]]) + residual[:4])
     close(z, F.layer_norm(h, (16,), w, b)[1:3])
+    deep = torch.randn(3, 2, 16)  # as flash-attention's models have it: some items of a batch, each with all its tokens
+    items = torch.tensor([0, 1, 2, 0, 0, 0, 5, 6, 3, 4], dtype=torch.int32)
+    out_items = torch.tensor([1, 2, 0, 0, 0, 0, 0, 0, 3, 4], dtype=torch.int32)
+    around = torch.randn(5, 2, 16)
+    z, h, mask = layer_norm.dropout_add_layer_norm_subset(
+        deep, around, w, b, 0.5, 1e-5, x0_subset=items, out_subset=out_items, out_numrows=4, prenorm=True,
+        return_dropout_mask=True,
+    )  # fmt: skip
+    assert mask.shape == deep.shape
+    true = around.clone().flatten(0, 1)
+    for row, item in enumerate(items.tolist()):
+        if item:
+            true[row] += 2 * (deep * mask).flatten(0, 1)[item - 1]
+    close(h, true.unflatten(0, (5, 2)))
+    close(z, F.layer_norm(true, (16,), w, b)[[0, 1, 8, 9]].unflatten(0, (2, 2)))
+    assert 0 < mask.float().mean() < 1
     module = layer_norm.DropoutAddLayerNorm(16, prenorm=True, p=0.5).eval()
     close(module(x0, residual), (F.layer_norm(x0 + residual, (16,)), x0 + residual))
 
@@ -132,6 +148,23 @@ def test_rotary() -> None:
     )
     kv = torch.randn(2, 7, 2, 3, 10)
     close(rotary.apply_rotary_emb_kv_(kv.clone(), cos, sin), torch.stack([turn(kv[:, :, 0]), kv[:, :, 1]], 2))
+    for given in (leaf.detach().clone().requires_grad_(), leaf.detach().clone()):  # a leaf is written over all the same
+        before = given.detach().clone()
+        made = rotary.apply_rotary_emb_qkv_(given, cos, sin)
+        close(made, true)
+        close(given, true)
+        if given.requires_grad:
+            (grad,) = torch.autograd.grad((made * weight).sum(), given)
+            close(grad, torch.autograd.grad((true * weight).sum(), leaf, retain_graph=True)[0])
+            given = before.clone().requires_grad_()
+            made = torch.compile(rotary.apply_rotary_emb_qkv_, backend="aot_eager", fullgraph=True)(given, cos, sin)
+            close((made, given.detach()), (true, true))
+            close(torch.autograd.grad((made * weight).sum(), given)[0], grad)
+    with pytest.raises(InvalidProblem, match="num_heads_q is None and qkv has four axes"):
+        rotary.apply_rotary_emb_qkv_(packed, cos, sin)
+    one = x.clone().requires_grad_()
+    close(rotary.apply_rotary_emb(one, cos, sin, inplace=True), turn(x))
+    close(one.detach(), turn(x))
     x1, x2 = x[..., :4].clone(), x[..., 4:8].clone()
     rotary.rotary_emb_apply_rotary(x1, x2, cos[:7, None], sin[:7, None], x1, x2, False)
     close(torch.cat([x1, x2], -1), turn(x)[..., :8])
@@ -190,3 +223,67 @@ def test_fused_dense() -> None:
     close(dense(x), (F.linear(x, dense.weight, dense.bias), x))
     with pytest.raises(NotSupported, match="dense layers over a process group"):
         fused_dense.fused_dense_func(x, w1, process_group=object())
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(interleaved: bool, scale_base: float | None) -> None:
+    module = rotary.RotaryEmbedding(8, interleaved=interleaved, scale_base=scale_base)
+    assert not module.state_dict()
+    place = torch.arange(12.0)
+    angle = place[:, None] * 10000.0 ** (-torch.arange(0, 8, 2.0) / 8)
+    grown = torch.ones(12, 4)
+    if scale_base is not None:
+        grown = ((torch.arange(0, 8, 2.0) + 3.2) / 11.2) ** ((place - 6) / scale_base)[:, None]
+
+    def turn(x: torch.Tensor, size: torch.Tensor, start: int) -> torch.Tensor:
+        c, s = ((t * size)[start : start + x.shape[1], None] for t in (angle.cos(), angle.sin()))
+        a, b = (x[..., 0:8:2], x[..., 1:8:2]) if interleaved else (x[..., :4], x[..., 4:8])
+        turned = (a * c - b * s, a * s + b * c)
+        return torch.cat([torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1), x[..., 8:]], -1)
+
+    qkv = torch.randn(2, 7, 3, 3, 10)
+    for offset in (0, torch.tensor([2, 5])):
+        q, k, v = qkv.clone().unbind(2)
+        starts = [0, 0] if isinstance(offset, int) else offset.tolist()
+        true_q, true_k = (
+            torch.cat([turn(t[i : i + 1], size, start) for i, start in enumerate(starts)])
+            for t, size in ((q, grown), (k, 1 / grown))
+        )
+        made = module(qkv.clone(), seqlen_offset=offset, max_seqlen=12)
+        close(made, torch.stack([true_q, true_k, v], 2), rtol=1e-4, atol=1e-5)
+        made_q, made_kv = module(q.clone(), torch.stack([k, v], 2), seqlen_offset=offset, max_seqlen=12)
+        close((made_q, made_kv), (true_q, torch.stack([true_k, v], 2)), rtol=1e-4, atol=1e-5)
+    close(rotary.apply_rotary_emb_torch(q, angle.cos()[:7], angle.sin()[:7], interleaved), turn(q, torch.ones(12, 4), 0))
+    with pytest.raises(InvalidProblem, match="seqlen_offset is a tensor and max_seqlen is None"):
+        module(qkv, seqlen_offset=offset)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_plain_norms(rms: bool) -> None:
+    """The names that flash-attention's own tests compare with, against its norms here."""
+    x, residual, x1, w, b, w1 = draw((2, 3, 16), (2, 3, 16), (2, 3, 16), (16,), (16,), (16,))
+    ref: Any = layer_norm.rms_norm_ref if rms else layer_norm.layer_norm_ref
+    fn: Any = layer_norm.rms_norm_fn if rms else layer_norm.layer_norm_fn
+    for upcast in (False, True):
+        close(ref(x, w, b, upcast=upcast), fn(x, w, b))
+        for made, true in zip(
+            ref(x, w, b, residual, x1, w1, None, prenorm=True, zero_centered_weight=True, upcast=upcast),
+            fn(x, w, b, residual, x1, w1, None, prenorm=True, zero_centered_weight=True), strict=True,
+        ):  # fmt: skip
+            close(made, true)
+    scale = torch.rand(2, 3)
+    out, mask = fn(x, w, b, dropout_p=0.4, rowscale=scale, return_dropout_mask=True)[:2]
+    close(ref(x, w, b, dropout_p=0.4, rowscale=scale, dropout_mask=mask), out)
+    with pytest.raises(InvalidProblem, match=r"dropout_p is 0\.4 and a dropout mask is None"):
+        ref(x, w, b, dropout_p=0.4)
+    dense, offset = torch.randn(5, 16), torch.randn(5)
+    made = layer_norm.layer_norm_linear_fn(x, w, b, dense, offset, residual, prenorm=True, is_rms_norm=rms)
+    true, summed = fn(x, w, b, residual, prenorm=True)
+    close(made, (F.linear(true, dense, offset), summed))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer_norm.layer_norm_linear_fn(x, w, b, dense, offset).dtype == torch.bfloat16
+    modules = layer_norm.RMSNorm(16), layer_norm.DropoutAddRMSNorm(16, prenorm=True)
+    close(modules[0](x), F.rms_norm(x, (16,), eps=1e-5))
+    close(modules[1](x, residual), (F.rms_norm(x + residual, (16,), eps=1e-5), x + residual))
+    assert [name for name, _ in modules[1].named_parameters()] == ["weight"]

@@ -1,23 +1,43 @@
-/* A CUDA driver without a GPU: it answers what Triton's host code asks, and records launches. See test_launch.py.
+/* A CUDA driver without a GPU: it answers what Triton's host code and exported C ask, and records launches. See
+   test_launch.py and ../export.
 
-   A tensor map becomes a hash of what it was encoded from. A launch appends a line to $LAUNCHES: grid, block, shared
-   memory, and the first four bytes of each of the first $PARAMETERS kernel parameters. */
+   A tensor map becomes a hash of what it was encoded from. A launch appends a line to $LAUNCHES: the kernel's name, grid,
+   block, shared memory, and the first four bytes of each kernel parameter, as many as $PARAMETERS says: a number, or
+   " name=number" for every kernel. Filling appends "fill",
+   the address' lower half, the words in a row, the rows and the bytes between their beginnings. The GPU is an H100, or what
+   $CAPABILITY says; $CONTEXT=0: no context is current; $FAIL: the name of a function that fails. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define OK(name) int name(void) { return 0; }
-OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet) OK(cuFuncSetAttribute) OK(cuFuncSetCacheConfig)
-OK(cuOccupancyMaxActiveClusters)
+static int fails(const char *name) {
+  const char *failing = getenv("FAIL");
+  return failing && !strcmp(failing, name) ? 999 : 0;
+}
 
-int cuCtxGetCurrent(void **context) { *context = (void *)16; return 0; }
+#define OK(name) int name(void) { return fails(#name); }
+OK(cuInit) OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet) OK(cuFuncSetAttribute)
+OK(cuFuncSetCacheConfig) OK(cuOccupancyMaxActiveClusters)
+
+int cuCtxGetCurrent(void **context) {
+  const char *given = getenv("CONTEXT");
+  *context = given ? (void *)strtoull(given, NULL, 0) : (void *)16;
+  return 0;
+}
+int cuCtxGetId(void *context, unsigned long long *id) { *id = (unsigned long long)(uintptr_t)context + 1; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return fails("cuCtxGetDevice"); }
 int cuDevicePrimaryCtxRetain(void **context) { *context = (void *)16; return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 232448; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  const char *given = getenv("CAPABILITY");
+  int capability = given ? atoi(given) : 90;
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 232448;
+  return 0;
+}
 int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = 1024; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "recorded driver"; return 0; }
-int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)0x1234; return 0; }
-int cuModuleLoadData(void **module, const void *image) { *module = (void *)0x4321; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)name; return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = (void *)image; return fails("cuModuleLoadData"); }
 int cuPointerGetAttribute(uint64_t *value, int attribute, uint64_t pointer) { *value = pointer; return 0; }
 
 static uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211ull + 7; }
@@ -33,14 +53,39 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
   return 0;
 }
 
-int cuLaunchKernelEx(const uint32_t *config, void *function, void **parameters, void **extra) {
+static int parameters_of(const char *name) {
+  const char *text = getenv("PARAMETERS");
+  char word[100];
+  if (!strchr(text, '=')) return atoi(text);
+  snprintf(word, sizeof word, " %s=", name);
+  return atoi(strstr(text, word) + strlen(word));
+}
+
+static int record(const void *function, const uint32_t *config, unsigned shared_bytes, void **parameters) {
   FILE *file = fopen(getenv("LAUNCHES"), "a");
-  fprintf(file, "%u %u %u %u %u", config[0], config[1], config[2], config[3], config[6]);
-  for (int i = 0, count = atoi(getenv("PARAMETERS")); i < count; i++) {
+  fprintf(file, "%s %u %u %u %u %u", (const char *)function, config[0], config[1], config[2], config[3], shared_bytes);
+  for (int i = 0, count = parameters_of(function); i < count; i++) {
     uint32_t word;
     memcpy(&word, parameters[i], sizeof word);
     fprintf(file, " %08x", word);
   }
   fprintf(file, "\n");
   return fclose(file);
+}
+
+int cuLaunchKernelEx(const uint32_t *config, void *function, void **parameters, void **extra) {
+  return record(function, config, config[6], parameters);
+}
+
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                   unsigned threads_z, unsigned shared_bytes, void *stream, void **parameters, void **extra) {
+  const uint32_t config[] = {x, y, z, threads};
+  const int failed = fails("cuLaunchKernel");
+  return failed ? failed : record(function, config, shared_bytes, parameters);
+}
+
+int cuMemsetD2D32Async(uint64_t at, size_t pitch, unsigned value, size_t width, size_t height, void *stream) {
+  FILE *file = fopen(getenv("LAUNCHES"), "a");
+  fprintf(file, "fill %08x %lu %lu %lu\n", (uint32_t)at, (unsigned long)width, (unsigned long)height, (unsigned long)pitch);
+  return fclose(file) || fails("cuMemsetD2D32Async");
 }

@@ -25,20 +25,20 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(products, "NARROW_ROWS", 1)
     monkeypatch.setattr(products, "NARROW_LENGTH", 1)
     monkeypatch.setattr(products, "multiplies", lambda dtype: request.param and dtype is not DType.FP32)
-    _forget_plans()
+    forget_plans()
     yield request.param
-    _forget_plans()
+    forget_plans()
 
 
 @pytest.fixture
 def nothing_delegated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backend, "LEAST_KEYS", 10**9)
-    _forget_plans()
+    forget_plans()
     yield
-    _forget_plans()
+    forget_plans()
 
 
-def _forget_plans() -> None:
+def forget_plans() -> None:
     dispatch.plan_forward.cache_clear()
     dispatch.plan_backward.cache_clear()
     _CALLS.clear()

@@ -97,8 +97,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
     modifiers, sink, drop = Modifiers(p, tensors, wide), _sink(p, tensors), Drop(p, tensors)
-    if "dsink" in outputs:
-        made["dsink"] = _sink_gradient(p, tensors)
+    mean = torch.zeros_like(tensors["lse"], dtype=wide).transpose(1, 2).unsqueeze(3)  # of a row's dp, where it is wanted
     for strip in strips(p, tensors, first_batch):
         wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
         k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
@@ -122,6 +121,8 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
                 dp = scratch.product("dp", given.dout, rows.some_keys(v, tile).mT)
                 if dropped is not None:
                     dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
+                if "dsink" in outputs:
+                    rows.of(mean).add_(rows.by_head((prob * dp).sum(2, keepdim=True)))
                 delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
                 ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
                 if saved is not None:
@@ -139,6 +140,8 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
             strip.of(made["dk"]).copy_(strip.by_head(dk))
         if dv is not None:
             strip.of(made["dv"]).copy_(strip.by_head(dv))
+    if "dsink" in outputs:
+        made["dsink"] = _sink_gradient(tensors, mean)
     return {**made, **modifiers.grads}
 
 
@@ -216,12 +219,15 @@ def _sink(p: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
     return None if p.sink is None else tensors["sink"].to(score_dtype(p))
 
 
-def _sink_gradient(p: AttentionProblem, tensors: Tensors) -> torch.Tensor:
-    """The sum over batch and rows of the probability that a sink takes, times what that changes: dlse - sum_d out * dout."""
+def _sink_gradient(tensors: Tensors, mean: torch.Tensor) -> torch.Tensor:
+    """The sum over batch and rows of the probability that a sink takes, times what that changes: dlse - mean.
+
+    `mean` (batch, seqlen, heads, 1) is what a row's dp averages to; sum_d out * dout would bring in the rounding of out.
+    """
     lse = tensors["lse"].double()
     if "lse_low" in tensors:
         lse += tensors["lse_low"]
-    change = -torch.einsum("bshd,bshd->bhs", tensors["out"].double(), tensors["dout"].double())
+    change = -mean.squeeze(3).transpose(1, 2).double()
     if "dlse" in tensors:
         change += tensors["dlse"]
     taken = (tensors["sink"].double()[:, None] - lse).exp_().masked_fill_(lse == -math.inf, 0.0)

@@ -48,11 +48,21 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 
 @lru_cache(maxsize=1024)
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
+    full, causal = options(p)
+    tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
+    timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
+    return min(timed, key=lambda option: option[0])[1]
+
+
+def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:
+    """The tiles that its head dims allow: where `is_causal` does not hold, and where it does."""
     width = max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
-    causal = p.mask.clipped(p.seqlen_q, p.seqlen_k).right is not None
-    tiles, schedules = (CAUSAL, _causal) if causal else (FULL, _full)
-    options = [option for launch, key_us in tiles[width] for option in schedules(p, launch, key_us, blocks)]
-    return min(options, key=lambda option: option[0])[1]
+    return FULL[width], CAUSAL[width]
+
+
+def is_causal(p: AttentionProblem) -> bool:
+    """Whether later query tiles are longer."""
+    return p.mask.clipped(p.seqlen_q, p.seqlen_k).right is not None
 
 
 def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:

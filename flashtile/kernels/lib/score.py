@@ -72,16 +72,29 @@ def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
     return JitTuple(flat)
 
 
+def sums_per_head(p: AttentionProblem) -> bool:
+    """Whether a sink, or some captured tensor, wants a gradient that is one sum per head."""
+    captured = any(
+        sums_in_queries(spec, j) and captured.index is None for spec in p.score for j, captured in enumerate(spec.kind.captured)
+    )
+    return captured or (p.sink is not None and p.sink.grad)
+
+
 def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
-    """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, and not broadcast."""
-    return spec.tensors[tensor].grad and not spec.kind.captured[tensor].broadcast
+    """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, unless it is broadcast and has
+    elements for single queries or keys."""
+    described = spec.tensors[tensor]
+    return described.grad and (not spec.kind.captured[tensor].broadcast or described.shape[2:] == (1, 1))
 
 
 @jit
-def locate(batch, head, row, key, sizes):
-    """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them."""
+def locate(batch, head, row, key, sizes, MASKED: tl.constexpr = True):
+    """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them.
+
+    Unless MASKED all keys exist: loads along them keep their width.
+    """
     row = tl.minimum(row, sizes.q - 1)
-    q, k = row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1)
+    q, k = row + sizes.k - sizes.q, tl.minimum(key, sizes.k - 1) if MASKED else key
     return Position(batch, head, row, q, k, k.to(tl.float32) - q.to(tl.float32))
 
 
@@ -200,7 +213,7 @@ def capture_one(totals, grad, score, at, keep, score_args, target,
         totals += tl.where(tl.arange(0, SLOTS)[None, :] == target[0], tl.sum(share, 1)[:, None], 0.0)
     elif INDEXED:
         element = tl.broadcast_to(INDEX(at, score_args), share.shape)
-        tl.atomic_add(target[1] + element, share, mask=keep, sem="relaxed")
+        tl.atomic_add(target[1] + element, share.to(target[1].dtype.element_ty), mask=keep, sem="relaxed")
     return totals
 
 

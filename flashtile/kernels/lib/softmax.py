@@ -19,11 +19,12 @@ class Rows(NamedTuple):
 
 
 @jit
-def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
+    WIDE = tl.float64 if T.wide else tl.float32
     return Rows(
-        tl.zeros([ROWS, COLUMNS], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, COLUMNS], WIDE),
+        tl.full([ROWS], float("-inf"), WIDE),
+        tl.zeros([ROWS], WIDE),
     )
 
 
@@ -76,10 +77,15 @@ def add_sink(rows, sink, factor, T: tl.constexpr):
 
 @jit
 def finish(rows, factor, T: tl.constexpr):
-    """(out tile in float32, lse in natural units); a row that saw nothing gives 0 and -inf. `factor` as in `add_sink`."""
+    """(out tile, lse in natural units); a row that saw nothing gives 0 and -inf. `factor` as in `add_sink`."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
-    if T.exact:  # a plain division may be two units off
-        out = tl.div_rn(rows.acc, total[:, None])
-    else:
+    if T.wide:
         out = rows.acc / total[:, None]
-    return out, rows.top * factor + tl.log2(total) * LN2
+        lse = rows.top * factor + tl.log(total)
+    else:
+        if T.exact:  # a plain division may be two units off
+            out = tl.div_rn(rows.acc, total[:, None])
+        else:
+            out = rows.acc / total[:, None]
+        lse = rows.top * factor + tl.log2(total) * LN2
+    return out, lse

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.available import unavailable
 from flashtile.kernels.lib.mask import predicates
-from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, sums_per_head
 from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
@@ -89,55 +89,65 @@ class TritonBackend:
         fused = variant == "fused"
         adds_dq = fused and "q" in gradients.wanted
         key_pass: Pass = "fused" if adds_dq else "keys"
-        buffers, notes = _backward_buffers(p, gradients, adds_dq and _exact(p)), [f"backward {variant}"]
+        key_launch = launches.get(key_pass) or choose(p, device, key_pass)
+        wide = key_launch.products == "float64"
+        sums_dq = adds_dq and (wide or not _exact(p))  # into a buffer of its own, instead of dq
+        buffers, notes = _backward_buffers(p, gradients, adds_dq and not sums_dq), [f"backward {variant}"]
         captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
-        sink, sink_sums = None if p.sink is None else "sink", _sink_partials(p)
+        sink = None if p.sink is None else "sink"
+        query_launch = launches.get("queries") or choose(p, device, "queries")
+        sink_sums = _sink_partials(p, query_launch)
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
         schedules = _Schedules(p)
         delta = _call(
             attention_delta, p, device, DELTA, "queries",
-            (("out", "dout", "lse", dlse, stats, sink), ("rows", sink_sums[0].name if sink_sums else None)),
-            ("out", "dout", dlse or "lse", "rows", sink or "lse"), tail=(schedules.of("queries", DELTA),), score=False,
+            (("out", "dout", "lse", dlse, stats), "rows"), ("out", "dout", dlse or "lse", "rows"),
+            tail=(schedules.of("queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
-        corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
-        if captured or (not fused and "q" in gradients.wanted):
-            launch = launches.get("queries") or choose(p, device, "queries")
-            schedule = schedules.of("queries", launch)
-            capture = _capture(p, _tiles(p, launch, "queries"))
+        corrects = p.precision != "tf32" if _exact(p) else sums_per_head(p)
+        if captured or sink_sums or wide or (not fused and "q" in gradients.wanted):
+            schedule = schedules.of("queries", query_launch)
+            capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
             slip = dlse if corrects and not _exact(p) else None
+            sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
-                bwd.attention_backward_queries, p, device, launch, "queries", ((*inputs, slip, sink, dq),),
+                bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
                 ("q", "k", "v", "dout", dq or "q", "rows", slip or "q", sink or "q"),
                 tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
             ))  # fmt: skip
-            notes.append(f"queries pass tile {launch.spell()}")
+            notes.append(f"queries pass tile {query_launch.spell()}")
         if wants_keys:
-            launch = launches.get(key_pass) or choose(p, device, key_pass)
-            outputs = (("dq" if _exact(p) else "dq_sum") if adds_dq else None,
+            outputs = (("dq_sum" if sums_dq else "dq") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
-                bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
+                bwd.attention_backward_keys, p, device, key_launch, key_pass, (inputs, outputs), strides,
+                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, key_launch), True)),
             ))  # fmt: skip
-            notes.append(f"keys pass tile {launch.spell()}")
-        if adds_dq and not _exact(p):
-            buffers += (Buffer("dq_sum", shapes(p)["q"], "fp32", "scratch", zeroed=True),)
+            notes.append(f"keys pass tile {key_launch.spell()}")
+        if sums_dq:
+            buffers += (Buffer("dq_sum", shapes(p)["q"], "fp64" if wide else "fp32", "scratch", zeroed=True),)
             calls.append(_call(
                 bwd.attention_convert, _all_tokens(p), device, CONVERT, "queries", ("dq_sum", "dq"), ("dq_sum", "dq"),
                 tail=(p.scale_value,), score=False,
             ))  # fmt: skip
         for partial, schedule in sums:
-            target = Pointer(partial.name.replace("partial.", "d"))
-            rows = partial.shape[0] if schedule is None else p.batch * p.heads_q
-            args = (Pointer(partial.name), schedule, target, partial.shape[1], p.heads_q)
+            gradient, rows = partial.name.replace("partial.", "d"), p.batch * p.heads_q if schedule else partial.shape[0]
+            shape = next(buffer.shape for buffer in buffers if buffer.name == gradient)
+            size = prod(shape)
+            target = gradient if size == rows else partial.name.replace("partial.", "sums.")
+            args = (Pointer(partial.name), schedule, Pointer(target), partial.shape[1], p.heads_q)
             calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+            if size < rows:  # one number for several heads or batch entries
+                buffers += (Buffer(target, (rows,), partial.dtype, "scratch"),)
+                own, length = (size, 1) if shape[1] == 1 else (1, size)
+                calls.append(_sum_shared(target, gradient, own, rows // size, length))
         buffers += (*(partial for partial, _ in sums), *schedules.buffers)
         for i, j in _broadcast(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
@@ -156,9 +166,6 @@ def _uneven(p: AttentionProblem) -> list[str]:
     reasons: list[str] = []
     for spec in p.score:
         for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-            if captured.broadcast and tensor.grad:
-                reasons.append(f"items differ in length and the gradient of {spec.kind.name}'s tensor is wanted; it is formed "
-                               "for items of one length")  # fmt: skip
             if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
                 reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
                                "key; supported is one number per item and head")  # fmt: skip
@@ -282,7 +289,12 @@ class _Capture:
         self.args, self.buffers, self.slots = args, buffers, slots
 
 
-def _capture(p: AttentionProblem, tiles: int) -> _Capture:
+def _sum_dtype(launch: Launch) -> str:
+    """In which a pass leaves sums for another kernel to add up."""
+    return "fp64" if launch.products == "float64" else "fp32"
+
+
+def _capture(p: AttentionProblem, tiles: int, dtype: str) -> _Capture:
     args: list[tuple[Any, ...]] = []
     buffers: list[Buffer] = []
     slots = 0
@@ -295,7 +307,7 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
             if captured.index is None:
                 heads = p.heads_q if p.lengths.ragged else p.batch * p.heads_q
                 tiles_here = tiles if p.lengths.ragged else tiles // max(p.batch, 1)
-                buffers.append(Buffer(f"partial.score.{i}.{j}", (heads, tiles_here), "fp32", "scratch"))
+                buffers.append(Buffer(f"partial.score.{i}.{j}", (heads, tiles_here), dtype, "scratch"))
                 entries.append((slots, Pointer(f"partial.score.{i}.{j}")))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
@@ -305,12 +317,12 @@ def _capture(p: AttentionProblem, tiles: int) -> _Capture:
 
 
 def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
-    """(modifier, tensor) of the broadcast tensors whose gradient is wanted."""
+    """(modifier, tensor) of the broadcast tensors whose gradient needs a pass of its own."""
     return [
         (i, j)
         for i, spec in enumerate(p.score)
         for j, captured in enumerate(spec.kind.captured)
-        if captured.broadcast and spec.tensors[j].grad
+        if spec.tensors[j].grad and not sums_in_queries(spec, j) and captured.broadcast
     ]
 
 
@@ -326,13 +338,13 @@ def _broadcast_calls(
     if shared[2:] == (False, False):
         length, programs, target = 0, own * tiles_q * tiles_k, gradient
     else:
-        length = {(True, True): tiles_q, (False, True): p.seqlen_q, (True, False): p.seqlen_k}[shared[2], shared[3]]
-        programs = p.batch * p.heads_q * (tiles_k if shared[2:] == (True, False) else tiles_q)
+        length = p.seqlen_k if shared[2] else p.seqlen_q
+        programs = p.batch * p.heads_q * (tiles_k if shared[2] else tiles_q)
         target = f"partial.score.{i}.{j}"
     args = (
         tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows", target)),
         tuple(Strides(n) for n in ("q", "k", "v", "dout", "rows")), *integers(p).values(), p.scale_value, score_args(p),
-        mask_args(p), p.batch,
+        mask_args(p), tuple(Pointer(n) if n in p.lengths.tensors else None for n in ("seqused_q", "seqused_k")), p.batch,
     )  # fmt: skip
     constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, backward=True))),
                  ("CAPTURED", JitTuple((captured.contribution, i, *shared))), ("MASK", predicates(p)))  # fmt: skip
@@ -340,28 +352,21 @@ def _broadcast_calls(
     calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]
     if target == gradient:
         return [], calls
-    scratch = Buffer(target, (own, count, length), "fp32", "scratch")
-    if shared[2:] == (True, True):
-        total = (Pointer(target), None, Pointer(gradient), count * length, p.heads_q)
-        calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
-    else:
-        total = (Pointer(target), Pointer(gradient), count, length)
-        calls.append(KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), total, (("BLOCK", 256),), 4, 1))
-    return [scratch], calls
+    scratch = Buffer(target, (own, count, length), _sum_dtype(launch), "scratch")
+    return [scratch], [*calls, _sum_shared(target, gradient, own, count, length)]
 
 
-def _sink_partials(p: AttentionProblem) -> list[Buffer]:
-    """Where the programs of `attention_delta` leave their sums for the gradient of sink; empty where it is not wanted."""
+def _sum_shared(source: str, target: str, own: int, shared: int, length: int) -> KernelCall:
+    """target (own, length) = source (own, shared, length), summed over the middle axis."""
+    args = (Pointer(source), Pointer(target), shared, length)
+    return KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), args, (("BLOCK", 256),), 4, 1)
+
+
+def _sink_partials(p: AttentionProblem, launch: Launch) -> list[Buffer]:
+    """Where the pass over queries leaves its sums for the gradient of sink; empty where it is not wanted."""
     if p.sink is None or not p.sink.grad:
         return []
-    return [Buffer("partial.sink", (p.heads_q, _tiles(p, DELTA, "queries")), "fp32", "scratch")]
-
-
-def _sums_captured(p: AttentionProblem) -> bool:
-    """Whether a captured tensor wants a gradient that is one sum per head."""
-    return any(
-        t.grad and c.index is None and not c.broadcast for s in p.score for c, t in zip(s.kind.captured, s.tensors, strict=True)
-    )
+    return [Buffer("partial.sink", (p.heads_q, _tiles(p, launch, "queries")), _sum_dtype(launch), "scratch")]
 
 
 def _exact(p: AttentionProblem) -> bool:

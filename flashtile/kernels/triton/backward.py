@@ -1,15 +1,16 @@
 """Backward kernels (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
 split:  delta, then a pass over queries (dq) and a pass over keys (dk, dv); no atomics, bitwise repeatable.
-fused:  delta, then the pass over keys alone, which adds its share of dq atomically in float32; then a conversion.
-Captured tensors' gradients are formed in the pass over queries, in both variants. It comes first: it corrects delta.
+fused:  delta, then the pass over keys alone, which adds its share of dq atomically, in fp32 to dq itself; else a conversion.
+The gradients of captured tensors and sinks are formed in the pass over queries, in both variants. It comes first, and in
+float64 always: it corrects delta.
 """
 
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
-from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
 from flashtile.kernels.lib.memory import (
@@ -34,7 +35,7 @@ from flashtile.kernels.lib.product import (
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.lib.varlen import RECORD, assign_tile, slab
 from flashtile.kernels.triton.blocks import block_list, block_start
-from flashtile.kernels.triton.rows import load_dlse, load_rows, rows_offset
+from flashtile.kernels.triton.rows import by_head, load_dlse, load_rows, rows_offset
 
 
 @jit
@@ -43,10 +44,10 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
 
     Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
-    Both may be ten times their difference, so where T.exact neither dp's rounding nor delta's is let into it.
+    Both may be ten times their difference, so of aligned parts neither dp's rounding nor delta's is let into it.
     A lone key has p = 1 whatever its score: but for dlse it is its own mean.
     """
-    if T.exact:
+    if T.parts and not T.cut:
         dp, rest = product_and_rest(dout, v, T)
         if T.lone:
             dp, rest = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
@@ -60,7 +61,10 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
             dp = dp - dp
         if T.dropout:
             dp *= tl.where(keep, factor, 0.0)
-        return dp - delta
+        dp -= delta
+        if T.exact:
+            dp -= slip
+        return dp
 
 
 @jit
@@ -83,6 +87,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     """
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
+    WIDE = tl.float64 if T.wide else tl.float32
     batch, head = place[0], place[1]
     start = tl.multiple_of(start, BLOCK_Q)
     if T.grouped:
@@ -96,7 +101,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
     level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
-    at = locate(batch, head, index[None, :], place[2], sizes)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED)
     keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
@@ -114,10 +119,12 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     if T.adds_dq:
         if MASKED and T.predicate:
             k = seen_parts(k, keep, T)
-        share = add_product(tl.zeros([BLOCK_Q, COLUMNS], tl.float32), transposed(ds, T), k, T)
+        share = add_product(tl.zeros([BLOCK_Q, COLUMNS], WIDE), transposed(ds, T), k, T)
         target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
-        if T.exact:  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
+        if (
+            T.exact and not T.wide
+        ):  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
             share = share * scale
         tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, True), sem="relaxed")
     return dk, dv
@@ -128,13 +135,14 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
                             region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
-    in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, float32 zeroed, or None; dk; dv);
+    in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, zeroed, float32 or float64, or None; dk; dv);
     strides of q, k, v, dout, dq, rows, dk, dv.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
+    WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
@@ -169,8 +177,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if T.held > 1:
         k = hold(k, COLUMNS)
     k, v = aligned_parts(k, T), aligned_parts(v, T)
-    dk = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
-    dv = tl.zeros([BLOCK_K, COLUMNS_V], tl.float32)
+    dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
+    dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
     seed = load_seed(score_args, T)
     place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     start_ptrs = (
@@ -228,15 +236,16 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
-    totals).
+    totals; the sum of p, where T.wide).
     """
     BLOCK_K: tl.constexpr = T.block_k
+    start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
     k_ptr, v_ptr = kv_ptrs[0] + row_offset(start, strides[1]), kv_ptrs[1] + row_offset(start, strides[2])
     k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         k = zero_unseen(k, keep, 0)
@@ -253,13 +262,15 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
         if MASKED:
             excess = tl.where(keep, excess, 0.0)
         ones = tl.full(dp.shape, 1.0, tl.float32)
-        units, turn = off[2], off[1]
+        units, turn, mass = off[2], off[1], off[3]
         if T.exact:
             _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
-            turn = tl.dot(weight.to(tl.bfloat16), k[0].to(tl.bfloat16), turn)
+            turn = tl.dot(weight.to(tl.float32).to(tl.bfloat16), k[0].to(tl.float32).to(tl.bfloat16), turn)
+        if T.wide:
+            mass += tl.sum(p, 1)
         if T.slots > 0:
             units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
-        off = (off[0] + tl.sum(excess, 1), turn, units)
+        off = (off[0] + tl.sum(excess, 1), turn, units, mass)
     return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
 
@@ -269,19 +280,21 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
                                MASK: tl.constexpr):  # fmt: skip
     """One program: dq of one query tile of one head.
 
-    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None); region as in the forward;
+    in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None, what each program adds to the gradient of sink
+    (heads_q, tiles of all items), or None); region as in the forward;
     strides of q, k, v, dout, dq, rows, dlse, sink (heads_q,).
 
     T.corrects: delta comes of out, which was rounded, by another arithmetic than dp. sum(ds) over a row's keys shows how
     far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
     captured tensor is corrected by that; where T.exact dq too, and slip in `rows` for the pass over keys. (Plain PyTorch forms
-    delta of the very dp: what has to cancel, cancels.)
+    delta of the very dp: what has to cancel, cancels.) Where T.wide 1 / sum, which was rounded, is corrected likewise.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr = in_ptrs
+    WIDE = tl.float64 if T.wide else tl.float32
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
     band = (left, right, region[1])
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
@@ -314,22 +327,25 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     index = row + tl.arange(0, BLOCK_Q)
     rows_ptr += rows_offset(item, head, strides[5], T)
     level, delta, norm, slip = load_rows(rows_ptr, strides[5], row, T)
-    totals = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    off = (delta, delta, totals)  # unused unless T.corrects
+    totals = tl.zeros([BLOCK_Q, WIDTH], WIDE)
+    none = tl.zeros([BLOCK_Q], WIDE)
+    off = (none, none, totals, none)
+    sunk = none  # the probability that the sink takes
+    if T.sink:
+        sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
+        sunk = exp(sink - level, T) * norm if T.prescale else tl.exp2(sink * LOG2E - level)
+    change = -(delta + slip)  # of lse, less what it averages to: what a sink's score receives
     if T.corrects:
-        off = (tl.zeros([BLOCK_Q], tl.float32), delta, totals)
         mean = delta
         if T.exact:
-            off = (off[0], tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals)
+            off = (none, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals, none)
         else:  # delta holds dlse already
             slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
-        if T.sink:
-            sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(tl.float32)
-            off = (off[0] - exp(sink - level, T) * norm * mean, off[1], off[2])
+        off = (none - sunk * mean, off[1], totals, sunk)
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
-    dq = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
     if T.blocks_k > 0:
         indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
         PER: tl.constexpr = T.blocks_k // BLOCK_K
@@ -355,10 +371,19 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
                                          start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:
-        totals -= off[0][:, None] * off[2]
-    if T.corrects and T.exact:
-        dq -= off[0][:, None] * off[1]
-        tl.store(rows_ptr + 3 * strides[5][2] + index, slip + off[0], mask=index < item.q)
+        excess = off[0]
+        if T.wide:
+            whole = tl.where(off[3] == 0.0, 1.0, off[3])
+            excess, totals, dq, sunk = excess / whole, totals / whole[:, None], dq / whole[:, None], sunk / whole
+            off = (excess, off[1] / whole[:, None], off[2] / whole[:, None], whole)
+        totals -= excess[:, None] * off[2]
+        if T.exact:
+            dq -= excess[:, None] * off[1]
+            tl.store(rows_ptr + 3 * strides[5][2] + index, slip + excess, mask=index < item.q)
+        change -= excess
+    if sunk_ptr is not None:
+        given = tl.where(index < item.q, sunk * change, 0.0)
+        tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
         store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
@@ -390,11 +415,11 @@ def sum_partials(source_ptr, schedule_ptr, target_ptr, count, heads, BLOCK: tl.c
     source = source_ptr + row * count
     if schedule_ptr is not None:
         source = source_ptr + row % heads * count
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], source_ptr.dtype.element_ty)
     for start in tl.range(0, count, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mine = column < count
         if schedule_ptr is not None:
             mine = mine & (tl.load(schedule_ptr + column * RECORD + 1, mask=mine, other=-1) == row // heads)
         total += tl.load(source + column, mask=mine, other=0.0)
-    tl.store(target_ptr + row, tl.sum(total))
+    tl.store(target_ptr + row, tl.sum(total).to(target_ptr.dtype.element_ty))

@@ -14,8 +14,17 @@ from flashtile.kernels.lib.mask import key_range, seen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import contribution, locate
+from flashtile.kernels.lib.varlen import bounds
 from flashtile.kernels.triton.backward import beyond_mean
 from flashtile.kernels.triton.rows import load_rows
+
+
+@jit
+def lengths_of(batch, used_ptrs, seqlen_q, seqlen_k):
+    """How many queries and keys of an item count; used_ptrs = (seqused_q, seqused_k), None where absent."""
+    _, _, queries = bounds(batch, None, used_ptrs[0], seqlen_q, batch + 1, False)
+    _, _, keys = bounds(batch, None, used_ptrs[1], seqlen_k, batch + 1, False)
+    return queries, keys
 
 
 @jit
@@ -37,7 +46,7 @@ def tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, s
     rows = ptrs[4] + batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
     level, delta, norm, slip = load_rows(rows, strides[4], row, T)
     index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(batch, head, index, column, sizes)
+    at = locate(batch, head, index, column, sizes, T.pads_keys)
     raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
     survives = kept(seed, batch_head, row, key, False, T)
     values = transposed(aligned_parts(v, T), T)
@@ -49,21 +58,21 @@ def tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, s
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
 def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, mask_args,
-                                 batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+                                 used_ptrs, batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                  MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
-    the tensor lacks). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    The result is float32 or the tensor's type: with query and key axis the gradient itself; else (own, shared, n), own and
-    shared counting the batch entries and heads, n queries, keys or, where both lack, query tiles.
+    the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
+    used_ptrs = (seqused_q, seqused_k), None where absent.
+    The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
+    shared, n), own and shared counting the batch entries and heads, n queries or keys.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    out_ptr, sizes, band = ptrs[5], Sizes(seqlen_q, seqlen_k, heads, group), (left, right, mask_args)
-    seed = load_seed(score_args, T)
-    shift, program = seqlen_k - seqlen_q, tl.program_id(0)
-    tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
+    WIDE = tl.float64 if T.wide else tl.float32
+    out_ptr, band, seed = ptrs[5], (left, right, mask_args), load_seed(score_args, T)
+    program, tiles_q, tiles_k = tl.program_id(0), tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1
     shared_heads = heads if CAPTURED[3] else 1
     own_heads = 1 if CAPTURED[3] else heads
@@ -71,46 +80,50 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     if not CAPTURED[4] and not CAPTURED[5]:
         key, row = program % tiles_k * BLOCK_K, program // tiles_k % tiles_q * BLOCK_Q
         own = program // (tiles_k * tiles_q)
-        last = tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
-        lo, _, _, hi = key_range(row + shift, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
-        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        for n in tl.range(0, tl.where((key >= lo) & (key < hi), shared, 0)):
+        total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
+        for n in tl.range(0, shared):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
-            total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                                       T, SCORE, CAPTURED, MASK)  # fmt: skip
+            queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
+            shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
+            last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
+            lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
+            if (row < queries) & (key >= lo) & (key < hi):
+                total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
+                                           T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
-        tl.store(out_ptr + element, total, mask=(index < seqlen_q) & (column < seqlen_k))
+        tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=(index < seqlen_q) & (column < seqlen_k))
     else:
-        batch_head = program // tiles_k if CAPTURED[4] and not CAPTURED[5] else program // tiles_q
+        tiles = tiles_k if CAPTURED[4] else tiles_q
+        tile, batch_head = program % tiles, program // tiles
         batch, head = batch_head // heads, batch_head % heads
         own = (0 if CAPTURED[2] else batch) * own_heads + (0 if CAPTURED[3] else head)
         place = own * shared + (batch if CAPTURED[2] else 0) * shared_heads + (head if CAPTURED[3] else 0)
         place = tl.cast(place, tl.int64)
-        if CAPTURED[4] and not CAPTURED[5]:
-            key = program % tiles_k * BLOCK_K
-            first, last = key - shift, tl.minimum(key + BLOCK_K, seqlen_k) - 1 - shift
-            lo, _, _, hi = key_range(first, last, seqlen_q, right, left, T.right, T.left, BLOCK_Q)
-            sums = tl.zeros([BLOCK_K], tl.float32)
-            for row in tl.range(lo, hi, BLOCK_Q):
-                row = tl.multiple_of(row, BLOCK_Q)
+        queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
+        shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
+        if CAPTURED[4]:
+            key = tile * BLOCK_K
+            first, last = key - shift, tl.minimum(key + BLOCK_K, keys) - 1 - shift
+            lo, _, _, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
+            sums = tl.zeros([BLOCK_K], WIDE)
+            for row in tl.range(lo, tl.where(key < keys, hi, 0), BLOCK_Q):
+                row = row // BLOCK_Q * BLOCK_Q
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
                                                  score_args, T, SCORE, CAPTURED, MASK), 0)  # fmt: skip
             column = key + tl.arange(0, BLOCK_K)
             tl.store(out_ptr + place * seqlen_k + column, sums, mask=column < seqlen_k)
         else:
-            row = program % tiles_q * BLOCK_Q
-            last = tl.minimum(row + BLOCK_Q, seqlen_q) - 1 + shift
-            lo, _, _, hi = key_range(row + shift, last, seqlen_k, left, right, T.left, T.right, BLOCK_K)
-            sums = tl.zeros([BLOCK_Q], tl.float32)
-            for key in tl.range(lo, hi, BLOCK_K):
+            row = tile * BLOCK_Q
+            last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
+            lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
+            sums = tl.zeros([BLOCK_Q], WIDE)
+            for key in tl.range(lo, tl.where(row < queries, hi, 0), BLOCK_K):
+                key = key // BLOCK_K * BLOCK_K
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
                                                  score_args, T, SCORE, CAPTURED, MASK), 1)  # fmt: skip
             index = row + tl.arange(0, BLOCK_Q)
-            if CAPTURED[5] and not CAPTURED[4]:
-                tl.store(out_ptr + place * seqlen_q + index, sums, mask=index < seqlen_q)
-            else:
-                tl.store(out_ptr + place * tiles_q + program % tiles_q, tl.sum(sums))
+            tl.store(out_ptr + place * seqlen_q + index, sums, mask=index < seqlen_q)
 
 
 @jit
@@ -118,7 +131,7 @@ def sum_shared(source_ptr, target_ptr, shared, length, BLOCK: tl.constexpr):
     """target[own, n] = the sum of source[own, :shared, n], in a fixed order; `length` is that of n."""
     blocks = tl.cdiv(length, BLOCK)
     own, column = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], source_ptr.dtype.element_ty)
     for n in tl.range(0, shared):
         total += tl.load(source_ptr + (own * shared + n) * length + column, mask=column < length, other=0.0)
-    tl.store(target_ptr + own * length + column, total, mask=column < length)
+    tl.store(target_ptr + own * length + column, total.to(target_ptr.dtype.element_ty), mask=column < length)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import product as combinations
 
-from flashtile.kernels.triton.tile import Launch, Pass, padded, wants_parts
+from flashtile.kernels.triton.tile import Launch, Pass, padded, products
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -21,7 +21,9 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     (d, dv), size = padded(problem), problem.dtype.size_bytes
     rows, columns = launch.block_q, launch.block_k
     scratch = 0
-    if launch.parts:
+    if launch.products == "float64":
+        size = 8
+    elif launch.products != "unit":
         # Three bf16 parts, and room to bring a streamed tile from the layout of loads to that of its parts (seen in
         # compiled kernels: Triton 3.6.0 takes it in the pass over keys alone)
         size, scratch = 6, 4 * rows * max(d, dv) if which in ("keys", "fused") else 0
@@ -63,8 +65,8 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
     wide = problem.dtype is DType.FP32
     blocks = (16, 32, 64, 128)
     chosen: list[Launch] = []
-    for block_q, block_k, warps, stages in product(blocks, blocks, (4, 8), (1, 2) if wide else (2, 3)):
-        launch = Launch(block_q, block_k, warps, stages, parts=wants_parts(problem))
+    for block_q, block_k, warps, stages in combinations(blocks, blocks, (4, 8), (1, 2) if wide else (2, 3)):
+        launch = Launch(block_q, block_k, warps, stages, products=products(problem, device, which))
         resident = block_k if which in ("keys", "fused") else block_q
         streamed = block_q if which in ("keys", "fused") else block_k
         if resident < (4 if wide else 8) * warps or streamed < (16 if wide else 32):

@@ -11,8 +11,9 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile.errors import InvalidProblem
+from flashtile.kernels.lib.score import sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, padded, wants_parts
+from flashtile.kernels.triton.tile import Launch, Pass, padded, products
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -95,6 +96,8 @@ PARTS: dict[tuple[Pass, int], tuple[Launch, ...]] = {
     ("keys", 128): (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     ("queries", 128): (Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
 }
+# Small problems: many small tiles, so that all of a GPU has work. 128 KB of shared memory at most.
+FLOAT64 = {64: Launch(32, 32, 4, 1), 128: Launch(32, 32, 8, 1), 256: Launch(16, 16, 4, 1)}
 # Without tensor cores ("ieee") every product is unrolled into scalar multiply-adds: only small tiles compile in time.
 IEEE: dict[int, tuple[Launch, ...]] = {
     64: (Launch(32, 32, 4, 1, 8),),
@@ -124,47 +127,51 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
 
 
 def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
-    parts = wants_parts(problem)
+    kind = products(problem, device, which)
     if _triton.INTERPRETED:
-        return replace(INTERPRETED[which], parts=parts)  # small, so that short sequences still cross tile borders
+        return replace(INTERPRETED[which], products=kind)  # small, so that short sequences still cross tile borders
     tuned = tiles_of(device.target).get(family(problem, which))
-    if tuned is not None and not problem.score and not parts:
+    if tuned is not None and not problem.score and kind == "unit":
         return tuned
     width = max(*padded(problem), 64)
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
         rules = FP32[which][width]
-        if parts:
+        if kind == "float64":
+            return replace(FLOAT64[width], products=kind)
+        if kind != "unit":
             rules = PARTS.get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
-    split = parts or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
-    if (problem.score or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers need registers, CDNA has fewer per accumulator, and without wgmma all forms of an operand wait in
-        # registers: the widest tiles would spill.
+    split = kind != "unit" or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
+    if (problem.score or problem.where or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers and predicates need registers, CDNA has fewer per accumulator, and without wgmma all forms of an
+        # operand wait in registers: the widest tiles would spill.
         rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
         rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]
-    for launch in (*(replace(rule, parts=parts) for rule in rules), *rules):  # in parts if that fits at all
+    for launch in (*(replace(rule, products=kind) for rule in rules), *rules):  # in parts if that fits at all
         if shared_bytes(problem, launch, which) <= device.smem_bytes:
             return launch
     return rules[-1]
 
 
 def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
-    """The backward that "auto" means: fused for float32-grade products at head dims up to 64, else split.
+    """The backward that "auto" means: fused for float32-grade products in parts at head dims up to 64, else split.
 
     Measured on an H100 (2026-11-21). The fused pass saves two of seven products and pays for it in float32 atomics, of
     which the L2 cache takes about 1 TB/s whatever the tile. In bf16 that is the bottleneck: 16k tokens, full, 4.2 ms against
     3.3 for both split passes at head_dim 128, 4.5 against 3.6 at 64, 8.9 against 5.4 at 256. In fp32 the products cost six
-    times as much and the atomics are hidden: 6 x 4096 causal, 12 heads of 64, 7.2 ms against 8.2.
+    times as much and the atomics are hidden: 6 x 4096 causal, 12 heads of 64, 7.2 ms against 8.2. Where the pass over queries
+    runs anyway, for sums per head or in float64, there is nothing to save.
     """
     if problem.deterministic or gradients.wanted < {"q", "k", "v"}:
         return "split"
     wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return "fused" if problem.dtype is DType.FP32 and problem.precision == "tf32x3" and not wide else "split"
+    in_parts = problem.precision == "tf32x3" and products(problem, device, "fused") != "float64"
+    return "fused" if problem.dtype is DType.FP32 and in_parts and not wide and not sums_per_head(problem) else "split"
 
 
 @cache

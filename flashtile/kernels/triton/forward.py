@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
+from flashtile.kernels.lib.exponential import exp
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
@@ -23,11 +24,12 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     the first of them, seed of dropout).
     """
     BLOCK_K: tl.constexpr = T.block_k
+    start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         v = zero_unseen(v, keep, 0)
@@ -71,7 +73,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     index = row + tl.arange(0, BLOCK_Q)
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
-    rows = empty_rows(BLOCK_Q, T.columns_v)
+    rows = empty_rows(BLOCK_Q, T.columns_v, T)
     if T.blocks_k > 0:
         indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
         PER: tl.constexpr = T.blocks_k // BLOCK_K
@@ -98,12 +100,15 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     factor = unit(scale, score_args, T, SCORE)
     if T.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
-        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, tl.float32) * sink, factor, T)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, factor, T)
         factor = 1.0
     out, lse = finish(rows, factor, T)
     if T.dropout:
         out *= seed[4]
     top, total = rows.top, rows.total
+    if T.wide:
+        top = rows.top.to(tl.float32)
+        total = total * exp(tl.where(rows.top == float("-inf"), 0.0, rows.top - top), T)
     if T.ragged:  # rows that belong to an item, but do not count
         counts = index < item.q
         out = tl.where(counts[:, None], out, 0.0)

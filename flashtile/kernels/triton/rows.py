@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
-from flashtile.kernels.lib.exponential import LOG2E, exp
+from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset
 from flashtile.kernels.lib.varlen import assign_tile, first_padded, slab
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
+def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
@@ -17,11 +17,10 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, sched
     padded to whole tiles by item, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
     +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
     lie in rows of their own.
-    in_ptrs = (out, dout, lse, dlse or None, stats, sink or None); out_ptrs = (rows, what each program adds to the gradient of
-    sink (heads_q, tiles of all items), or None); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows, sink (heads_q,).
+    in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, head, item, unit = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    tile, head, item, _ = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     batch, row = slab(item, T), tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(item.first_q + row, strides[1])
@@ -38,12 +37,9 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, sched
     here = index < item.q
     token = item.first_q + index
     dlse = load_dlse(in_ptrs[3], strides[2], batch, head, token, here)
-    rows = out_ptrs[0] + rows_offset(item, head, strides[3], T)
+    rows = rows_ptr + rows_offset(item, head, strides[3], T)
     written = index < tl.cdiv(item.span_q, BLOCK_Q) * BLOCK_Q  # none of a tile that a schedule has no item for
     per_head = (batch * heads + head).to(tl.int64)
-    sink, sunk = 0.0, tl.zeros([BLOCK_Q], tl.float32)  # sunk: the probability that the sink takes
-    if T.sink:
-        sink = tl.load(in_ptrs[5] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
     if T.exact:
         rows += index
         stats = in_ptrs[4] + per_head * (2 * seqlen_q) + token
@@ -53,25 +49,24 @@ def attention_delta(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, sched
         tl.store(rows + strides[3][2], delta, mask=written)
         tl.store(rows + 2 * strides[3][2], tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total)), mask=written)
         tl.store(rows + 3 * strides[3][2], -dlse, mask=written)
-        if T.sink:
-            sunk = tl.where(total == 0.0, 0.0, exp(sink - level, T) / total)
     else:
         delta -= dlse
         level = tl.load(in_ptrs[2] + per_head * seqlen_q + token, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
-        if T.sink:
-            sunk = exp(sink - level, T)
         if not T.prescale:
             level *= LOG2E
         tl.store(rows + 2 * index, level, mask=written)
         tl.store(rows + 2 * index + 1, delta, mask=written)
-    if T.sink:
-        if out_ptrs[1] is not None:
-            given = tl.where(here, sunk.to(WIDE) * (dlse.to(WIDE) - wide_delta), 0.0)
-            if not T.ragged:  # head by head
-                tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-                unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
-            tl.store(out_ptrs[1] + unit.to(tl.int64), tl.sum(given).to(tl.float32))
+
+
+@jit
+def by_head(tile, head, item, unit, seqlen_q, heads, T: tl.constexpr):
+    """The place of a program's sum in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
+    if not T.ragged:
+        BLOCK_Q: tl.constexpr = T.block_q
+        tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+        unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
+    return unit.to(tl.int64)
 
 
 @jit

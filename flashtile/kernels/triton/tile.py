@@ -7,17 +7,24 @@ from typing import Literal
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import form_of
+from flashtile.kernels.lib.score import form_of, sums_per_head
+from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
 Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
+Products = Literal["unit", "cut", "aligned", "float64"]
 
 # How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
 # keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
 # (6 x 4096, 12 heads of 64, causal) keys 4.9 ms instead of 6.0, queries 3.3 instead of 3.6, fused 7.2 instead of 9.5.
 # The interpreter multiplies exactly, whatever it is told, and knows the tf32 names only.
 PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ieee": "ieee"}
+
+
+# Up to so much work in a forward float64 costs nothing that can be seen: its matrix units (67 TFLOP/s on an H100) are done
+# before the host has launched the next kernel.
+FLOAT64_FLOPS = 10**9
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     swizzle: int = 1
-    parts: bool = False  # products of aligned parts (lib/product.py); `choose` decides
+    products: Products = "unit"  # how an fp32 problem multiplies; `choose` decides
     held: int = 0
 
     def spell(self) -> str:
-        tail = (" parts" if self.parts else "") + (f" held={self.held}" if self.held else "")
+        tail = (f" {self.products}" if self.products != "unit" else "") + (f" held={self.held}" if self.held else "")
         return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{tail}"
 
 
@@ -60,7 +67,7 @@ class Tile:
     exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
-    parts: bool  # operands are multiplied in aligned bf16 parts (lib/product.py)
+    products: str  # as in Launch
     lone: bool  # no query sees more than one key, and there is no sink
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
@@ -79,6 +86,21 @@ class Tile:
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
+    def wide(self) -> bool:
+        """Everything is computed in float64."""
+        return self.products == "float64"
+
+    @property
+    def parts(self) -> bool:
+        """Operands are multiplied in bf16 parts (lib/product.py)."""
+        return self.products in ("cut", "aligned")
+
+    @property
+    def cut(self) -> bool:
+        """The parts are the bits of a number; otherwise its highest part is aligned to its row."""
+        return self.products == "cut"
+
+    @property
     def width(self) -> int:
         return max(self.slots, 1)
 
@@ -95,17 +117,23 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     return columns, max(columns_v, 64) if fp32 and columns == 64 else columns_v
 
 
-def wants_parts(problem: AttentionProblem) -> bool:
-    """Whether products are worth their own splitting, which keeps errors of few terms to a rounding (lib/product.py).
+def products(problem: AttentionProblem, device: Device, which: Pass) -> Products:
+    """How a pass forms the products of an fp32 problem; "unit" says that Triton chooses (PRODUCTS), as in every other dtype.
 
-    Small problems need it: with few elements, luck decides whether the largest error is 1.5 x plain PyTorch's. From
-    1,024 x 1,024 on the largest of many errors stays below that by itself, and Triton's own splitting is faster (H100, 6 x
-    4096 causal, 12 heads of 64: forward 2.9 ms instead of 3.0, fused backward 7.4 instead of 9.7). Beyond head_dim 128 the
-    matrix units' truncation is a bias that no number of elements evens out.
+    With few elements luck decides whether the largest error is 1.5 x plain PyTorch's, and a captured tensor's gradient that
+    is one sum per head is few elements whatever the problem: these are float64 throughout, where there are matrix units for it.
+    Else aligned parts keep errors of few terms to a rounding (lib/product.py). From 1,024 x 1,024 on the largest of many
+    errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory. Beyond
+    head_dim 128 the matrix units' truncation is a bias that no number of elements evens out.
     """
-    large = min(problem.span_q, problem.span_k) >= 1024
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    return problem.dtype is DType.FP32 and problem.precision == "tf32x3" and (wide or not large)
+    if problem.dtype is not DType.FP32 or problem.precision != "tf32x3":
+        return "unit"
+    small = problem.flops() <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
+    if small and device.multiplies_float64:
+        return "float64"
+    if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
+        return "aligned"
+    return "cut" if device.target == "sm90" else "unit"
 
 
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
@@ -125,7 +153,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=which in ("keys", "fused") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
+        pads_keys=which in ("keys", "fused", "pairs") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
@@ -133,7 +161,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
-        parts=launch.parts,
+        products=launch.products,
         lone=lone,
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,

@@ -1,0 +1,228 @@
+"""Checks and times the functions that `flashtile export --layout llmc` makes, beside the front end and PyTorch's SDPA.
+
+    python benchmarks/exported.py LIBRARY.so [--shapes 8x1024 6x4096 ...] [--dtypes bf16 ...] [--seconds N] [--output FILE]
+
+The library is the emitted C, compiled as a shared object; it is used through ctypes. Before anything is timed its results
+are held against float64 for random sizes and for the timed ones, and the forward's against the front end's, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import random
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from flashtile.bench.machine import facts
+from flashtile.bench.revision import LIBRARY, commit
+from flashtile.bench.rotation import rotate
+from flashtile.bench.timing import burst_ms, calls_for, host_us
+from flashtile.bench.yardstick import Yardstick, tolerance
+from flashtile.dispatch import plan_backward, plan_forward
+from flashtile.spec.attention import AttentionProblem
+from flashtile.torch.packing import QKV, PackedGradient
+from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+
+CODES = {"fp32": 0, "fp16": 1, "bf16": 2}  # flashtile_dtype
+SHAPES = ("8x1024", "6x4096", "1x8192")
+HEADS, HEAD_DIM = 12, 64
+Tensors = dict[str, torch.Tensor]
+Sizes = tuple[int, int, int, int]  # B, T, NH, C
+
+
+class Exported:
+    """The functions of the library, on PyTorch's tensors and current stream."""
+
+    def __init__(self, path: str):
+        self.library: Any = ctypes.CDLL(path)
+        self.library.flashtile_last_error.restype = ctypes.c_char_p
+        self.library.flashtile_status_text.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise RuntimeError(
+                f"{self.library.flashtile_status_text(status).decode()}: {self.library.flashtile_last_error().decode()}"
+            )
+
+    def bytes(self, dtype: str, sizes: Sizes) -> tuple[int, int]:
+        """Of stats, of scratch."""
+        stats, scratch = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call(
+            "flashtile_attention_bytes", CODES[dtype], *map(ctypes.c_int64, sizes), ctypes.byref(stats), ctypes.byref(scratch)
+        )
+        return stats.value, scratch.value
+
+    def forward(self, dtype: str, sizes: Sizes, t: Tensors) -> Callable[[], None]:
+        function = self.library.flashtile_attention_forward
+        given = (CODES[dtype], *_addresses(t, "out", "stats", "inp"), *map(ctypes.c_int64, sizes))
+        return lambda: _check(function(*given, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
+
+    def backward(self, dtype: str, sizes: Sizes, t: Tensors) -> Callable[[], None]:
+        function = self.library.flashtile_attention_backward
+        given = (
+            CODES[dtype], *_addresses(t, "dinp", "dout", "inp", "out", "stats", "scratch"),
+            ctypes.c_size_t(t["scratch"].numel()), *map(ctypes.c_int64, sizes),
+        )  # fmt: skip
+        return lambda: _check(function(*given, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
+
+
+def _addresses(t: Tensors, *names: str) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(t[name].data_ptr()) for name in names]
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"status {status}")
+
+
+def draw(exported: Exported, dtype: str, sizes: Sizes) -> Tensors:
+    """All tensors of llm.c's functions; those that will be written hold NaN."""
+    b, t, heads, c = sizes
+    kind, size = TORCH_DTYPES[dtype], (b, t, heads, c // heads)
+    stats, scratch = exported.bytes(dtype, sizes)
+    made = {"inp": torch.randn((b, t, 3, *size[2:]), device="cuda").to(kind), "dout": torch.randn(size, device="cuda").to(kind)}
+    for name, like in (("out", made["dout"]), ("dinp", made["inp"])):
+        made[name] = torch.full_like(like, float("nan"))
+    for name, count in (("stats", stats), ("scratch", scratch)):
+        made[name] = torch.full((max(count, 16),), 0xFF, dtype=torch.uint8, device="cuda")  # NaN in every float format
+    return made
+
+
+def problem_of(dtype: str, sizes: Sizes) -> AttentionProblem:
+    b, t, heads, c = sizes
+    d = c // heads
+    return AttentionProblem.parse(f"attention(q={b}x{t}x{heads}x{d},kv={t}x{heads}x{d},{dtype},band=:0)")
+
+
+def front_end(problem: AttentionProblem, t: Tensors) -> tuple[Callable[[], Tensors], Callable[[], Tensors]]:
+    """Forward and backward as the front end executes them, on the same packed tensor."""
+    device = torch.device("cuda", 0)
+    inputs = dict(zip("qkv", t["inp"].unbind(2), strict=True))
+    forward = Bound(plan_forward(problem, device_of(device)), inputs, device)
+    made = forward.run(dict(inputs))
+    kept = {**inputs, "dout": t["dout"], **{name: made[name] for name in ("out", "lse", "stats") if name in made}}
+    backward = Bound(plan_backward(problem, device_of(device)), kept, device, (PackedGradient(QKV.packs[0], t["inp"]),))
+    return lambda: forward.run(dict(inputs)), lambda: backward.run(dict(kept))
+
+
+def sdpa(problem: AttentionProblem, t: Tensors) -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of SDPA's cuDNN backend, or its memory-efficient one in fp32, on separate tensors."""
+    wide = problem.dtype.value == "fp32"
+    name, backend = ("sdpa/efficient", SDPBackend.EFFICIENT_ATTENTION) if wide else ("sdpa/cudnn", SDPBackend.CUDNN_ATTENTION)
+    q, k, v = leaves = [part.transpose(1, 2).detach().requires_grad_() for part in t["inp"].unbind(2)]
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward_alone() -> torch.Tensor:
+        with torch.no_grad():
+            return forward()
+
+    out, dout = forward(), t["dout"].transpose(1, 2)
+    return name, forward_alone, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def judge(exported: Exported, dtype: str, sizes: Sizes) -> tuple[Tensors, bool]:
+    """Whether both functions are right: against float64, and the forward bit by bit against the front end's."""
+    problem = problem_of(dtype, sizes)
+    t = draw(exported, dtype, sizes)
+    exported.forward(dtype, sizes, t)()
+    exported.backward(dtype, sizes, t)()
+    parts = dict(zip("qkv", t["inp"].unbind(2), strict=True))
+    yardstick = Yardstick(problem, {**parts, "dout": t["dout"]})
+    errors = {"out": yardstick.error("out", t["out"])}
+    errors |= {f"d{n}": yardstick.error(f"d{n}", part) for n, part in zip("qkv", t["dinp"].unbind(2), strict=True)}
+    most = tolerance(problem)
+    right = errors["out"] < most[0] and all(errors[n] < most[1] for n in ("dq", "dk", "dv"))
+    same = torch.equal(front_end(problem, t)[0]()["out"], t["out"])
+    if not (right and same):
+        print(f"WRONG {problem.spell()} {errors} bitwise {same}", flush=True)
+    return t, right and same
+
+
+def check(exported: Exported, dtypes: list[str], seconds: float) -> int:
+    """Failures among random sizes, checked until time is up."""
+    draw_size, end, failed, count = random.Random(0), time.monotonic() + seconds, 0, 0
+    sizes = [(1, 1, 1), (2, 1, 12), (1, 128, 1), (3, 257, 5), (40, 64, 12), (2, 1024, 12), (1, 1100, 3)]
+    while sizes or time.monotonic() < end:
+        b, t, heads = sizes.pop() if sizes else (draw_size.randint(1, 6), draw_size.randint(1, 1500), draw_size.randint(1, 16))
+        for dtype in dtypes:
+            failed += not judge(exported, dtype, (b, t, heads, heads * HEAD_DIM))[1]
+            count += 1
+    print(f"checked {count} random problems, {failed} wrong", flush=True)
+    return failed
+
+
+def measure(exported: Exported, dtype: str, shape: str, rounds: int) -> list[dict[str, Any]]:
+    """Rows of one shape, forward and backward; none where a result is wrong."""
+    b, length = (int(n) for n in shape.split("x"))
+    sizes = (b, length, HEADS, HEADS * HEAD_DIM)
+    problem, device = problem_of(dtype, sizes), torch.device("cuda", 0)
+    t, right = judge(exported, dtype, sizes)
+    if not right:
+        return []
+    own, (peer, *theirs) = front_end(problem, t), sdpa(problem, t)
+    rows: list[dict[str, Any]] = []
+    for i, direction in enumerate(("forward", "backward")):
+        make = exported.forward if direction == "forward" else exported.backward
+        calls = {"exported": make(dtype, sizes, t), "front end": own[i], peer: theirs[i]}
+        counts = {name: calls_for(burst_ms(call, 3, device), device) for name, call in calls.items()}
+        times = rotate(list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device))  # noqa: B023
+        for name, taken in times.items():
+            ms = median(taken)
+            rows.append(dict(
+                problem=problem.spell(), direction=direction, provider=name, ms=round(ms, 4), least_ms=round(min(taken), 4),
+                most_ms=round(max(taken), 4), tflops=round(problem.flops(direction) / ms / 1e9, 1),  # pyright: ignore
+                host_us=round(host_us(calls[name], ms), 1), speedup=round(ms / median(times["exported"]), 3),
+            ))  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, help="BxT")
+    parser.add_argument("--dtypes", nargs="*", default=list(CODES))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of random checks")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--output", type=Path, default=Path("bench-output/exported.csv"))
+    parser.add_argument("--commit", default="", help="of the files, where git is not there to tell")
+    arguments = parser.parse_args()
+    exported = Exported(arguments.library)
+    torch.manual_seed(0)
+    torch.zeros(1, device="cuda")  # makes a context, which the functions want to find
+    failed = check(exported, arguments.dtypes, arguments.seconds)
+    rows = [
+        row
+        for dtype in arguments.dtypes
+        for shape in arguments.shapes
+        for row in measure(exported, dtype, shape, arguments.rounds)
+    ]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    described = {**facts(torch.device("cuda", 0)), "date": date, "commit": commit(LIBRARY) or arguments.commit}
+    with arguments.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *described])
+        writer.writeheader()
+        writer.writerows({**row, **described} for row in rows)
+    raise SystemExit(1 if failed or len(rows) < 6 * len(arguments.dtypes) * len(arguments.shapes) else 0)
+
+
+if __name__ == "__main__":
+    main()

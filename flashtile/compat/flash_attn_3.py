@@ -1,0 +1,166 @@
+"""flash-attention 3: the functions of its module `flash_attn_interface`.
+
+Its rules: those of version 2, but lse -inf where a query sees no key, and return_attn_probs gives (out, lse). pack_gqa and
+num_splits 0 or 1 are hints that change no result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.compat.asked import Asked, longest, refuse
+from flashtile.compat.flash_attn_passes import backward_pass
+from flashtile.errors import InvalidProblem
+from flashtile.torch.attention import attention
+from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
+from flashtile.torch.lengths import given_lengths
+
+Tensor = torch.Tensor | None
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor = None, q_descale: Tensor = None, k_descale: Tensor = None, v_descale: Tensor = None,
+    window_size: Any = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """out, or (out, lse). q: (batch, seqlen_q, heads, head_dim); lse: (batch, heads, seqlen_q). v's head_dim may be another."""
+    _refuse("flash_attn_func", qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attention(q, k, v, return_lse=return_attn_probs, **asked.arguments())
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor = None,
+    k_descale: Tensor = None, v_descale: Tensor = None, window_size: Any = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """As `flash_attn_func`; qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, heads of q, k and v,
+    head_dim).
+    """
+    _refuse("flash_attn_qkvpacked_func", None, (q_descale, k_descale, v_descale), attention_chunk, 1, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attention_qkvpacked(qkv, heads_q=num_heads_q, return_lse=return_attn_probs, **asked.arguments())
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Tensor = None, seqused_k: Tensor = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor = None, q_descale: Tensor = None,
+    k_descale: Tensor = None, v_descale: Tensor = None, window_size: Any = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q)."""
+    _refuse("flash_attn_varlen_func", qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k),
+        seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_attn_probs, **asked.arguments(),
+    )  # fmt: skip
+
+
+def _flash_attn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_new: Tensor = None, v_new: Tensor = None, qv: Tensor = None,
+    out_: Tensor = None, cu_seqlens_q: Tensor = None, cu_seqlens_k: Tensor = None, cu_seqlens_k_new: Tensor = None,
+    seqused_q: Tensor = None, seqused_k: Tensor = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
+    page_table: Tensor = None, kv_batch_idx: Tensor = None, leftpad_k: Tensor = None, rotary_cos: Tensor = None,
+    rotary_sin: Tensor = None, seqlens_rotary: Tensor = None, q_descale: Tensor = None, k_descale: Tensor = None,
+    v_descale: Tensor = None, softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor = None, num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse, two empty tensors), without a graph; dense, or with both cu_seqlens of items one after another."""
+    name = "_flash_attn_forward"
+    _refuse(name, qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    cached = dict(
+        k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
+        leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary,
+        scheduler_metadata=scheduler_metadata,
+    )  # fmt: skip
+    refuse(name, {f"{key} is given; there are no kernels for decoding from a key/value cache yet": value is not None
+                  for key, value in cached.items()})  # fmt: skip
+    _refuse_mixed(name, cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    how: Any = dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=True, **asked.arguments())
+    with torch.no_grad():
+        if cu_seqlens_q is None:
+            out, lse = attention(q, k, v, **how)
+        else:
+            most = dict(max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k))
+            out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **most, **how)
+        return (out if out_ is None else out_.copy_(out)), lse, lse.new_empty(0), lse.new_empty(0)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
+    cu_seqlens_q: Tensor = None, cu_seqlens_k: Tensor = None, sequed_q: Tensor = None, sequed_k: Tensor = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Tensor = None, dk: Tensor = None, dv: Tensor = None,
+    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """sum(dout * out), float32 and as lse lies, after writing the gradients to dq, dk and dv where given."""
+    _refuse("_flash_attn_backward", None, (), 0, 1, sm_margin)
+    _refuse_mixed("_flash_attn_backward", cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, None, deterministic)
+    given = given_lengths(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=sequed_q, seqused_k=sequed_k,
+        max_seqlen_q=longest(max_seqlen_q) if cu_seqlens_q is not None else None,
+        max_seqlen_k=longest(max_seqlen_k) if cu_seqlens_q is not None else None,
+    )  # fmt: skip
+    return backward_pass(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), asked, None, given)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor, lse_partial: torch.Tensor, out: Tensor = None, out_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of attention to all keys, from that to each part of them; in plain PyTorch.
+
+    out_partial: (parts, batch, seqlen, heads, head_dim_v) or (parts, total, heads, head_dim_v), float32; lse_partial: the same
+    without the last axis. out is written to where it is given; else it has out_dtype, by default out_partial's.
+    """
+    if out_partial.shape[:-1] != lse_partial.shape:
+        raise InvalidProblem(
+            f"lse_partial has shape {tuple(lse_partial.shape)}; it must be {tuple(out_partial.shape[:-1])}, as out_partial but "
+            "for its last axis."
+        )
+    lse = lse_partial.logsumexp(0)
+    weight = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp())
+    made = (out_partial * weight[..., None]).sum(0).to(out_dtype or out_partial.dtype)
+    return (made if out is None else out.copy_(made)), lse
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Tensor = None, v: Tensor = None, qv: Tensor = None,
+    rotary_cos: Tensor = None, rotary_sin: Tensor = None, cache_seqlens: Any = None, cache_batch_idx: Tensor = None,
+    cache_leftpad: Tensor = None, page_table: Tensor = None, cu_seqlens_q: Tensor = None, cu_seqlens_k_new: Tensor = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor = None, q_descale: Tensor = None, k_descale: Tensor = None,
+    v_descale: Tensor = None, softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Raises NotSupported: there are no kernels for decoding from a cache yet."""
+    refuse("flash_attn_with_kvcache", {"there are no kernels for decoding from a key/value cache yet": True})
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """Raises NotSupported: it belongs to decoding."""
+    refuse("get_scheduler_metadata", {"there are no kernels for decoding from a key/value cache yet": True})
+
+
+def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    refuse(name, {"one of cu_seqlens_q and cu_seqlens_k is None; queries and keys must lie alike":
+                  (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
+
+
+def _refuse(name: str, qv: Any, descales: tuple[Any, ...], attention_chunk: int, num_splits: int, sm_margin: int) -> None:
+    refuse(name, {
+        "qv is given; scores have one product of a query and a key": qv is not None,
+        "a descale is given; there is no fp8": any(d is not None for d in descales),
+        f"attention_chunk is {attention_chunk}; use flashtile.attention with a Document mask": attention_chunk != 0,
+        f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1),
+        f"sm_margin is {sm_margin}; kernels use every multiprocessor": sm_margin != 0,
+    })  # fmt: skip

@@ -1,0 +1,99 @@
+"""flash-attention 4: the functions of `flash_attn.cute`.
+
+Its rules: windows are numbers, negative ones too, None is unbounded; (out, lse) always, lse None unless it is asked for, -inf
+where a query sees no key; the fourth argument is qv. pack_gqa, min_seqlen_k, disable_scheduler_metadata and num_splits 0 or 1
+are hints that change no result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.compat.asked import longest, options, refuse
+from flashtile.compat.flash_attn_3 import flash_attn_combine, get_scheduler_metadata
+from flashtile.errors import InvalidProblem
+from flashtile.score.softcap import Softcap
+from flashtile.spec.mask import Band
+from flashtile.torch.attention import attention
+from flashtile.torch.layouts import attention_varlen
+
+Tensor = torch.Tensor | None
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Tensor = None, gather_kv_indices: Tensor = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Any = (None, None), learnable_sink: Tensor = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None, aux_scalars: Any = None,
+    block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
+) -> tuple[torch.Tensor, Tensor]:  # fmt: skip
+    """(out, lse). q: (batch, seqlen_q, heads, head_dim); learnable_sink: (heads,), with its gradient."""
+    _refuse("flash_attn_func", num_splits, dict(
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    ))  # fmt: skip
+    how = _arguments(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
+    made = attention(q, k, v, return_lse=return_lse, **how)
+    return made if return_lse else (made, None)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Tensor = None, cu_seqlens_q: Tensor = None,
+    cu_seqlens_k: Tensor = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None, min_seqlen_k: int | None = None,
+    seqused_q: Tensor = None, seqused_k: Tensor = None, gather_kv_indices: Tensor = None, page_table: Tensor = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Any = (None, None), learnable_sink: Tensor = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
+) -> tuple[torch.Tensor, Tensor]:  # fmt: skip
+    """As `flash_attn_func`, of items one after another, (total, heads, head_dim), or padded, (batch, seqlen, heads, head_dim)
+    with seqused. Queries and keys must lie alike.
+    """
+    name = "flash_attn_varlen_func"
+    _refuse(name, num_splits, dict(
+        qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        scheduler_metadata=scheduler_metadata, seqlen_k_per_split=seqlen_k_per_split,
+    ))  # fmt: skip
+    refuse(name, {"one of cu_seqlens_q and cu_seqlens_k is None; queries and keys must lie alike":
+                  (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
+    how = _arguments(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
+    how |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
+    if cu_seqlens_q is None:
+        made = attention(q, k, v, **how)
+    else:
+        most = dict(max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k))
+        made = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **most, **how)
+    return made if return_lse else (made, None)
+
+
+def _arguments(scale: Any, causal: bool, window_size: Any, sink: Tensor, softcap: float, deterministic: bool) -> dict[str, Any]:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise InvalidProblem(f"window_size is {window_size!r}; it must be a pair (left, right).")
+    if not isinstance(causal, bool):
+        raise InvalidProblem(f"causal is {causal!r}; it must be True or False.")
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if left is not None and right is not None and left + right < 0:  # an empty window is none there
+        left, right = None, 0 if causal else None
+    score = () if softcap == 0.0 else (Softcap(softcap),)
+    return dict(mask=Band(left, right), score=score, scale=scale, sink=sink, options=options(deterministic))
+
+
+def _refuse(name: str, num_splits: int, given: dict[str, Any]) -> None:
+    why = {
+        "qv": "scores have one product of a query and a key", "gather_kv_indices": "keys are read where they lie",
+        "page_table": "there is no paged key/value cache yet", "scheduler_metadata": "kernels make their own schedule",
+        "seqlen_k_per_split": "keys are not split", "score_mod": "use flashtile.attention with a score modifier of your own",
+        "score_mod_bwd": "use flashtile.attention with a score modifier of your own",
+        "mask_mod": "use flashtile.attention with a Predicate of your own",
+        "block_sparse_tensors": "use flashtile.attention with flashtile.Blocks",
+        "block_sparse_tensors_bwd": "use flashtile.attention with flashtile.Blocks",
+    }  # fmt: skip
+    reasons = {f"{key} is given; {why.get(key, 'it belongs to functions that cannot be called here')}": value is not None
+               for key, value in given.items()}  # fmt: skip
+    refuse(name, {**reasons, f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1)})

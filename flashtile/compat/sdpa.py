@@ -1,0 +1,78 @@
+"""`torch.nn.functional.scaled_dot_product_attention`: its signature and rules, by flashtile alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from flashtile.compat.asked import options, top_left
+from flashtile.errors import InvalidProblem
+from flashtile.predicate.block_table import BlockTable
+from flashtile.score.bias import Bias
+from flashtile.spec.dropout import Dropout
+from flashtile.spec.mask import CAUSAL
+from flashtile.torch.attention import attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """out (..., heads, seqlen_q, head_dim_v). query: (..., heads, seqlen_q, head_dim); two axes are one head of one item.
+
+    attn_mask: bool, True where a query sees a key, or a number that is added to the score, broadcasting to (..., heads,
+        seqlen_q, seqlen_k), with its gradient; or `torch.nn.attention.bias.causal_lower_right` and its like.
+    is_causal: in an order counted from the first key. enable_gqa: key and value may have fewer heads than query.
+    A query that sees no key gives 0.
+    """
+    if min(query.dim(), key.dim(), value.dim()) < 2 or not query.dim() == key.dim() == value.dim():
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, at least two.")
+    if query.dim() > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+        raise InvalidProblem(
+            f"key has {key.shape[-3]} heads and query {query.shape[-3]}; they must be equal unless enable_gqa is True."
+        )
+    if attn_mask is not None and is_causal:
+        raise InvalidProblem("attn_mask is given and is_causal is True; it must be one of them.")
+    leading, seqlens = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    mask, score = _mask(attn_mask, is_causal, leading, *seqlens)
+    q, k, v = (_four(t).transpose(1, 2) for t in (query, key, value))
+    out = attention(
+        q, k, v, mask=mask, score=score, scale=scale, dropout=Dropout(dropout_p) if dropout_p else None, options=options()
+    )
+    return out.transpose(1, 2).reshape(*leading, seqlens[0], value.shape[-1])
+
+
+def _four(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, seqlen, head_dim): axes before the heads are one batch."""
+    if tensor.dim() <= 4:
+        return tensor[(None,) * (4 - tensor.dim())]
+    return tensor.flatten(0, -4)
+
+
+def _mask(attn_mask: Any, is_causal: bool, leading: torch.Size, seqlen_q: int, seqlen_k: int) -> tuple[Any, tuple[Any, ...]]:
+    if isinstance(attn_mask, CausalBias):
+        lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
+            made = f"{attn_mask.seq_len_q} x {attn_mask.seq_len_kv}"
+            raise InvalidProblem(f"attn_mask is for {made} scores; it must be for {seqlen_q} x {seqlen_k}.")
+        return (CAUSAL if lower else top_left(True, seqlen_q, seqlen_k)), ()
+    if attn_mask is None:
+        return top_left(is_causal, seqlen_q, seqlen_k), ()
+    if not isinstance(attn_mask, torch.Tensor) or not (attn_mask.dtype is torch.bool or attn_mask.is_floating_point()):
+        kind = attn_mask.dtype if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
+        raise InvalidProblem(f"attn_mask is {kind}; it must be a tensor of bool or floating point.")
+    shape = (*leading, seqlen_q, seqlen_k)
+    try:
+        whole = attn_mask.expand(shape)
+    except RuntimeError:
+        raise InvalidProblem(f"attn_mask has shape {tuple(attn_mask.shape)}; it must broadcast to {shape}.") from None
+    # As it is where it has four axes at most, so that what it lacks stays an axis of size 1, and so does its gradient.
+    few = attn_mask if len(shape) <= 4 else whole.reshape(math.prod(leading[:-1]), *shape[-3:])
+    few = few[(None,) * (4 - few.dim())]
+    if attn_mask.dtype is torch.bool:
+        return BlockTable(few.expand(-1, -1, seqlen_q, seqlen_k), 1, 1), ()
+    return None, (Bias(few),)

@@ -1,0 +1,82 @@
+"""xformers' `memory_efficient_attention`, with its bias classes and by flashtile alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.compat.asked import options, refuse
+from flashtile.compat.xformers_bias import (
+    AttentionBias,
+    BlockDiagonalMask,
+    BlockDiagonalPaddedKeysMask,
+    LowerTriangularMaskWithTensorBias,
+)
+from flashtile.errors import InvalidProblem
+from flashtile.score.bias import Bias
+from flashtile.spec.dropout import Dropout
+from flashtile.torch.attention import attention
+from flashtile.torch.layouts import attention_varlen
+
+
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out (batch, seqlen_q, heads, head_dim_v), or as query has its axes.
+
+    query: (batch, seqlen_q, heads, head_dim), (batch, seqlen_q, head_dim) of one head, or (batch, seqlen_q, groups, heads,
+        head_dim), whose keys may be one per group, expanded.
+    attn_bias: a tensor (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1) that is added to the scores, with its gradient,
+        or a bias of `xformers_bias`. p: dropout. op: which of xformers' kernels; None alone.
+    """
+    refuse("memory_efficient_attention", {
+        "op is given; it names one of xformers' kernels": op is not None,
+        f"output_dtype is {output_dtype}; out has query's dtype": output_dtype not in (None, query.dtype),
+    })  # fmt: skip
+    if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, from three to five.")
+    q, k, v = (_four(t) for t in (query, key, value))
+    how: dict[str, Any] = dict(scale=scale, dropout=Dropout(p) if p else None, options=options())
+    if isinstance(attn_bias, BlockDiagonalMask):
+        out = _items(q, k, v, attn_bias, how)
+    else:
+        out = attention(q, k, v, **how, **_mask(attn_bias, query.dim(), q.shape[1], k.shape[1]))
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _four(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, seqlen, heads, head_dim); groups of heads become heads."""
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor.flatten(2, -2)
+
+
+def _mask(bias: Any, axes: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    """Arguments of `attention`."""
+    if bias is None:
+        return {}
+    if isinstance(bias, torch.Tensor):
+        wide = bias[:, None] if axes == 3 and bias.dim() == 3 else bias.flatten(1, 2) if bias.dim() == 5 else bias
+        return {"score": (Bias(wide),)}
+    if not isinstance(bias, AttentionBias):
+        kind = f"{type(bias).__module__}.{type(bias).__qualname__}"
+        raise InvalidProblem(f"attn_bias is a {kind}; it must be a tensor, None or a bias of flashtile.compat.xformers_bias.")
+    made: dict[str, Any] = {"mask": bias.mask(seqlen_q, seqlen_k)}
+    if isinstance(bias, LowerTriangularMaskWithTensorBias):
+        made |= _mask(bias._bias, axes, seqlen_q, seqlen_k)
+    return made
+
+
+def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: BlockDiagonalMask, how: dict[str, Any]) -> torch.Tensor:
+    if q.shape[0] != 1 or k.shape[0] != 1:
+        raise InvalidProblem(f"query has batch {q.shape[0]} and key {k.shape[0]}; with a block-diagonal mask both must be 1.")
+    for name, tensor, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):
+        if tensor.shape[1] != info.seqstart_py[-1]:
+            total = info.seqstart_py[-1]
+            raise InvalidProblem(f"{name} has {tensor.shape[1]} tokens and the mask's items {total}; they must be equal.")
+    used = bias.used(q.device) if isinstance(bias, BlockDiagonalPaddedKeysMask) else None
+    most = dict(max_seqlen_q=bias.q_seqinfo.max_seqlen, max_seqlen_k=bias.k_seqinfo.max_seqlen)
+    ends = (bias.starts("q", q.device), bias.starts("k", q.device))
+    mask = bias.mask(*most.values())
+    return attention_varlen(q[0], k[0], v[0], *ends, seqused_k=used, mask=mask, **most, **how)[None]

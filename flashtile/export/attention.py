@@ -1,0 +1,203 @@
+"""Attention problems as C functions: batch, lengths and heads are given at run time, all else is the problem's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from flashtile.dispatch import BACKENDS
+from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.export import schedule
+from flashtile.export.compile import contiguous
+from flashtile.export.entry import Entry, Sizes
+from flashtile.kernels.hopper import choose
+from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+from flashtile.plan.backend import Backend, Gradients
+from flashtile.plan.call import Buffer, Plan
+from flashtile.plan.device import H100, Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+
+Layout = Literal["bshd", "bhsd", "llmc"]
+LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "llmc")
+TOKENS = ("q", "k", "v", "out")  # tensors with an axis of tokens and one of heads; their gradients are named d...
+GPU_BACKENDS = tuple(b for b in BACKENDS if b.name != "cpu")
+
+# Lengths that meet every decision of the planners: the smallest, multiples of every tile's size and none, each also from the
+# length on at which fp32 is multiplied otherwise (kernels/triton/tile.py: wants_parts).
+LENGTHS = (1, 2, 48, 96, 100, 192, 256, 1040, 1056, 1088, 1100, 1152, 4096)
+
+
+@dataclass(frozen=True)
+class AttentionExport:
+    """A problem, whose sizes stand for any, in a layout.
+
+    bshd: (batch, seqlen, heads, head_dim) tensors, dense; bhsd: (batch, heads, seqlen, head_dim) likewise; llmc: q, k, v in
+    one tensor (batch, seqlen, 3, heads, head_dim), of one length, and so are their gradients.
+    """
+
+    problem: AttentionProblem
+    layout: Layout
+    variant: Variant = "auto"
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        reasons: list[str] = []
+        if p.lengths.ragged:
+            reasons.append("items differ in length")
+        if p.where or p.blocks is not None:
+            reasons.append("the mask has predicates or block lists")
+        if any(c.index is not None for spec in p.score for c in spec.kind.captured):
+            reasons.append("a captured tensor's shape has nothing to do with the sizes")
+        if self.layout == "llmc":
+            if p.group != 1 or p.head_dim != p.head_dim_v or p.seqlen_q != p.seqlen_k:
+                raise InvalidProblem(
+                    f"layout is 'llmc' and the problem {p.spell()}; its q, k and v must have equal heads, head_dim and length."
+                )
+        if reasons:
+            raise NotSupported(p.spell(), {"export": reasons})
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return ("batch", "seqlen", "heads") if self.layout == "llmc" else ("batch", "seqlen_q", "seqlen_k", "heads_kv")
+
+    def at(self, sizes: Sizes) -> AttentionProblem:
+        """The problem of these sizes."""
+        p = self.problem
+        heads_kv = sizes[self.sizes[-1]]
+        seqlen_q, seqlen_k = (sizes["seqlen"],) * 2 if self.layout == "llmc" else (sizes["seqlen_q"], sizes["seqlen_k"])
+        scores = (sizes["batch"], heads_kv * p.group, seqlen_q, seqlen_k)
+        score = tuple(
+            replace(spec, tensors=tuple(
+                replace(t, shape=tuple(1 if c.broadcast and n == 1 else size for n, size in zip(t.shape, scores, strict=False)))
+                for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
+            ))
+            for spec in p.score
+        )  # fmt: skip
+        sink = None if p.sink is None else replace(p.sink, shape=scores[1:2])
+        return replace(
+            p,
+            batch=scores[0],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads_q=scores[1],
+            heads_kv=heads_kv,
+            score=score,
+            sink=sink,
+        )
+
+    def strides(self, buffer: Buffer) -> tuple[int, ...]:
+        """Those of a tensor of the plan. What is scratch, or has no axis of tokens, is dense."""
+        if buffer.role == "scratch" or buffer.name.removeprefix("d") not in TOKENS:
+            return contiguous(buffer.shape)
+        batch, seqlen, heads, width = buffer.shape
+        if self.layout == "bhsd":
+            b, h, s, d = contiguous((batch, heads, seqlen, width))
+            return b, s, h, d
+        if self.layout == "llmc" and buffer.name.removeprefix("d") != "out":
+            return seqlen * 3 * heads * width, 3 * heads * width, width, 1
+        return contiguous(buffer.shape)
+
+    def broadcast(self, name: str) -> tuple[bool, ...]:
+        """Which axes of a captured tensor are of one element in the problem as it was spelled."""
+        _, i, j = name.split(".")
+        spec = self.problem.score[int(i)]
+        return tuple(spec.kind.captured[int(j)].broadcast and n == 1 for n in spec.tensors[int(j)].shape)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether some forward's tile is chosen for the sizes that come: Hopper's."""
+        return not HOPPER.unsupported(self.problem, H100)
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        return ("sm_count", *schedule.DERIVED) if self.scheduled else ("sm_count",)
+
+    def derive(self, name: str) -> str:
+        """C that fills in the derived sizes."""
+        first = len(self.sizes)
+        text = f"    sizes[{first}] = gpu->sm_count;\n"
+        if not self.scheduled:
+            return text + "    return FLASHTILE_OK;\n"
+        batch, seqlen_q, seqlen_k, heads = (0, 1, 1, 2) if self.layout == "llmc" else (0, 1, 2, 3)
+        return text + (
+            f"    if (gpu->arch == 90)\n"
+            f"        return schedule_forward(&{name}_schedule, sizes[{batch}], sizes[{heads}] * {self.problem.group}, "
+            f"sizes[{seqlen_q}], sizes[{seqlen_k}],\n"
+            f"                                gpu->sm_count, &sizes[{first + 1}], &sizes[{first + 2}]);\n"
+            f"    sizes[{first + 1}] = sizes[{first + 2}] = 0;\n"
+            f"    return FLASHTILE_OK;\n"
+        )
+
+    def samples(self, device: Device) -> list[dict[str, int]]:
+        """Sizes at which plans are made."""
+        lengths = sorted({*LENGTHS, *self._band_lengths()})
+        pairs = [(n, n) for n in lengths] if self.layout == "llmc" else list(product(lengths, lengths))
+        found: list[dict[str, int]] = []
+        for batch, seqlen_q, seqlen_k, heads in _ordered(pairs):
+            given = (batch, seqlen_q, heads) if self.layout == "llmc" else (batch, seqlen_q, seqlen_k, heads)
+            sizes = {**dict(zip(self.sizes, given, strict=True)), "sm_count": device.sm_count}
+            choices = schedule.feasible(self.at(sizes)) if self.scheduled and device.arch == 90 else [1]
+            found += [{**sizes, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
+        return found
+
+    def _band_lengths(self) -> Iterator[int]:
+        for bound in (self.problem.mask.left, self.problem.mask.right):
+            if bound is not None:
+                yield from (n for n in (bound, bound + 1, bound + 2) if n > 0)
+
+
+def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """(batch, seqlen_q, seqlen_k, heads): with fewer and with more of them than a GPU has SMs. Ordinary lengths come first,
+    for the first sample of a plan names it.
+    """
+    for batch, heads in ((3, 5), (1, 1), (200, 5)):
+        for seqlen_q, seqlen_k in sorted(pairs, key=lambda pair: (pair != (4096, 4096), pair)):
+            yield batch, seqlen_q, seqlen_k, heads
+
+
+def select(
+    problem: AttentionProblem, device: Device, variant: Variant | None, backends: tuple[Backend, ...] = GPU_BACKENDS
+) -> Backend:
+    """The first of the backends that runs it, as `dispatch.select` finds it, for sizes that are not known as well."""
+    reasons: dict[str, list[str]] = {}
+    for backend in backends:
+        reasons[backend.name] = backend.unsupported(problem, device, variant)
+        if not reasons[backend.name]:
+            return backend
+    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
+
+
+def entries(name: str, export: AttentionExport) -> list[Entry]:
+    """Forward and backward of a problem."""
+    spelling = export.problem.spell()
+
+    def forward(sizes: Sizes, device: Device) -> Plan:
+        problem = export.at(sizes)
+        device = replace(device, sm_count=sizes["sm_count"])
+        backend = select(problem, device, None)
+        if backend is not HOPPER:
+            return backend.forward(problem, device)
+        for number, launch in schedule.launches(problem).items():
+            if sizes["choice"] == number:
+                moved = launch if number <= len(choose.options(problem)[0]) else replace(launch, swizzle=sizes["swizzle"])
+                return HOPPER.forward(problem, device, moved)
+        raise AssertionError(f"no launch has the number {sizes['choice']}")
+
+    def backward(sizes: Sizes, device: Device) -> Plan:
+        problem = export.at(sizes)
+        device = replace(device, sm_count=sizes["sm_count"])
+        gradients = Gradients(dlse=problem.returns_lse)
+        # Hopper's own takes its order from the sizes at compile time where it has to be repeatable.
+        backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if problem.deterministic else GPU_BACKENDS
+        backend = select(problem, device, export.variant, backends)
+        return backend.backward(problem, device, gradients, export.variant)
+
+    scheduled = export.problem if export.scheduled else None
+    return [
+        Entry(f"{name}_{direction}", spelling, direction, export.sizes, export.derived, plan, export.strides, export.broadcast,
+              export.samples, export.derive(f"{name}_{direction}"), scheduled)
+        for direction, plan in (("forward", forward), ("backward", backward))
+    ]  # fmt: skip

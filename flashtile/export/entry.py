@@ -1,0 +1,153 @@
+"""What becomes a C function: one direction of a problem, as a plan for sizes that come at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from flashtile.errors import NotSupported
+from flashtile.export.size import Guard, Size, Trace, evaluate, fixed, walk
+from flashtile.plan.call import Buffer, KernelCall, Plan, Strides
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A buffer of a plan and the strides, in elements, that it lies with."""
+
+    buffer: Buffer
+    strides: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.buffer.name
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for n in self.buffer.shape:
+            count *= n
+        return count
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A plan with every stride in its place: what is given, what is made, what is launched."""
+
+    laid: tuple[Laid, ...]
+    calls: tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One C function.
+
+    sizes: the names of those that the caller gives, each at least 1. derived: of those that the run-time finds, in order.
+    plan(sizes, device): the plan, of Sizes or of integers alike. strides(buffer): those of a buffer of such a plan.
+    broadcast(name): which axes of a captured tensor have one element whatever the sizes.
+    samples(device): sizes at which plans are made; together they must meet every plan that there is.
+    derive: C statements that fill in the derived sizes.
+    """
+
+    name: str
+    spelling: str
+    direction: str
+    sizes: tuple[str, ...]
+    derived: tuple[str, ...]
+    plan: Callable[[Sizes, Device], Plan]
+    strides: Callable[[Buffer], tuple[int, ...]]
+    broadcast: Callable[[str], tuple[bool, ...]]
+    samples: Callable[[Device], list[dict[str, int]]]
+    derive: str
+    schedule: AttentionProblem | None = None  # the problem whose tile is chosen at run time
+
+
+@dataclass(frozen=True)
+class Path:
+    """A plan of expressions, and the guards under which it is the one that these sizes get.
+
+    limits: what must hold besides, for kernels take most numbers in 32 bits.
+    """
+
+    guards: tuple[Guard, ...]
+    limits: tuple[Guard, ...]
+    backend: str
+    steps: Steps
+
+    def fits(self, sizes: Sizes) -> bool:
+        return all(guard.met(sizes) for guard in self.guards)
+
+
+def steps_of(entry: Entry, plan: Plan) -> Steps:
+    """The plan's buffers and calls. Raises NotSupported for what only Python computes."""
+    laid = {b.name: Laid(b, entry.strides(b)) for b in plan.buffers}
+
+    def resolve(arg: Any) -> Any:
+        if isinstance(arg, Strides):
+            strides = laid[arg.name].strides
+            if not arg.broadcast:
+                return strides
+            return tuple(0 if one else s for one, s in zip(entry.broadcast(arg.name), strides, strict=True))
+        return tuple(map(resolve, arg)) if isinstance(arg, tuple) else arg
+
+    calls: list[KernelCall] = []
+    for call in plan.calls:
+        if not isinstance(call, KernelCall):
+            raise NotSupported(entry.spelling, {plan.backend: [f"{call.function.__name__} is a step that PyTorch computes"]})
+        constants = tuple((name, _fixed_fields(value)) for name, value in call.constants)
+        calls.append(replace(call, args=resolve(call.args), constants=constants))
+    return Steps(tuple(laid.values()), tuple(calls))
+
+
+def _fixed_fields(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        known = {f.name: getattr(value, f.name) for f in fields(value)}
+        return replace(value, **{name: fixed(v) for name, v in known.items() if isinstance(v, Size)})
+    return walk(value, fixed) if type(value) is tuple else fixed(value) if isinstance(value, Size) else value
+
+
+def at(steps: Steps, sizes: Sizes) -> Steps:
+    """The same steps in numbers."""
+
+    def number(value: int) -> int:
+        return evaluate(value, sizes)
+
+    laid = tuple(
+        Laid(replace(one.buffer, shape=walk(one.buffer.shape, number)), walk(one.strides, number)) for one in steps.laid
+    )
+    calls = tuple(replace(c, grid=walk(c.grid, number), args=walk(c.args, number)) for c in steps.calls)
+    return Steps(laid, calls)
+
+
+def trace(entry: Entry, device: Device, sizes: Sizes) -> Path:
+    """The plan that these sizes get, as expressions."""
+    tracer = Trace()
+    unknown = {name: tracer.size(name, sizes[name]) for name in (*entry.sizes, *entry.derived)}
+    plan = entry.plan(unknown, device)
+    steps = steps_of(entry, plan)
+    guards = tuple(tracer.guards)
+    for call in steps.calls:
+        walk((call.args, call.grid), _within_32_bits)
+    return Path(guards, tuple(tracer.guards)[len(guards) :], plan.backend, steps)
+
+
+def _within_32_bits(number: int) -> int:
+    assert -(2**31) <= number < 2**31
+    return number
+
+
+def explore(entry: Entry, device: Device) -> list[Path]:
+    """Every plan that the samples meet. Each is checked against the plans that are made of numbers."""
+    paths: list[Path] = []
+    for sizes in entry.samples(device):
+        path = next((path for path in paths if path.fits(sizes)), None)
+        if path is None:
+            path = trace(entry, device, sizes)
+            paths.append(path)
+        if at(path.steps, sizes) != steps_of(entry, entry.plan(sizes, device)):
+            raise AssertionError(f"{entry.name}: the plan of expressions is another one at {sizes}.")
+    return paths

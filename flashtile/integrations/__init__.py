@@ -1,0 +1,1 @@
+"""Other libraries' hooks for an attention. Nothing is registered on import."""

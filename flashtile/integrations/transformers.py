@@ -1,0 +1,241 @@
+"""Hugging Face transformers: `register()`, then `attn_implementation="flashtile"`.
+
+Two functions: one turns a model's mask into `Mask`, which says in O(seqlen) what sdpa's mask says in O(seqlen^2), the other
+calls `flashtile.attention`. Masks that are made of anything but causality, windows, padding and packed sequences arrive as
+transformers' own boolean tensor, and are computed with as a bias.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.predicate.document import Document
+from flashtile.predicate.key_padding import KeyPadding
+from flashtile.score.bias import Bias
+from flashtile.score.softcap import Softcap
+from flashtile.spec.dropout import Dropout
+from flashtile.spec.mask import CAUSAL, FULL, Band
+from flashtile.spec.options import Options
+from flashtile.spec.score import Score
+from flashtile.torch.attention import attention
+from flashtile.torch.layouts import attention_varlen
+
+NAME = "flashtile"
+# What models hand through to every attention and its mask has already, or concerns others.
+OTHERS = frozenset({
+    "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "num_items_in_batch",
+    "position_embeddings", "logits_to_keep", "output_router_logits",
+})  # fmt: skip
+
+
+_names: set[str] = set()
+
+
+def register(name: str = NAME, options: Options | None = None) -> None:
+    """Make `attn_implementation=name` mean flashtile with these options, in this process. Needs transformers 5.
+
+    transformers takes every implementation with "flash" in its name for a build of flash-attention: it looks for that on the
+    hub, and for some models puts another in its place (5.23, `is_flash_attention_requested`). So it is told that this is none.
+    """
+    theirs: Any = import_module("transformers")
+    theirs.AttentionInterface.register(
+        name, attention_forward if options is None else partial(attention_forward, options=options)
+    )
+    theirs.AttentionMaskInterface.register(name, make_mask)
+    if "flash" in name and name not in _names:
+        if not _names:
+            _correct_names()
+        _names.add(name)
+
+
+def _correct_names() -> None:
+    original = import_module("transformers.utils.generic").is_flash_attention_requested
+
+    @wraps(original)
+    def corrected(config: Any = None, requested_attention_implementation: str | None = None, version: Any = None) -> bool:
+        asked = requested_attention_implementation if config is None else config._attn_implementation
+        return asked not in _names and original(config, requested_attention_implementation, version)
+
+    for module in list(sys.modules.values()):  # those who have imported it, and the home from which others will
+        if getattr(module, "__name__", "").startswith("transformers.") and vars(module).get(original.__name__) is original:
+            setattr(module, original.__name__, corrected)
+
+
+@dataclass(eq=False)
+class Mask:
+    """Which keys a query sees: those of a band, of its document, that are kept, among the first `used` of each item.
+
+    keep: bool (batch, kv_length); documents: int32 (batch, length); used: int32 (batch,). shape is that of the boolean tensor
+    in whose place it stands.
+    """
+
+    shape: tuple[int, int, int, int]
+    band: Band
+    keep: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def contiguous(self) -> Mask:
+        """Itself: asked by transformers' generation."""
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """What `attention` is told."""
+        mask: Any = self.band
+        if self.documents is not None:
+            mask = Document(self.documents) & mask
+        if self.keep is not None:
+            mask = KeyPadding(self.keep) & mask
+        return {"mask": mask, "seqused_k": self.used}
+
+
+def make_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
+    attention_mask: Any = None, **rest: Any,
+) -> Any:  # fmt: skip
+    """`Mask`, or transformers' boolean (batch, 1, q_length, kv_length) where that cannot say it."""
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    theirs: Any = import_module("transformers.masking_utils")
+    mask_function = theirs.causal_mask_function if mask_function is None else mask_function
+    known = _known(mask_function, theirs)
+    tail = None if known is None else _tail(batch_size, q_length, kv_length, q_offset, kv_offset, rest.get("device", "cpu"))
+    if known is None or tail is None:
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        given = dict(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask,
+        )  # fmt: skip
+        return theirs.sdpa_mask(**given, **{**rest, **skips})
+    band, documents = known
+    keep = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if keep is not None:
+        keep = keep[:, kv_offset : kv_offset + kv_length]
+    return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail)
+
+
+def _tail(batch: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, device: Any) -> tuple[Any] | None:
+    """How many keys stand before and at the last query, (batch,), or None for all of them; None instead if that is not the way
+    in which they lie.
+    """
+    if isinstance(kv_offset, torch.Tensor):
+        return None
+    if isinstance(q_offset, torch.Tensor):  # a static cache says so, and its keys start at 0
+        return None if kv_offset else ((q_offset + q_length).to(device, torch.int32).expand(batch),)
+    if q_offset + q_length == kv_offset + kv_length:
+        return (None,)
+    if kv_offset == 0 and q_offset + q_length < kv_length:
+        return (torch.full((batch,), q_offset + q_length, dtype=torch.int32, device=device),)
+    return None
+
+
+def _known(function: Any, theirs: Any) -> tuple[Band, Any] | None:
+    """(band, documents) of one of transformers' mask functions; None for any other."""
+    if function is theirs.causal_mask_function:
+        return CAUSAL, None
+    if function is theirs.bidirectional_mask_function:
+        return FULL, None
+    if torch.compiler.is_compiling():  # which does not look into closures
+        return None
+    parts = _closure(function, theirs.and_masks())
+    if parts is not None:
+        band, documents = FULL, None
+        for part in parts["mask_functions"]:
+            found = _known(part, theirs)
+            if found is None or (found[1] is not None and documents is not None):
+                return None
+            band, documents = band & found[0], found[1] if documents is None else documents
+        return band, documents
+    window = _closure(function, theirs.sliding_window_overlay(1))
+    if window is not None:
+        return Band(left=window["sliding_window"] - 1), None
+    packed = _closure(function, theirs.packed_sequence_mask_function(torch.zeros(1, 1)))
+    if packed is not None:
+        return FULL, packed["packed_sequence_mask"].int()
+    remapped = _closure(function, theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.zeros(1, 1)))
+    if remapped is not None:  # within a document positions differ by as much as they did
+        return _known(remapped["mask_function"], theirs)
+    return None
+
+
+def _closure(function: Any, like: Callable[..., Any]) -> dict[str, Any] | None:
+    """What a function has captured, by name, if it is made by the same code as `like`."""
+    if getattr(function, "__code__", None) is not like.__code__:
+        return None
+    return {name: cell.cell_contents for name, cell in zip(like.__code__.co_freevars, function.__closure__ or (), strict=True)}
+
+
+def attention_forward(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    options: Options | None = None, **named: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """(out (batch, q_length, heads, head_dim_v), None) of query, key, value (batch, heads, length, head_dim).
+
+    named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k. Raises
+    NotSupported for a name that it does not know and that is not None or False.
+    """
+    window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
+    sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
+    packed = [named.pop(f"cu_seq_lens_{side}", None) for side in "qk"]
+    longest = [named.pop(f"max_length_{side}", None) for side in "qk"]
+    unknown = sorted(n for n, value in named.items() if n not in OTHERS and value is not None and value is not False)
+    if unknown:
+        raise NotSupported(
+            f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: [f"knows no {n}" for n in unknown]}
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    arguments: dict[str, Any] = {"scale": scaling, "options": options}
+    score: list[Score] = [] if cap is None else [Softcap(cap)]
+    if bias is not None:
+        score.append(Bias(bias))
+    if isinstance(attention_mask, Mask):
+        arguments |= attention_mask.arguments()
+    elif isinstance(attention_mask, torch.Tensor):
+        if attention_mask.dim() != 4:
+            raise InvalidProblem(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, 1 or heads, q_length, kv_length)."
+            )
+        score.append(Bias(_additive(attention_mask[..., : k.shape[1]], q.dtype)))
+    elif attention_mask is not None:
+        raise InvalidProblem(f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor or None.")
+    elif causal:
+        if (
+            packed[0] is None and 1 < q.shape[1] < k.shape[1]
+        ):  # an empty static cache: what follows the queries is not there yet
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        arguments |= {"causal": True, "window": None if window is None else (window - 1, None)}
+    elif window is not None:
+        raise NotSupported(
+            f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: ["sliding_window without a mask"]}
+        )
+    arguments |= {"score": tuple(score), "sink": sinks[0] if sinks else None, "dropout": Dropout(dropout) if dropout else None}
+    if packed[0] is None or attention_mask is not None:
+        return attention(q, k, v, **arguments), None
+    if q.shape[0] != 1:
+        raise InvalidProblem(f"cu_seq_lens_q is given and the batch is {q.shape[0]}; packed sequences must be one row.")
+    out = attention_varlen(
+        q[0], k[0], v[0], packed[0].int(), None if packed[1] is None else packed[1].int(), max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1], **arguments,
+    )  # fmt: skip
+    return out[None], None
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as what is added to scores: transformers hides either by False or by the least number of a dtype."""
+    if mask.dtype is torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    return mask.to(dtype)

@@ -1,0 +1,132 @@
+"""Attention as a module: projections, norm of queries and keys, rotary, attention, projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flashtile.errors import InvalidProblem
+from flashtile.nn.norm import RMSNorm
+from flashtile.ops.position import rotary
+from flashtile.predicate.key_padding import KeyPadding
+from flashtile.spec.dropout import Dropout
+from flashtile.torch.attention import attention
+from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
+
+
+class Attention(torch.nn.Module):
+    """Multi-head attention of `width` features, with as many heads of keys and values as `heads_kv` says.
+
+    heads_kv: heads by default; fewer for grouped queries. head_dim: width / heads by default.
+    qk_norm: RMSNorm over head_dim of queries and keys. rotary_base: of their positions' angles (10000 is usual); None
+        for none. sinks: a learned logit per head that joins the softmax. dropout_p: of probabilities, while training.
+    arguments: those of `flashtile.attention`: causal, window, mask, score (such as `(Softcap(30.0),)`), scale, options.
+
+    Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose state_dict it loads: in_proj_weight
+    ((heads + 2 heads_kv) head_dim, width), in_proj_bias, out_proj; and q_norm, k_norm, sink where they are asked for.
+    """
+
+    def __init__(
+        self, width: int, heads: int, heads_kv: int | None = None, head_dim: int | None = None, *, bias: bool = True,
+        qk_norm: bool = False, rotary_base: float | None = None, sinks: bool = False, dropout_p: float = 0.0,
+        device: Any = None, dtype: Any = None, **arguments: Any,
+    ):  # fmt: skip
+        super().__init__()
+        heads_kv = heads if heads_kv is None else heads_kv
+        if head_dim is None and width % heads:
+            raise InvalidProblem(
+                f"width is {width} and heads is {heads}; width must be a multiple of heads, or head_dim be given."
+            )
+        if heads_kv < 1 or heads % heads_kv:
+            raise InvalidProblem(f"heads is {heads} and heads_kv is {heads_kv}; heads must be a multiple of heads_kv.")
+        self.width, self.heads, self.heads_kv = width, heads, heads_kv
+        self.head_dim = width // heads if head_dim is None else head_dim
+        if rotary_base is not None and self.head_dim % 2:
+            raise InvalidProblem(f"head_dim is {self.head_dim}; it must be even for rotary.")
+        self.rotary_base, self.dropout, self.arguments = rotary_base, Dropout(dropout_p), arguments
+        made = {"device": device, "dtype": dtype}
+        rows = (heads + 2 * heads_kv) * self.head_dim
+        self.in_proj_weight = torch.nn.Parameter(torch.empty(rows, width, **made))
+        self.in_proj_bias = torch.nn.Parameter(torch.empty(rows, **made)) if bias else None
+        self.out_proj = torch.nn.Linear(heads * self.head_dim, width, bias, **made)
+        self.q_norm = RMSNorm(self.head_dim, **made) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, **made) if qk_norm else None
+        self.sink = torch.nn.Parameter(torch.empty(heads, **made)) if sinks else None
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        shown = {"width": self.width, "heads": self.heads, "heads_kv": self.heads_kv, "head_dim": self.head_dim}
+        shown |= {"rotary_base": self.rotary_base, "dropout_p": self.dropout.p, **self.arguments}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+    def reset_parameters(self) -> None:
+        """As `torch.nn.MultiheadAttention` begins; sinks at 0."""
+        torch.nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for bias in (self.in_proj_bias, self.out_proj.bias, self.sink):
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor | None = None, *, padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """(batch, seqlen, width); with cu_seqlens, int32 (batch + 1,), of sequences one after another: (total, width).
+
+        x: queries, and keys and values too unless there is a context, (batch, seqlen_k, width), which has no rotary.
+        padding_mask: bool (batch, seqlen_k), True for the keys that count. max_seqlen: no sequence is longer.
+        """
+        varlen = cu_seqlens is not None
+        if x.dim() != 3 - varlen or x.shape[-1] != self.width:
+            must = f"({'total' if varlen else 'batch, seqlen'}, {self.width})"
+            raise InvalidProblem(f"x has shape {tuple(x.shape)}; it must be {must}.")
+        if varlen and (context is not None or padding_mask is not None):
+            raise InvalidProblem("cu_seqlens is given beside context or padding_mask; it must be alone.")
+        if context is not None and self.rotary_base is not None:
+            raise InvalidProblem("context is given and the module has rotary; its positions are those of x alone.")
+        arguments = {**self.arguments, "sink": self.sink}
+        if self.training and self.dropout.p:
+            arguments["dropout"] = self.dropout
+        if padding_mask is not None:
+            mask = arguments.get("mask")
+            arguments["mask"] = KeyPadding(padding_mask) if mask is None else KeyPadding(padding_mask) & mask
+        if context is None and self.q_norm is None and self.rotary_base is None:
+            packed = self._project(x, 0, self.heads + 2 * self.heads_kv)
+            lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if varlen else {}
+            out = attention_qkvpacked(packed, heads_q=self.heads, **lengths, **arguments)
+            return self.out_proj(out.flatten(-2))
+        q, k, v = self._queries_keys_values(x, context, cu_seqlens, max_seqlen)
+        if cu_seqlens is not None:
+            out = attention_varlen(q, k, v, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **arguments)
+        else:
+            out = attention(q, k, v, **arguments)
+        return self.out_proj(out.flatten(-2))
+
+    def _project(self, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """The heads first .. last - 1 of x, of all of q, k and v."""
+        rows = slice(first * self.head_dim, last * self.head_dim)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+        return F.linear(x, self.in_proj_weight[rows], bias).unflatten(-1, (last - first, self.head_dim))
+
+    def _queries_keys_values(
+        self, x: torch.Tensor, context: torch.Tensor | None, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = (self.heads, self.heads_kv, self.heads_kv)
+        if context is None:
+            q, k, v = self._project(x, 0, sum(heads)).split(heads, -2)
+        else:
+            q = self._project(x, 0, self.heads)
+            k, v = self._project(context, self.heads, sum(heads)).split(heads[1:], -2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary_base is not None:
+            length = x.shape[-2] if max_seqlen is None else max_seqlen
+            half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
+            angles = torch.outer(torch.arange(length, device=x.device, dtype=torch.float32), self.rotary_base**-half)
+            q, k = rotary(q, k, angles.cos(), angles.sin(), cu_seqlens=cu_seqlens)
+        return q, k, v

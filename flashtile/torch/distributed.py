@@ -1,0 +1,112 @@
+"""DTensors: attention of what each rank holds, where batch or heads are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.errors import NotSupported
+from flashtile.predicate.document import Document
+from flashtile.predicate.key_padding import KeyPadding
+from flashtile.predicate.prefix import Prefix
+from flashtile.spec.mask import Band
+from flashtile.spec.predicate import Joined, terms_of
+from flashtile.torch.lengths import Given
+from flashtile.torch.operator import ATTENTION, dense_strides, spread
+from flashtile.torch.packing import APART, KV, QKV, Packing
+from flashtile.torch.request import write
+
+BATCH_FIRST = (Band, Document, KeyPadding, Prefix)  # masks whose tensors have the batch as their first axis
+
+
+def is_distributed(*packs: Any) -> bool:
+    """Whether one of these is a DTensor."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(t, DTensor) for t in packs)
+
+
+def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
+    """What `attention` and its kin return, as DTensors sharded as the first of `packs` is. The others are laid as that is.
+
+    Raises NotSupported where another axis than batch and heads is sharded, and for what would depend on the shard.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    first = packs[0]
+    mesh, varlen = first.device_mesh, given is not None and given.varlen
+    heads_axis = first.dim() - 2
+    roles: list[str | None] = []
+    for placement in first.placements:
+        known = {Replicate(): None, Shard(heads_axis): "heads", **({} if varlen else {Shard(0): "batch"})}
+        if placement not in known:
+            _refuse(f"{placement} of a tensor {tuple(first.shape)}; batch and heads may be sharded, or nothing")
+        roles.append(known[placement])
+    _check(packing, roles, arguments)
+
+    def local(tensor: Any, axes: dict[str, int]) -> torch.Tensor:
+        """This rank's part of a tensor whose batch and heads lie on these axes; it is whole where it is no DTensor."""
+        there = [axes.get(role or "") for role in roles]
+        placements = [Replicate() if axis is None else Shard(axis) for axis in there]
+        sums = [
+            p if role is None or axis is not None else Partial() for p, role, axis in zip(placements, roles, there, strict=True)
+        ]
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return tensor.redistribute(mesh, placements).to_local(grad_placements=sums)
+
+    parts = [local(t, {"heads": t.dim() - 2} if varlen else {"batch": 0, "heads": t.dim() - 2}) for t in packs]
+    whole = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
+    q, v = whole["q"], whole["v"]
+    for name in ("q", "k"):
+        for size, role in zip(mesh.shape, roles, strict=True):
+            if role == "heads" and whole[name].shape[2] % size:
+                _refuse(f"{whole[name].shape[2]} heads of {name} over {size} ranks; they must be a multiple")
+    text, floats, ints, captured, others = write(packing, q, given, **arguments)
+    sink = len(captured) - (arguments.get("sink") is not None)
+    for i, tensor in enumerate(captured):
+        if i == sink:
+            captured[i] = local(tensor, {"heads": 0})
+        else:
+            captured[i] = local(tensor, {name: axis for axis, name in enumerate(("batch", "heads")) if tensor.shape[axis] > 1})
+    others = [local(t, {} if varlen else {"batch": 0}) for t in others]
+    wanted = 0
+    if torch.is_grad_enabled():
+        for i, tensor in enumerate((*parts, *captured)):
+            wanted |= int(tensor.requires_grad) << i
+    out, lse, _ = ATTENTION(*spread(parts), [*captured, *others], wanted, text, floats, ints)
+
+    def joined(tensor: torch.Tensor, shape: tuple[int, ...], axes: dict[str, int]) -> Any:
+        placements = [Replicate() if role is None else Shard(axes[role]) for role in roles]
+        stride = dense_strides(shape, tensor)
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    rows = (*q.shape[:-1], v.shape[-1])[varlen:]
+    out = joined(out, rows, {"batch": 0, "heads": out.dim() - 2})
+    if not arguments.get("return_lse"):
+        return out
+    return out, joined(lse, (*rows[:-3], rows[-2], rows[-3]), {"batch": 0, "heads": lse.dim() - 2})
+
+
+def _check(packing: Packing, roles: list[str | None], arguments: dict[str, Any]) -> None:
+    """Raise NotSupported for what a rank cannot know of its part alone."""
+    if not any(roles):
+        return
+    if packing not in (APART, QKV, KV):
+        _refuse("heads of q, k and v along one axis; give them apart")
+    if arguments.get("dropout") is not None:
+        _refuse("dropout, which depends on the positions of batch and head in the whole")
+    for modifier in arguments.get("score", ()):
+        if any(captured.index is not None for captured in modifier.captured):
+            _refuse(f"score modifier {modifier.name}, whose tensor is indexed in its own way")
+    mask = arguments.get("mask")
+    leaves = [leaf for term in terms_of(mask) or () for leaf in term]
+    if isinstance(mask, Joined) and (mask.spec is not None or not all(isinstance(leaf, BATCH_FIRST) for leaf in leaves)):
+        _refuse("a mask with blocks, or with a predicate that is not known to have the batch first")
+
+
+def _refuse(reason: str) -> None:
+    raise NotSupported("attention of DTensors", {"torch": [reason]})

@@ -1,0 +1,43 @@
+"""What q, k and v must be, whoever runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.torch.lengths import Given
+from flashtile.torch.run import DTYPES
+
+
+def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
+    """Raise InvalidProblem unless these are tensors that fit together; of varlen (1, total, heads, head_dim)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+        if tensor.layout is not torch.strided:
+            raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
+        if tensor.is_nested:
+            raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one.")
+        if not torch.compiler.is_compiling() and tensor.is_neg():  # its memory holds the numbers before the negation
+            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+        if tensor.dim() != 4:
+            size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
+            shape = tuple(tensor.shape[given is not None and given.varlen :])
+            raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
+        if tensor.dtype not in DTYPES:
+            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.dtype != q.dtype:
+            raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
+        if tensor.device != q.device:
+            raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; q, k and v must be on one device.")
+        if tensor.shape[0] != q.shape[0]:
+            raise InvalidProblem(f"{name} has batch {tensor.shape[0]} and q has {q.shape[0]}; they must be equal.")
+    if k.shape[3] != q.shape[3]:
+        raise InvalidProblem(f"k has head_dim {k.shape[3]} and q has {q.shape[3]}; they must be equal.")
+    for axis, name in ((1, "seqlen"), (2, "heads")):
+        if v.shape[axis] != k.shape[axis]:
+            raise InvalidProblem(f"v has {name} {v.shape[axis]} and k has {k.shape[axis]}; they must be equal.")

@@ -1,0 +1,66 @@
+"""How calls go to the operators: under torch.compile and export, torch.func, dispatch modes, and for subclasses of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.torch.distributed import attend_distributed, is_distributed
+from flashtile.torch.functional import attend_transformed, requires_grad_below
+from flashtile.torch.inputs import check_tensors
+from flashtile.torch.lengths import Given
+from flashtile.torch.operator import ATTENTION, spread
+from flashtile.torch.packing import Packing
+from flashtile.torch.request import write
+
+_is_compiling = torch.compiler.is_compiling
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_Plain = frozenset({torch.Tensor})
+_autocasts = torch._C._is_any_autocast_enabled
+
+
+def is_plain(*packs: Any) -> bool:
+    """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
+    if _is_compiling() or _autocasts() or _modes() or _transforms():
+        return False
+    return _Plain.issuperset(map(type, packs)) or not any(map(_is_more, packs))
+
+
+def is_traced(*packs: Any) -> bool:
+    """Whether somebody wants to see an operator, or gave what is more than a plain tensor."""
+    return bool(_is_compiling() or _modes() or _transforms() or any(map(_is_more, packs)))
+
+
+def _is_more(tensor: Any) -> bool:
+    """Whether it is a DTensor, a fake one, or any other that is not just its memory."""
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def autocast(*packs: Any) -> tuple[Any, ...]:
+    """q, k, v as autocast wants them, by the rule of torch's own attention: float32 becomes autocast's dtype."""
+    return tuple(_lowered(t) if isinstance(t, torch.Tensor) and t.dtype is torch.float32 else t for t in packs)
+
+
+def _lowered(tensor: torch.Tensor) -> torch.Tensor:
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
+    """What `attention` and its kin return."""
+    if is_distributed(*packs):
+        return attend_distributed(packing, packs, given, **arguments)
+    varlen = given is not None and given.varlen
+    parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
+    check_tensors(parts["q"], parts["k"], parts["v"], given)
+    text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
+    transformed, wanted = not _is_compiling() and _transforms(), 0
+    if torch.is_grad_enabled():
+        for i, tensor in enumerate((*packs, *captured)):
+            if tensor.requires_grad or (transformed and requires_grad_below(tensor)):
+                wanted |= 1 << i
+    attend: Any = attend_transformed if transformed else ATTENTION
+    out, lse, _ = attend(*spread(packs), [*captured, *others], wanted, text, floats, ints)
+    return (out, lse) if arguments.get("return_lse") else out

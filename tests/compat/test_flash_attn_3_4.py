@@ -1,0 +1,204 @@
+"""flash-attention 3's and 4's functions against their documented formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile import InvalidProblem, NotSupported
+from flashtile.compat import flash_attn_3 as fa3
+from flashtile.compat import flash_attn_4 as fa4
+from tests.compat.formula import attend, visible
+from tests.compat.test_flash_attn import close, draw
+
+
+def agree(packs: list[torch.Tensor], out: torch.Tensor, true: torch.Tensor) -> None:
+    close(out, true)
+    dout = torch.randn_like(out)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
+    ):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (3, -1), "softmax_scale": 0.3}], ids=str)
+def test_version_3(through: str, place: torch.device, how: dict[str, Any]) -> None:
+    packs = draw((2, 9, 4, 16), (2, 6, 2, 16), (2, 6, 2, 8), place=place)
+    left, right = how.get("window_size", (-1, -1))
+    right = 0 if how.get("causal") else right
+    rules = {"softcap": how.get("softcap", 0.0), "scale": how.get("softmax_scale")}
+    out, lse = fa3.flash_attn_func(*packs, return_attn_probs=True, deterministic=True, pack_gqa=True, num_splits=0, **how)
+    true, true_lse, _ = attend(*packs, visible(9, 6, left, right), **rules)
+    agree(packs, out, true)
+    close(lse, true_lse.masked_fill(true_lse == torch.inf, -torch.inf))  # rows that see nothing
+    close(fa3.flash_attn_func(*packs, **how), true)
+    flat = [t.detach().flatten(0, 1).requires_grad_() for t in packs]
+    cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=place) for n in (9, 6)]
+    out, lse = fa3.flash_attn_varlen_func(*flat, *cu, 9, 6, return_attn_probs=True, **how)
+    close(out.unflatten(0, (2, 9)), true)
+    used = torch.tensor([6, 4], dtype=torch.int32, device=place)
+    close(
+        fa3.flash_attn_varlen_func(*flat, *cu, 9, 6, seqused_k=used, **how)[9:],
+        attend(packs[0][1:], *(t[1:, :4] for t in packs[1:]), visible(9, 4, left, right), **rules)[0][0],
+    )
+    (qkv,) = draw((2, 7, 4 + 2 * 2, 16), place=place)
+    true = attend(*qkv.split((4, 2, 2), 2), visible(7, 7, left, right), **rules)[0]
+    agree([qkv], fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4, **how), true)
+
+
+@pytest.mark.parametrize("form", ["dense", "used", "varlen"])
+def test_version_3_passes(through: str, place: torch.device, form: str) -> None:
+    """Forward and backward one by one give what the function and its gradient give."""
+    shapes = [(2, 9, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)]
+    q, k, v = (torch.randn(s if form != "varlen" else (s[0] * s[1], *s[2:])).to(place, torch.float16) for s in shapes)
+    used = torch.tensor([5, 9], dtype=torch.int32, device=place), torch.tensor([7, 0], dtype=torch.int32, device=place)
+    cu = tuple(torch.tensor([0, n, 2 * n], dtype=torch.int32, device=place) for n in (9, 7))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    how: Any = dict(softmax_scale=0.3, softcap=4.0)
+    lengths: dict[str, Any] = {}
+    backward_lengths: dict[str, Any] = {}
+    if form == "dense":
+        true, true_lse = fa3.flash_attn_func(*leaves, window_size=(3, 0), return_attn_probs=True, deterministic=True, **how)
+    else:
+        lengths = dict(seqused_q=used[0], seqused_k=used[1])
+        backward_lengths = dict(sequed_q=used[0], sequed_k=used[1])
+        if form == "varlen":
+            sizes = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=9, max_seqlen_k=torch.tensor(7))
+            lengths, backward_lengths = {**lengths, **sizes}, {**backward_lengths, **sizes}
+            true, true_lse = fa3.flash_attn_varlen_func(
+                *leaves, window_size=(3, 0), return_attn_probs=True, deterministic=True, **lengths, **how
+            )
+        else:
+            true, true_lse = fa4_padded(leaves, used, how)
+    into = torch.empty_like(q)
+    window = dict(window_size_left=3, window_size_right=0)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, out_=into, **lengths, **window, **how)
+    assert out is into
+    assert torch.equal(out, true)
+    assert torch.equal(lse, true_lse)
+    dout = torch.randn_like(out)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    delta = fa3._flash_attn_backward(
+        dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], deterministic=True, **backward_lengths, **window, **how
+    )
+    assert delta.shape == lse.shape
+    for mine, theirs in zip(grads, torch.autograd.grad(true, leaves, dout), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+
+
+def fa4_padded(leaves: list[torch.Tensor], used: Any, how: dict[str, Any]) -> Any:
+    """Version 3 has no padded function of its own; 4 has."""
+    return fa4.flash_attn_varlen_func(
+        *leaves, seqused_q=used[0], seqused_k=used[1], window_size=(3, 0), return_lse=True, deterministic=True, **how
+    )
+
+
+def test_combine(place: torch.device) -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16).to(place) for _ in range(3))
+    whole, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    parts = [fa3.flash_attn_func(q, k[:, s], v[:, s], return_attn_probs=True) for s in (slice(0, 3), slice(3, 8), slice(0, 0))]
+    outs, sums = torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(1, 2) for p in parts])
+    out, merged = fa3.flash_attn_combine(outs, sums, out_dtype=torch.float16)
+    close(out.float(), whole.half())
+    close(merged, lse.transpose(1, 2))
+    into = torch.empty_like(whole)
+    assert fa3.flash_attn_combine(outs, sums, into)[0] is into
+    close(into, whole)
+    assert not fa3.flash_attn_combine(outs * 0, sums - torch.inf)[0].any()
+    with pytest.raises(InvalidProblem, match=r"lse_partial has shape \(3, 1, 2, 8\); it must be \(3, 1, 8, 2\)"):
+        fa3.flash_attn_combine(outs, sums.transpose(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "band"),
+    [
+        (False, (None, None), (-1, -1)),
+        (True, (None, None), (-1, 0)),
+        (True, (3, 5), (3, 0)),
+        (False, (2, 1), (2, 1)),
+        (False, (None, 2), (-1, 2)),
+        (True, (-1, None), (-1, 0)),  # an empty window is none
+        (False, (-3, 2), (-1, -1)),
+    ],
+)
+def test_version_4(through: str, place: torch.device, causal: bool, window: Any, band: tuple[int, int]) -> None:
+    packs = draw((2, 6, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), place=place)
+    out, lse = fa4.flash_attn_func(*packs, causal=causal, window_size=window, softcap=2.0, softmax_scale=0.5, return_lse=True)
+    true, true_lse, _ = attend(*packs, visible(6, 9, *band), softcap=2.0, scale=0.5)
+    agree(packs, out, true)
+    close(lse, true_lse)
+    out, none = fa4.flash_attn_varlen_func(
+        *packs, causal=causal, window_size=window, softcap=2.0, softmax_scale=0.5, deterministic=True,
+        seqused_k=torch.tensor([9, 9], dtype=torch.int32, device=place),
+    )  # fmt: skip
+    assert none is None
+    close(out, true)
+    cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=place) for n in (6, 9)]
+    flat = [t.detach().flatten(0, 1) for t in packs]
+    out, lse = fa4.flash_attn_varlen_func(
+        *flat, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=6, max_seqlen_k=9, causal=causal, window_size=window,
+        softcap=2.0, softmax_scale=0.5, return_lse=True,
+    )  # fmt: skip
+    close(out.unflatten(0, (2, 6)), true)
+    close(lse, true_lse.transpose(0, 1).flatten(1))
+
+
+def test_window_of_negative_distance(place: torch.device) -> None:
+    """A number, not "unbounded": keys from three behind to two behind the query."""
+    q, k, v = draw((1, 6, 1, 16), (1, 6, 1, 16), (1, 6, 1, 16), place=place)
+    row = torch.arange(6)
+    seen = (row >= row[:, None] - 3) & (row <= row[:, None] - 2)
+    close(fa4.flash_attn_func(q, k, v, window_size=(3, -2))[0], attend(q, k, v, seen)[0])
+
+
+def test_sink(through: str, place: torch.device) -> None:
+    packs = draw((1, 6, 2, 16), (1, 6, 2, 16), (1, 6, 2, 16), (2,), place=place)
+    out, _ = fa4.flash_attn_func(*packs[:3], learnable_sink=packs[3])
+    plain, lse, _ = attend(*packs[:3])
+    share = (lse - torch.logaddexp(lse, packs[3].double()[None, :, None])).exp()
+    agree(packs, out, plain * share.transpose(1, 2)[..., None])
+
+
+def test_refusals(place: torch.device) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 16).to(place) for _ in range(3))
+    cu = torch.tensor([0, 5], dtype=torch.int32, device=place)
+    scale = torch.ones(1)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"qv": q}, "qv is given"), ({"q_descale": scale}, "there is no fp8"), ({"attention_chunk": 4}, "attention_chunk is 4"),
+        ({"num_splits": 3}, "num_splits is 3"), ({"sm_margin": 8}, "sm_margin is 8"),
+    ]  # fmt: skip
+    for arguments, reason in refused:
+        with pytest.raises(NotSupported, match=reason):
+            fa3.flash_attn_func(q, k, v, **arguments)
+        with pytest.raises(NotSupported, match=reason):
+            fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, **arguments)
+    for name in ("k_new", "page_table", "leftpad_k", "rotary_cos", "scheduler_metadata"):
+        with pytest.raises(NotSupported, match=f"{name} is given; there are no kernels for decoding"):
+            fa3._flash_attn_forward(q, k, v, **{name: cu})
+    for call in (lambda: fa3._flash_attn_forward(q, k, v, cu_seqlens_q=cu), lambda: fa3._flash_attn_backward(*[q] * 6, cu)):
+        with pytest.raises(NotSupported, match="queries and keys must lie alike"):
+            call()
+    with pytest.raises(NotSupported, match="there is no fp8"):
+        fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), v_descale=scale)
+    with pytest.raises(NotSupported, match="decoding"):
+        fa3.flash_attn_with_kvcache(q, k, v)
+    with pytest.raises(NotSupported, match="decoding"):
+        fa3.get_scheduler_metadata(1, 2)
+    dense = ("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
+             "block_sparse_tensors", "block_sparse_tensors_bwd")  # fmt: skip
+    for name in dense:
+        with pytest.raises(NotSupported, match=f"{name} is given"):
+            fa4.flash_attn_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
+    for name in (*dense[:-1], "page_table", "scheduler_metadata", "seqlen_k_per_split"):
+        with pytest.raises(NotSupported, match=f"{name} is given"):
+            fa4.flash_attn_varlen_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(NotSupported, match="queries and keys must lie alike"):
+        fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu)
+    with pytest.raises(NotSupported, match="num_splits is 2"):
+        fa4.flash_attn_func(q, k, v, num_splits=2)
+    with pytest.raises(InvalidProblem, match="window_size is 3"):
+        fa4.flash_attn_func(q, k, v, window_size=3)
+    with pytest.raises(InvalidProblem, match="causal is None"):
+        fa4.flash_attn_func(q, k, v, causal=None)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,106 @@
+"""The signatures of PyTorch's own attentions, and of the Triton tutorial's, against PyTorch and the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from flashtile import InvalidProblem
+from flashtile.compat.sdpa import scaled_dot_product_attention
+from flashtile.compat.triton_tutorial import attention
+from tests.compat.formula import attend, visible
+from tests.compat.test_flash_attn import close
+
+
+def heads_first(*shapes: tuple[int, ...], place: torch.device) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(place).requires_grad_() for shape in shapes]
+
+
+def agree_with_torch(packs: list[torch.Tensor], **how: Any) -> None:
+    out = scaled_dot_product_attention(*packs[:3], **how)
+    with sdpa_kernel(SDPBackend.MATH):
+        true = F.scaled_dot_product_attention(*(t.double() for t in packs[:3]), **how)
+    close(out, true)
+    dout = torch.randn_like(out)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
+    ):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.4}], ids=str)
+@pytest.mark.parametrize("lengths", [(6, 9), (9, 6)])
+def test_sdpa(through: str, place: torch.device, how: dict[str, Any], lengths: tuple[int, int]) -> None:
+    a, b = lengths
+    agree_with_torch(heads_first((2, 4, a, 16), (2, 4, b, 16), (2, 4, b, 8), place=place), **how)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9,), (2, 1, 6, 9), (2, 4, 1, 9), (1, 4, 6, 1)], ids=str)
+@pytest.mark.parametrize("boolean", [False, True])
+def test_sdpa_mask(through: str, place: torch.device, shape: tuple[int, ...], boolean: bool) -> None:
+    packs = heads_first((2, 4, 6, 16), (2, 4, 9, 16), (2, 4, 9, 16), place=place)
+    if boolean:
+        mask = torch.rand(shape).to(place) < 0.6
+        mask[..., 0] = True
+        agree_with_torch(packs, attn_mask=mask)
+        return
+    (bias,) = heads_first(shape, place=place)
+    out = scaled_dot_product_attention(*packs, attn_mask=bias)
+    true = attend(*(t.transpose(1, 2) for t in packs), bias=bias)[0].transpose(1, 2)
+    close(out, true)
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(true, [*packs, bias], dout.double())
+    for mine, theirs in zip(torch.autograd.grad(out, [*packs, bias], dout), wanted, strict=True):
+        close(mine, theirs)
+
+
+def test_sdpa_shapes(through: str, place: torch.device) -> None:
+    agree_with_torch(heads_first((6, 16), (9, 16), (9, 16), place=place))
+    agree_with_torch(heads_first((3, 6, 16), (3, 9, 16), (3, 9, 16), place=place), is_causal=True)
+    packs = heads_first((2, 3, 2, 6, 16), (2, 3, 2, 9, 16), (2, 3, 2, 9, 16), place=place)
+    mask = torch.rand(3, 1, 6, 9).to(place) < 0.7
+    mask[..., 0] = True
+    agree_with_torch(packs, attn_mask=mask)
+    grouped = heads_first((2, 4, 6, 16), (2, 2, 6, 16), (2, 2, 6, 16), place=place)
+    agree_with_torch(grouped, enable_gqa=True, is_causal=True)
+    for bias in (causal_lower_right(6, 9), causal_upper_left(6, 9)):
+        some = heads_first((1, 2, 6, 16), (1, 2, 9, 16), (1, 2, 9, 16), place=place)
+        seen = visible(6, 9, -1, 0, top_left=bias.variant.name == "UPPER_LEFT")
+        true = attend(*(t.transpose(1, 2) for t in some), seen)[0].transpose(1, 2)
+        close(scaled_dot_product_attention(*some, attn_mask=bias), true)
+    blind = torch.zeros(6, 9, dtype=torch.bool, device=place)
+    assert not scaled_dot_product_attention(*heads_first((1, 1, 6, 16), (1, 1, 9, 16), (1, 1, 9, 16), place=place), blind).any()
+    dropped = scaled_dot_product_attention(*grouped, dropout_p=0.5, enable_gqa=True)
+    assert not torch.equal(dropped, scaled_dot_product_attention(*grouped, enable_gqa=True))
+    with pytest.raises(InvalidProblem, match="key has 2 heads and query 4; they must be equal unless enable_gqa is True"):
+        scaled_dot_product_attention(*grouped)
+    with pytest.raises(InvalidProblem, match="attn_mask is given and is_causal is True"):
+        scaled_dot_product_attention(*grouped, mask, is_causal=True, enable_gqa=True)
+    with pytest.raises(InvalidProblem, match=r"attn_mask has shape \(5, 9\); it must broadcast to \(2, 4, 6, 6\)"):
+        scaled_dot_product_attention(*grouped, torch.ones(5, 9), enable_gqa=True)
+    with pytest.raises(InvalidProblem, match=r"attn_mask is torch.int64; it must be a tensor of bool"):
+        scaled_dot_product_attention(*grouped, torch.ones(6, 6, dtype=torch.int64), enable_gqa=True)
+    with pytest.raises(InvalidProblem, match="attn_mask is for 6 x 9 scores; it must be for 6 x 6"):
+        scaled_dot_product_attention(*grouped, causal_lower_right(6, 9), enable_gqa=True)
+    with pytest.raises(InvalidProblem, match="as many axes, at least two"):
+        scaled_dot_product_attention(grouped[0], grouped[1][0], grouped[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_triton_tutorial(through: str, place: torch.device, causal: bool) -> None:
+    packs = heads_first((2, 3, 6, 16), (2, 3, 9, 16), (2, 3, 9, 16), place=place)
+    out = attention(*packs, causal, 0.5)
+    true = attend(*(t.transpose(1, 2) for t in packs), visible(6, 9, -1, 0 if causal else -1, top_left=True), scale=0.5)[0]
+    close(out, true.transpose(1, 2))
+    assert out.is_contiguous()
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(true.transpose(1, 2), packs, dout.double())
+    for mine, theirs in zip(torch.autograd.grad(out, packs, dout), wanted, strict=True):
+        close(mine, theirs)
+    with pytest.raises(InvalidProblem, match="causal is 1"):
+        attention(*packs, 1, 0.5)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,1 @@
+"""Exported C: what it launches, what it refuses, how it compiles."""

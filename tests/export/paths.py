@@ -1,0 +1,52 @@
+"""Plans for random sizes by the exported expressions and by the planners. See test_paths.py.
+
+python -m tests.export.paths LAYOUT SPELLING
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from flashtile.export import schedule
+from flashtile.export.attention import AttentionExport, entries
+from flashtile.export.companion import CompanionExport, companion_entries
+from flashtile.export.entry import Entry, at, explore, steps_of
+from flashtile.plan.device import Device, named
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.companion import Companion
+from tests.export.called import Export
+
+
+def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -> int:
+    """How many plans the entry has."""
+    paths = explore(entry, device)
+    for _ in range(60):
+        sizes = {name: draw.choice([1, 2, 128, 1024, draw.randint(1, 5000)]) for name in entry.sizes}
+        sizes["sm_count"] = draw.choice([132, 114, 108])
+        if isinstance(export, AttentionExport) and export.scheduled:
+            choices = schedule.feasible(export.at(sizes)) if device.arch == 90 else [1]
+            sizes.update(choice=draw.choice(choices), swizzle=draw.choice([1, 4, 16]))
+        fitting = [path for path in paths if path.fits(sizes)]
+        assert len(fitting) == 1, (entry.name, device.target, sizes, len(fitting))
+        assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device)), (entry.name, device.target, sizes)
+    return len(paths)
+
+
+def main() -> None:
+    layout, spelling = sys.argv[1:]
+    export: Export
+    if spelling.startswith("attention("):
+        export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
+        both = entries("attention", export)
+    else:
+        export = CompanionExport(Companion.parse(spelling))
+        both = companion_entries("companion", export)
+    draw = random.Random(0)
+    for target in ("sm80", "sm90"):
+        for entry in both:
+            print(entry.direction, target, compare(entry, export, named(target), draw))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Exported C on a GPU: what it computes is what the front end's executor computes from the same tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.export.conftest import COMPILER, ROOT, compile_c, environment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+PROBLEMS = {
+    "grouped": "attention(q=1x1x4x64,kv=1x1x64,bf16,band=:0)",
+    "window": "attention(q=1x1x1x128,kv=1x1x128,fp16,band=100:0,score=softcap(30.0),lse)",
+    "wide": "attention(q=1x1x2x40,kv=1x1x200,bf16)",
+    "modified": "attention(q=1x1x2x32,kv=1x1x32,fp32,band=:0,score=softcap(30.0)+alibi(1x2:fp32:grad))",
+    "sunk": "attention(q=1x1x2x64,kv=1x1x64,bf16,band=:0,sink=2:fp32:grad,dropout=0.1)",
+    "norm": "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)",
+    "cross_entropy": "cross_entropy(logits=1x5003:bf16,labels=1:int32)",
+    "gelu": "dense(x=1x64:bf16,weight1=256x64:bf16,bias1=256:bf16)",
+}
+ATOMIC = ("dq",)  # the fused backwards add to it in any order
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All problems in one file, compiled for this GPU."""
+    from tests.export.called import load
+
+    if COMPILER is None or torch.version.hip:
+        pytest.skip("no C compiler, or no NVIDIA GPU")
+    folder = tmp_path_factory.mktemp("exported")
+    major, minor = torch.cuda.get_device_capability()
+    asked = tuple(f"{name}={spelling}" for name, spelling in PROBLEMS.items())
+    # In a process of its own, for it forks, and this one uses the GPU.
+    script = f"""
+from pathlib import Path
+from flashtile.export.main import Request, export
+export(Request({asked!r}, ("sm_{major}{minor}",)), Path({str(folder)!r}))
+"""
+    subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, check=True)
+    compile_c(folder / "flashtile_attention.c", folder / "it.so", "-std=c99", "-shared", "-fPIC", "-ldl", "-lpthread")
+    return load(folder / "it.so")
+
+
+def fill(name: str, tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Random values of a buffer's kind."""
+    if name == "labels":
+        return tensor.random_(0, columns)
+    if name == "seed":
+        return tensor.copy_(torch.tensor([5, 0, 7, 0], dtype=tensor.dtype))
+    if name in ("rstd", "mean"):
+        return tensor.uniform_(0.5, 1.5)
+    return tensor.normal_()
+
+
+def nearly(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    gap, norm = (found.double() - exact.double()).norm(), exact.double().norm()
+    return bool(gap <= (1e-5 if found.dtype == torch.float32 else 1e-2) * norm) and bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_c_computes_what_the_front_end_does(library: Any, name: str) -> None:
+    from flashtile.export.attention import AttentionExport, entries
+    from flashtile.export.companion import CompanionExport, companion_entries
+    from flashtile.spec.attention import AttentionProblem
+    from flashtile.spec.companion import Companion
+    from flashtile.torch.run import Bound, device_of
+    from tests.export.called import Tensors, call, own_plan, place
+
+    spelling, gpu, draw = PROBLEMS[name], torch.device("cuda", torch.cuda.current_device()), random.Random(0)
+    torch.manual_seed(0)
+    if spelling.startswith("attention"):
+        export = AttentionExport(AttentionProblem.parse(spelling), "bshd")
+        pair = entries(name, export)
+        columns = 0
+    else:
+        export = CompanionExport(Companion.parse(spelling))
+        pair = companion_entries(name, export)
+        columns = 5003
+    for turn in range(6):
+        lengths = [draw.choice([1, 2, 3, 128, draw.randint(1, 700)]) for _ in range(2)]
+        numbers = [draw.choice([1, 2, 5]), *lengths, draw.choice([1, 2, 5])]
+        numbers = numbers if columns == 0 else [draw.choice([1, 16, 1000, 4099])]
+        if turn == 0 and columns == 0:
+            numbers = [2, 1024, 1024, 6]
+        known: Tensors = {}
+        for entry in pair:
+            sizes = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": device_of(gpu).sm_count}
+            plan = own_plan(entry, export, sizes, device_of(gpu))
+            tensors, scratch = place(entry, plan, "cuda")
+            inputs = {b.name: known.get(b.name, fill(b.name, tensors[b.name], columns)) for b in plan.named("input")}
+            tensors.update(inputs)
+            for buffer in plan.named("output"):
+                if buffer.over is None:
+                    tensors[buffer.name].fill_(float("nan"))
+            scratch.fill_(0xFF)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            call(library, entry, plan, numbers, tensors, scratch, stream.cuda_stream)
+            torch.cuda.current_stream().wait_stream(stream)
+            expected = Bound(plan, inputs, gpu).run(dict(inputs))
+            for buffer in plan.named("output"):
+                found, exact = tensors[buffer.name], expected[buffer.name]
+                same = nearly(found, exact) if buffer.name in ATOMIC else torch.equal(found, exact)
+                assert same, f"{entry.name} {numbers}: {buffer.name}"
+            known.update(tensors)
+
+
+def test_it_can_be_captured_and_replayed(library: Any) -> None:
+    """As a part of a CUDA graph, once the kernels are loaded."""
+    from flashtile.export.companion import CompanionExport, companion_entries
+    from flashtile.spec.companion import Companion
+    from flashtile.torch.run import device_of
+    from tests.export.called import call, own_plan, place
+
+    assert library.flashtile_prepare() == 0
+    export = CompanionExport(Companion.parse(PROBLEMS["gelu"]))
+    entry = companion_entries("gelu", export)[0]
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    plan = own_plan(entry, export, {"rows": 100, "sm_count": device_of(gpu).sm_count}, device_of(gpu))
+    tensors, scratch = place(entry, plan, "cuda")
+    tensors["pre"].normal_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(library, entry, plan, [100], tensors, scratch, torch.cuda.current_stream().cuda_stream)
+    tensors["pre"].normal_()
+    graph.replay()
+    exact = torch.nn.functional.gelu(tensors["pre"].double(), approximate="tanh")
+    assert nearly(tensors["out"], exact)
+
+
+def test_without_a_context_of_its_own_library(library: Any) -> None:
+    """A thread without a current context is told so."""
+    import threading
+
+    answers: list[tuple[int, bytes]] = []
+
+    def ask() -> None:
+        wanted = ctypes.c_size_t()
+        status = library.flashtile_gelu_forward_scratch(ctypes.c_int64(1), ctypes.byref(wanted))
+        answers.append((status, library.flashtile_last_error()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert answers[0][0] == 4, answers
+    assert b"no CUDA context is current" in answers[0][1]

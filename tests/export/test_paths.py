@@ -1,0 +1,34 @@
+"""Plans of expressions: for sizes that nobody asked about beforehand they are the plans that the front end makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.export.conftest import ROOT, environment
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+CASES = [
+    ("llmc", "attention(q=2x128x4x64,kv=128x4x64,bf16,band=:0)"),
+    ("llmc", "attention(q=2x128x4x128,kv=128x4x128,fp32,band=:0)"),
+    ("bshd", "attention(q=2x128x4x64,kv=128x4x64,fp32,band=:0,lse)"),
+    ("bhsd", "attention(q=2x128x4x128,kv=128x1x128,fp16,band=100:0,score=softcap(30.0))"),
+    ("bshd", "attention(q=2x128x4x80,kv=128x2x96,bf16,score=alibi(2x4:fp32:grad),sink=4:fp32:grad)"),
+    ("bshd", "attention(q=2x128x4x64,kv=128x2x64,bf16,score=bias(1x4x128x128:bf16:grad),dropout=0.1)"),
+    ("bhsd", "attention(q=2x128x4x64,kv=128x4x64,bf16,band=:0,deterministic)"),
+    ("", "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)"),
+    ("", "norm(x=1x70000:fp32,weight=70000:fp32;kind='rms')"),
+    ("", "cross_entropy(logits=1x50304:bf16,labels=1:int32;reduction='mean';eager_gradient=True;inplace=True)"),
+    ("", "dense(x=1x64:bf16,weight1=256x64:bf16,bias1=256:bf16)"),
+]
+
+
+@pytest.mark.parametrize(("layout", "spelling"), CASES)
+def test_every_size_gets_its_plan(layout: str, spelling: str) -> None:
+    command = [sys.executable, "-m", "tests.export.paths", layout, spelling]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n") == 4, done.stdout

@@ -1,0 +1,222 @@
+"""transformers' models with attn_implementation="flashtile": logits, gradients and generated tokens are those of eager.
+
+initializer_range is 1 so that mistakes show: at the default a model's logits barely depend on its attention.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import transformers as hf
+
+from flashtile import Dropout, InvalidProblem, NotSupported, Options
+from flashtile.integrations import transformers as ours
+from flashtile.integrations.transformers import Mask, attention_forward, make_mask, register
+
+OPTIONS = Options(backend="cpu")
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, max_position_embeddings=64, initializer_range=1.0, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**SMALL),
+    "mistral": lambda: hf.MistralConfig(**SMALL, sliding_window=5),
+    "gemma2": lambda: hf.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=16),
+    "gpt-oss": lambda: hf.GptOssConfig(**SMALL, sliding_window=5, num_local_experts=2, num_experts_per_tok=1),
+    "qwen": lambda: hf.Qwen3Config(**SMALL),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    """On the CPU backend: interpreted kernels would take minutes, and are tested elsewhere."""
+    register(options=OPTIONS)
+
+
+def build(name: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).float()
+    for parameter_name, parameter in model.named_parameters():
+        if "sinks" in parameter_name:
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+@cache
+def models(name: str) -> tuple[Any, Any]:
+    """(eager, ours), of the same weights."""
+    eager, mine = build(name, "eager"), build(name, "flashtile")
+    mine.load_state_dict(eager.state_dict())
+    return eager, mine
+
+
+def tokens(length: int = 12) -> torch.Tensor:
+    return torch.randint(2, 64, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+def left_padding(length: int = 12) -> torch.Tensor:
+    keep = torch.ones(2, length, dtype=torch.long)
+    keep[0, :4] = 0
+    return keep
+
+
+def compare(name: str, where: torch.Tensor, **given: Any) -> None:
+    """Logits at `where` and the gradient of every parameter under a loss of those."""
+    results = []
+    for model in models(name):
+        model.zero_grad()
+        logits = model(**given).logits[where]
+        logits.float().log_softmax(-1)[:, 7].sum().backward()
+        results.append((logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (expected, grads), (got, mine) = results
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+    assert mine.keys() == grads.keys()
+    for key, grad in grads.items():
+        torch.testing.assert_close(
+            mine[key], grad, rtol=1e-3, atol=1e-3 * grad.abs().max().item() + 1e-6, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients(name: str) -> None:
+    compare(name, torch.ones(2, 12, dtype=torch.bool), input_ids=tokens())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_left_padding(name: str) -> None:
+    keep = left_padding()
+    positions = (keep.cumsum(-1) - 1).clamp(min=0)
+    compare(name, keep.bool(), input_ids=tokens(), attention_mask=keep, position_ids=positions)
+
+
+@pytest.mark.parametrize("name", ["qwen", "mistral"])
+def test_packed_sequences_by_their_positions(name: str) -> None:
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)
+    compare(name, torch.ones(2, 12, dtype=torch.bool), input_ids=tokens(), position_ids=positions, use_cache=False)
+
+
+def test_packed_sequences_by_cu_seq_lens() -> None:
+    ids = tokens()[:1]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    eager, _ = models("qwen")
+    mine = models("qwen")[1]
+    expected = eager(input_ids=ids, position_ids=positions, use_cache=False).logits
+    seen: list[Any] = []
+
+    def record(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
+        seen.append(named["cu_seq_lens_q"])
+        return attention_forward(module, q, k, v, None, **named)
+
+    hf.AttentionInterface.register("flashtile", record)
+    try:
+        got = mine(input_ids=ids, position_ids=positions, use_cache=False, cu_seq_lens_q=cu, cu_seq_lens_k=cu).logits
+    finally:
+        register(options=OPTIONS)
+    assert len(seen) == 2
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_token_for_token(name: str, cache_kind: str) -> None:
+    """With left padding, past the window; a static cache is longer than what is in it."""
+    written = []
+    for model in models(name):
+        made = model.generate(
+            tokens(8), attention_mask=left_padding(8), max_new_tokens=9, do_sample=False, cache_implementation=cache_kind,
+            disable_compile=True,
+        )  # fmt: skip
+        written.append(made)
+    assert torch.equal(*written)
+
+
+def test_bert_with_padding() -> None:
+    config = hf.BertConfig(**{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads", "eos_token_id")})
+    keep = torch.ones(2, 12, dtype=torch.long)
+    keep[0, 9:] = 0
+    outputs = []
+    for implementation in ("eager", "flashtile"):
+        torch.manual_seed(0)
+        model = hf.BertModel._from_config(config, attn_implementation=implementation).eval()
+        outputs.append(model(tokens(), attention_mask=keep).last_hidden_state[keep.bool()])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-4, atol=2e-4)
+
+
+def test_vit() -> None:
+    config = hf.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4,
+        initializer_range=1.0,
+    )  # fmt: skip
+    outputs = []
+    for implementation in ("eager", "flashtile"):
+        torch.manual_seed(0)
+        model = hf.ViTModel._from_config(config, attn_implementation=implementation).eval()
+        outputs.append(model(torch.ones(2, 3, 16, 16).cumsum(2)).last_hidden_state)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-4, atol=2e-4)
+
+
+def test_masks_stay_linear() -> None:
+    """What padding, windows, packing and static caches ask for is said without a tensor of all scores."""
+    from transformers import masking_utils as theirs
+
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    packed = theirs.packed_sequence_compatibility_function(
+        theirs.sliding_window_causal_mask_function(3), torch.tensor([[0, 1, 0, 1, 2, 0]]), ids
+    )
+    for function, offset, kv_length in (
+        (theirs.causal_mask_function, 0, 6),
+        (packed, 0, 6),
+        (theirs.causal_mask_function, 2, 11),
+    ):
+        made = make_mask(1, 6, kv_length, offset, 0, function, torch.ones(1, kv_length, dtype=torch.bool))
+        assert isinstance(made, Mask)
+        dense = theirs.sdpa_mask(1, 6, kv_length, offset, 0, function, allow_is_causal_skip=False)
+        q, k = torch.randn(1, 1, 6, 4), torch.randn(1, 1, kv_length, 4)
+        got, _ = attention_forward(torch.nn.Identity(), q, k, k, made)
+        expected, _ = attention_forward(torch.nn.Identity(), q, k, k, dense)
+        torch.testing.assert_close(got, expected)
+    strange = make_mask(1, 6, 6, 0, 0, lambda b, h, i, j: (i + j) % 2 == 0)
+    assert isinstance(strange, torch.Tensor)
+
+
+def test_unknown_keywords_raise() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Identity()
+    attention_forward(module, q, q, q, None, position_ids=torch.arange(4), output_attentions=False, indexer=None)
+    with pytest.raises(NotSupported, match="knows no indexer"):
+        attention_forward(module, q, q, q, None, indexer=3)
+    with pytest.raises(NotSupported, match="knows no cache"):
+        attention_forward(module, q, q, q, None, cache=object())
+    with pytest.raises(InvalidProblem, match="attention_mask has shape"):
+        attention_forward(module, q, q, q, torch.ones(1, 4))
+    with pytest.raises(InvalidProblem, match="packed sequences must be one row"):
+        attention_forward(module, q.expand(2, -1, -1, -1), q, q, None, cu_seq_lens_q=torch.tensor([0, 4]))
+
+
+def test_dropout_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, **named: seen.update(named) or q)
+    q = torch.randn(1, 2, 4, 8)
+    attention_forward(torch.nn.Identity(), q, q, q, None, dropout=0.25)
+    assert seen["dropout"] == Dropout(0.25)
+    assert seen["causal"] is True
+
+
+def test_compiled() -> None:
+    eager, mine = models("mistral")
+    compiled = torch.compile(mine.model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = eager.model(tokens(), use_cache=False).last_hidden_state
+        got = compiled(tokens(), use_cache=False).last_hidden_state
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())

@@ -1,0 +1,82 @@
+"""Every way to form an fp32 problem's products (`Products`), where the choice is another for problems as small as tests'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashtile import _triton
+from flashtile.kernels.triton import choose
+from flashtile.kernels.triton.tile import products
+from flashtile.plan.device import H100, RTX4090
+from flashtile.spec.attention import AttentionProblem
+from tests.cases import CASES, Case
+from tests.judge import evaluate, expected, measure, measure_lse
+from tests.kernels.conftest import forget_plans
+
+NAMES = (
+    "gqa-fp32-split", "causal-fp32-fused", "softcap-alibi-split", "sink-causal-fp32-split", "dropout-causal-fp32-fused",
+    "head_dim1-v256-split", "mask-document-fp32-fused",
+)  # fmt: skip
+SOME = [case for case in CASES if case.name in NAMES]
+
+
+def test_all_are_cases() -> None:
+    assert {case.name for case in SOME} == set(NAMES)
+
+
+@pytest.fixture(params=["unit", "cut", "aligned"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(choose, "products", lambda problem, device, which: request.param)
+    forget_plans()
+    yield request.param
+    forget_plans()
+
+
+@pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind: str, case: Case) -> None:
+    """The largest of so few errors is luck, their mean is not."""
+    tensors = case.tensors(device)
+    result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
+    truth, plain = expected(case, tensors)
+    assert measure_lse(result["lse"], truth["lse"]) <= 1e-6
+    for name in ("out", "dq", "dk", "dv"):
+        error = measure(name, case, result[name], truth[name], plain[name])
+        assert error.mean <= error.plain_mean, name
+        assert error.largest <= 2 * error.allowed, name
+
+
+def problem(batch: int, seqlen: int, score: str = "", head_dim: int = 64) -> AttentionProblem:
+    return AttentionProblem.parse(f"attention(q={batch}x{seqlen}x8x{head_dim},kv={seqlen}x8x{head_dim},fp32{score},tf32x3)")
+
+
+def test_float64_where_it_costs_nothing_and_for_sums_per_head() -> None:
+    slopes = ",score=alibi(4x8:fp32:grad)"
+    assert products(problem(1, 200), H100, "fused") == "float64"
+    assert products(problem(1, 200), RTX4090, "fused") == "aligned"
+    assert products(problem(16, 512), H100, "keys") == "aligned"
+    assert products(problem(4, 4096), H100, "keys") == "cut"
+    assert products(problem(4, 4096), RTX4090, "keys") == "unit"
+    assert products(problem(4, 4096, head_dim=256), H100, "keys") == "aligned"
+    assert products(problem(4, 4096, slopes), H100, "queries") == "float64"
+    assert products(problem(4, 4096, slopes), H100, "keys") == "cut"
+    half = AttentionProblem.parse("attention(q=1x64x8x64,kv=64x8x64,bf16)")
+    assert products(half, H100, "queries") == "unit"
+
+
+@pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
+@pytest.mark.parametrize("bits", [-1, 0x7FC00000, 0x7F800000], ids=["all ones", "nan", "inf"])
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_what_is_not_finite_propagates(device: torch.device, kind: str, name: str, bits: int) -> None:
+    """Into the rows or columns that see it, and no others."""
+    case = Case("not-finite", seqlen_q=20, seqlen_k=40, heads_q=1)
+    tensors = case.tensors(device)
+    tensors[name].view(torch.int32)[:, 15, 0, 3] = bits
+    out = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))["out"]
+    strange = ~out[0, :, 0].isfinite()
+    expected = torch.zeros_like(strange)
+    expected[(slice(15, 16), slice(None)) if name == "q" else (slice(None), slice(3, 4))] = True
+    assert torch.equal(strange, expected)
