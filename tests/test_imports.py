@@ -93,7 +93,7 @@ assert AttentionProblem.parse(text).spell() == text
 try:
     AttentionProblem.parse(text.replace("{score}", "nocap()"))
 except InvalidProblem as error:
-    assert str(error) == "score modifier is 'nocap'; known are alibi, bias, softcap.", error
+    assert str(error) == "score modifier is 'nocap'; known are alibi, bias, relative, softcap.", error
 """)
 
 
