@@ -11,7 +11,7 @@ from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 int32, int64 = torch.int32, torch.int64
 tensor = shared_memory_descriptor = object  # annotations
-static_range = range
+static_range = range = range
 
 
 class Layout:
@@ -162,8 +162,8 @@ def max(value: torch.Tensor, axis: int) -> torch.Tensor:
     return value.amax(axis)
 
 
-def sum(value: torch.Tensor, axis: int) -> torch.Tensor:
-    return value.sum(axis)
+def sum(value: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    return value.sum(axis, dtype=value.dtype)
 
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:

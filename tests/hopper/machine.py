@@ -112,7 +112,8 @@ class Block:
         role.baton.acquire()
         try:
             if not self.failure:
-                function(*args)
+                with torch.no_grad():  # a thread's own setting
+                    function(*args)
                 role.finish()
         except Abandoned:
             pass
@@ -261,6 +262,9 @@ class Register(torch.Tensor):
     @property
     def type(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's is a conversion)
         return _Type()
+
+    def __iadd__(self, other: Any) -> Any:  # a name is bound anew: who holds the old value keeps it
+        return self + other
 
 
 class Product:

@@ -16,6 +16,7 @@ from flashtile.kernels.hopper.tile_backward import (
     unseen,
 )
 from flashtile.kernels.lib.score import chain, form_of
+from flashtile.kernels.lib.varlen import Schedules, most_tiles
 from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -54,15 +55,11 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        if p.sink is not None:
-            reasons.append("sink is given; these kernels know none")
         if p.dropout is not None:
             reasons.append(f"dropout is {p.dropout}; these kernels know none")
         for spec in p.score:
             if any(captured.broadcast for captured in spec.kind.captured):
                 reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
-        if p.lengths.ragged:
-            reasons.append("items differ in length; supported are batches of one length")
         if p.where:
             reasons.append("the mask has predicates; supported are bands")
         if p.blocks is not None:
@@ -78,6 +75,10 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
+        if p.sink is not None:
+            reasons.append("sink is given; this backward knows none")
+        if p.lengths.ragged:
+            reasons.append("items differ in length; this backward takes batches of one length")
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
         if unseen(p):
@@ -96,8 +97,9 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_forward(p, device)
-        form = form_of(p)
-        tile = make_forward_tile(p, launch, form)
+        form, schedules = form_of(p), Schedules(p)
+        tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
+        sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -106,16 +108,18 @@ class HopperBackend:
                 Descriptor("k", (1, 1, tile.block_k, tile.columns)),
                 Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
-                Pointer("lse"),
+                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
                 *integers(p).values(),
                 launch.swizzle,
                 p.scale_value,
                 score_args(p),
+                (schedule, schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
-        return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+        buffers = (*forward_buffers(p), *schedules.buffers)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
 
     def backward(
         self,

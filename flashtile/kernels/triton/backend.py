@@ -11,7 +11,7 @@ from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
-from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
+from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.candidates import shared_bytes
@@ -72,11 +72,11 @@ class TritonBackend:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
         launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
-        schedules = _Schedules(p)
+        schedules = Schedules(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
             (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
-            tail=(p.scale_value, score_args(p), _region(p, schedules.of("forward", launch))),
+            tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
         return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
@@ -100,11 +100,11 @@ class TritonBackend:
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
         sink, sink_sums = None if p.sink is None else "sink", _sink_partials(p)
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
-        schedules = _Schedules(p)
+        schedules = Schedules(p)
         delta = _call(
             attention_delta, p, device, DELTA, "queries",
             (("out", "dout", "lse", dlse, stats, sink), ("rows", sink_sums[0].name if sink_sums else None)),
-            ("out", "dout", dlse or "lse", "rows", sink or "lse"), tail=(schedules.of("queries", DELTA),), score=False,
+            ("out", "dout", dlse or "lse", "rows", sink or "lse"), tail=(_schedule(schedules, "queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
@@ -112,7 +112,7 @@ class TritonBackend:
         corrects = p.precision != "tf32" if _exact(p) else _sums_captured(p)
         if captured or (not fused and "q" in gradients.wanted):
             launch = launches.get("queries") or choose(p, device, "queries")
-            schedule = schedules.of("queries", launch)
+            schedule = _schedule(schedules, "queries", launch)
             capture = _capture(p, _tiles(p, launch, "queries"))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
@@ -130,7 +130,7 @@ class TritonBackend:
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, device, launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, launch), True)),
+                tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, key_pass, launch), True)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {launch.spell()}")
         if adds_dq and not _exact(p):
@@ -245,34 +245,10 @@ def _tiles(p: AttentionProblem, launch: Launch, which: Pass) -> int:
     return most_tiles(length, p.batch, block, p.lengths.varlen)
 
 
-class _Schedules:
-    """The schedules that the passes of a plan take their tiles from, each made once."""
-
-    def __init__(self, p: AttentionProblem):
-        self.problem, self.made = p, dict[Any, Pointer]()
-        self.buffers: list[Buffer] = []
-        self.calls: list[KernelCall] = []
-
-    def of(self, which: Pass, launch: Launch) -> Pointer | None:
-        """The schedule of a pass; None where all items are alike."""
-        p = self.problem
-        if not p.lengths.ragged:
-            return None
-        over_keys = which in ("keys", "fused")
-        key = over_keys, launch.block_k if over_keys else launch.block_q
-        if key not in self.made:
-            count = _tiles(p, launch, which)
-            self.made[key] = Pointer(f"schedule.{len(self.made)}")
-            self.buffers.append(Buffer(self.made[key].name, (count, getattr(RECORD, "value", RECORD)), "int32", "scratch"))
-            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
-            constants = dict(
-                BLOCK=key[1], OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
-                VARLEN=p.lengths.varlen, CHUNK=256,
-            )  # fmt: skip
-            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
-            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
-        return self.made[key]
+def _schedule(schedules: Schedules, which: Pass, launch: Launch) -> Pointer | None:
+    """The schedule of a pass; None where all items are alike."""
+    over_keys = which in ("keys", "fused")
+    return schedules.of(launch.block_k if over_keys else launch.block_q, over_keys)
 
 
 def _pointer(name: Any) -> Any:
