@@ -318,7 +318,7 @@ def tiles(deadline: float) -> Iterator[Row]:
                 if worst(out, expected.double()) > 1e-2:
                     yield Row("tiles", launch.spell(), note="left out: another result")
                 else:
-                    calls[launch.spell()] = lambda bound=bound: bound.run(dict(given))
+                    calls[launch.spell()] = lambda bound=bound, given=given: bound.run(dict(given))
             for name, ms in timed(calls, deadline).items():
                 rate = flops(lengths, bool(mask), False) * head_dim / HEAD_DIM / ms / 1e9
                 yield Row("tiles", f"{head_dim}{mask} {name}", "fwd", ms, rate)
