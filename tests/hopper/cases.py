@@ -17,6 +17,7 @@ def _longer() -> Iterator[Case]:
         wide = replace(uneven, name=f"varlen-{head_dim}", head_dim=head_dim, head_dim_v=head_dim_v)
         yield replace(wide, name=f"{wide.name}-causal", causal=True, sink="fp32")
         yield replace(wide, name=f"{wide.name}-window", window=(70, 30))
+        yield replace(wide, name=f"{wide.name}-dropout", causal=True, dropout=0.3)
     yield replace(uneven, name="varlen-full", heads_q=3, heads_kv=3)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here
+from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 int32, int64 = torch.int32, torch.int64
@@ -168,6 +168,14 @@ def sum(value: torch.Tensor, axis: int | None = None) -> torch.Tensor:
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:
     return torch.broadcast_tensors(a, b)
+
+
+def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.broadcast_tensors(a, b), -1)
+
+
+def split(value: torch.Tensor) -> Any:
+    return value.unbind(-1)
 
 
 def reshape(value: torch.Tensor, shape: list[int]) -> torch.Tensor:

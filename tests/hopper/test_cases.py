@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = 4  # processes that share the cases
 # Of cases whose name begins so some run: a refusal of all of them would go unnoticed otherwise.
-RUN = {"FORWARD": ("varlen-", "padded-", "sink-", "longer-varlen-256-causal"), "BACKWARD": ()}
+RUN = {"FORWARD": ("varlen-", "padded-", "sink-", "dropout-", "bias-", "longer-varlen-256-causal"), "BACKWARD": ()}
 
 
 @pytest.mark.parametrize("part", range(PARTS))

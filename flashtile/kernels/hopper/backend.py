@@ -15,7 +15,7 @@ from flashtile.kernels.hopper.tile_backward import (
     padded_queries,
     unseen,
 )
-from flashtile.kernels.lib.score import chain, form_of
+from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
 from flashtile.kernels.lib.varlen import Schedules, most_tiles
 from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
@@ -55,11 +55,7 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        if p.dropout is not None:
-            reasons.append(f"dropout is {p.dropout}; these kernels know none")
-        for spec in p.score:
-            if any(captured.broadcast for captured in spec.kind.captured):
-                reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
+        reasons += uneven_refusals(p)
         if p.where:
             reasons.append("the mask has predicates; supported are bands")
         if p.blocks is not None:
@@ -77,6 +73,8 @@ class HopperBackend:
         reasons: list[str] = []
         if p.sink is not None:
             reasons.append("sink is given; this backward knows none")
+        if p.dropout is not None:
+            reasons.append(f"dropout is {p.dropout}; this backward knows none")
         if p.lengths.ragged:
             reasons.append("items differ in length; this backward takes batches of one length")
         if variant == "split":

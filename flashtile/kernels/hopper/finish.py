@@ -8,7 +8,7 @@ from flashtile.kernels.lib.score import unit
 
 
 @gluon.jit
-def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args,
+def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
@@ -38,6 +38,8 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
     token = at.item.first_q + index
     head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
     gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
+    if T.dropout:
+        share *= seed[4]
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
     if T.masked:
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]

@@ -25,8 +25,9 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.scores import lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import kept, lane_sums, pivot, row_max, shape_scores, starts
 from flashtile.kernels.hopper.work import Job, assign, measure, sized, turns, walk, within
+from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
 
@@ -114,6 +115,7 @@ def consume(
     use = 0
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
+    seed = load_seed(score_args, T)
     job = assign(0, whole, region, T)
     for turn in range(turns(whole, T)):
         at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows)
@@ -126,18 +128,18 @@ def consume(
                 skip(mem, use, GROUP, T)
                 use += 1
         mem.queries.wait(turn * T.groups + GROUP)
-        rows = begin(mem, use, seen.end - 1, at, size, scale, score_args, GROUP, T, SCORE)
+        rows = begin(mem, use, seen.end - 1, at, size, scale, score_args, seed, GROUP, T, SCORE)
         use += 1
         if T.right or T.pads_keys:
             for n in range(seen.end - 1 - seen.high):
-                rows = step(rows, mem, use, seen.end - 2 - n, at, size, scale, score_args, GROUP, True, T, SCORE)
+                rows = step(rows, mem, use, seen.end - 2 - n, at, size, scale, score_args, seed, GROUP, True, T, SCORE)
                 use += 1
         for n in range(seen.high - seen.low):
-            rows = step(rows, mem, use, seen.high - 1 - n, at, size, scale, score_args, GROUP, False, T, SCORE)
+            rows = step(rows, mem, use, seen.high - 1 - n, at, size, scale, score_args, seed, GROUP, False, T, SCORE)
             use += 1
         if T.left:
             for n in range(seen.low - seen.first):
-                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, GROUP, True, T, SCORE)
+                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, seed, GROUP, True, T, SCORE)
                 use += 1
         if T.unseen and T.left:
             blank_unseen(mem, use - 1, seen.first, size, T)
@@ -149,7 +151,7 @@ def consume(
             for _ in range(seen.first - loaded.first):
                 skip(mem, use, GROUP, T)
                 use += 1
-        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, GROUP, T, SCORE)
+        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed, GROUP, T, SCORE)
         if not T.staged:
             store_wait(0)
             mem.queries.release(turn * T.groups + GROUP)
@@ -169,7 +171,7 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def begin(mem, use, tile, at, size, scale, score_args, seed, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """The state after the first key tile, without its values."""
     score = starts(tile, at, size, scale, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
@@ -187,11 +189,14 @@ def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: g
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     if T.unseen:
         blank_unseen(mem, use, tile, size, T)
-    return Rows(empty(T), weigh(p, mem, T), top, lane_sums(p, T))
+    total = lane_sums(p, T)
+    if T.dropout:
+        p = gl.where(kept(seed, tile, at, size, T), p, 0.0)
+    return Rows(empty(T), weigh(p, mem, T), top, total)
 
 
 @gluon.jit
-def step(rows, mem, use, tile, at, size, scale, score_args,
+def step(rows, mem, use, tile, at, size, scale, score_args, seed,
          GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """The state after a further key tile; the values of the one before are added meanwhile.
 
@@ -205,6 +210,8 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     score = multiply_keys(score, mem, use, GROUP, T)
     acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
+    if T.dropout:
+        survives = kept(seed, tile, at, size, T)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
@@ -222,6 +229,8 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     mem.values.release(use - 1)
     p = gl.exp2(score * factor - shift[:, None])
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+    if T.dropout:
+        p = gl.where(survives, p, 0.0)
     return Rows(scaled(acc, decay, T), weigh(p, mem, T), top, total)
 
 

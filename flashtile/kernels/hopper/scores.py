@@ -2,6 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import gl, gluon
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
+from flashtile.kernels.lib.dropout import philox
 from flashtile.kernels.lib.score import added, bent, logits
 from flashtile.spec.score import Position
 
@@ -26,10 +27,10 @@ def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     shift = size.seqlen_k - size.seqlen_q
-    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), size.seqlen_q - 1)
+    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), gl.maximum(size.seqlen_q - 1, 0))
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
     if MASKED:
-        key = gl.minimum(key, size.seqlen_k - 1)
+        key = gl.minimum(key, gl.maximum(size.seqlen_k - 1, 0))  # of no keys, too, a tile is visited
     parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
     L: gl.constexpr = parts.type.layout
     query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
@@ -87,6 +88,31 @@ def lane_sums(p, T: gl.constexpr):
 def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     """The exponent to subtract; finite for a row that has seen nothing so far."""
     shift = top * factor
-    if MASKED or T.prescale:
+    if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
+
+
+@gluon.jit
+def kept(seed, tile, at, size, T: gl.constexpr):
+    """Which scores of a tile dropout keeps; `lib/dropout.py` has the portable form.
+
+    Rows and keys that differ in bit 3 alone share a counter. A thread of the matrix unit's layout holds all four.
+    """
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    whole = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    parts = whole.reshape([ROWS // 16, 2, 8, BLOCK_K // 16, 2, 8]).permute([0, 2, 3, 5, 1, 4])
+    half, _ = gl.split(parts)
+    quarter, _ = gl.split(half)
+    L: gl.constexpr = quarter.type.layout
+    rows = gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None] * 8
+    rows += gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    keys = gl.arange(0, BLOCK_K // 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 8
+    keys = keys + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    rows, keys = (rows + at.row // 2).to(gl.uint32), (keys + tile * (BLOCK_K // 2)).to(gl.uint32)
+    batch_head = (at.item.batch * size.heads + at.head).to(gl.uint32)
+    a, b, c, d = philox(rows, keys, batch_head, seed[2], seed[0], seed[1])
+    words = gl.join(gl.join(a, c), gl.join(b, d)).permute([0, 4, 1, 2, 5, 3]).reshape([ROWS, BLOCK_K])
+    words = gl.convert_layout(words, matrix_layout(BLOCK_K), assert_trivial=True)
+    return (words ^ 0x80000000).to(gl.int32, bitcast=True) >= seed[3]

@@ -59,6 +59,8 @@ class ForwardTile:
     ragged: bool  # items differ in length: blocks take their tiles from a schedule (lib/varlen.py)
     varlen: bool  # items lie one after another
     sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
     head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
@@ -123,6 +125,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         ragged=p.lengths.ragged,
         varlen=p.lengths.varlen,
         sink=p.sink is not None,
+        dropout=p.dropout is not None,
+        modifiers=len(p.score),
         head_dim_v=p.head_dim_v,
         prescale=form.prescale,
         adds=form.adds,

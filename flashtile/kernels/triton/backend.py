@@ -10,7 +10,7 @@ from typing import Any
 from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.mask import predicates
-from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, uneven_refusals
 from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
@@ -55,8 +55,7 @@ class TritonBackend:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
-        if problem.lengths.ragged:
-            reasons += _uneven(problem)
+        reasons += uneven_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
                 reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
@@ -155,20 +154,6 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
-
-
-def _uneven(p: AttentionProblem) -> list[str]:
-    """Reasons against broadcast tensors where items differ in length."""
-    reasons: list[str] = []
-    for spec in p.score:
-        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-            if captured.broadcast and tensor.grad:
-                reasons.append(f"items differ in length and the gradient of {spec.kind.name}'s tensor is wanted; it is formed "
-                               "for items of one length")  # fmt: skip
-            if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
-                reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
-                               "key; supported is one number per item and head")  # fmt: skip
-    return reasons
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
