@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from flashtile.errors import NotSupported
+from tests.cases import Case
+from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -45,3 +49,14 @@ def emulate(direction: str, names: list[str]) -> list[dict[str, object]]:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
+@pytest.mark.parametrize("case", CASES_HERE, ids=lambda case: case.name)
+def test_what_is_not_refused_is_right_on_a_gpu(device: torch.device, case: Case, direction: str) -> None:
+    try:
+        wrong = assess(case, device, direction == "BACKWARD")
+    except NotSupported as refusal:
+        pytest.skip("; ".join(refusal.reasons["hopper"]))
+    assert not wrong, "\n".join(wrong)
