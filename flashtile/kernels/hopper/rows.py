@@ -12,9 +12,9 @@ from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, sto
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and a sum of zeros for dq. 64 queries per program.
 
-    level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit starts from;
+    level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit starts from;
     T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
-    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
+    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds_delta.
     in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, and locks if T.deterministic); strides of out, dout,
     dlse (batch, heads_q, seqlen_q).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
@@ -35,10 +35,12 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.con
         delta -= tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
     level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
     level = tl.where(level == float("-inf"), float("inf"), level)
-    if T.folds:
-        level, delta = -level / scale, -delta
+    if T.folds_level:
+        level = -level / scale
     elif not T.prescale:
         level = level * LOG2E
+    if T.folds_delta:
+        delta = -delta
     head_rows = batch_head.to(tl.int64) * padded_rows(seqlen_q)
     rows = out_ptrs[0] + 2 * head_rows + index
     tl.store(rows, level)
