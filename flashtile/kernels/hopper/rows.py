@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import assign, padded_rows
+from flashtile.kernels.lib.grid import padded_rows
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
+
+
+@jit
+def last_first(seqlen_q):
+    """(64 queries, batch * head) of this program, from the last: what a pass wrote last is still in the L2 cache."""
+    tiles = padded_rows(seqlen_q) // 64
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    return place % tiles, place // tiles
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -21,7 +29,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.con
     padded / 64, columns / columns_dq): how many have added (`order`).
     """
     COLUMNS: tl.constexpr = T.columns
-    tile, batch_head = assign(padded_rows(seqlen_q) // 64, 1, False)
+    tile, batch_head = last_first(seqlen_q)
     batch, head, row = batch_head // heads, batch_head % heads, tile * 64
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
@@ -57,7 +65,7 @@ def attention_dq(sum_ptr, dq_ptr, strides, seqlen_q, heads, scale, T: tl.constex
     """dq = sum * scale in its own type and order; strides of dq. The inverse of `backward.add_dq`. 64 queries per program."""
     COLUMNS: tl.constexpr = T.columns
     WIDE: tl.constexpr = T.columns_dq
-    tile, batch_head = assign(padded_rows(seqlen_q) // 64, 1, False)
+    tile, batch_head = last_first(seqlen_q)
     batch, head, row = batch_head // heads, batch_head % heads, tile * 64
     at = sum_ptr + (batch_head.to(tl.int64) * padded_rows(seqlen_q) + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     # (half, 8 columns, warp, row, pair, row of 8, column of a pair) -> (warp, row of 8, row, half, 8 columns, pair, column)

@@ -7,7 +7,7 @@ from flashtile.kernels.lib.grid import padded_rows
 
 
 @gluon.jit
-def add_dq(dq, memory, grad_ptrs, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
@@ -27,13 +27,13 @@ def add_dq(dq, memory, grad_ptrs, step, place, sizes, band, W: gl.constexpr, T: 
         head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + place_of_part, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[1] + place_of_part, reports_before(start, place, sizes, band, T))
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
-        gl.atomic_add(grad_ptrs[0] + at, shares, sem="relaxed")
+        gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
 
 @gluon.jit
-def add_shares(sum_desc, grad_ptrs, memory, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_shares(sum_desc, sum_ptrs, memory, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
     place = walk(sizes, band, T)
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
@@ -41,14 +41,14 @@ def add_shares(sum_desc, grad_ptrs, memory, sizes, band, W: gl.constexpr, T: gl.
         head, start = place.at(step, T)
         at = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + at, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[1] + at, reports_before(start, place, sizes, band, T))
         memory.sums.wait(2 * step + W)
         tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
         store_wait(0)
         memory.sums.release(2 * step + W)
         if T.deterministic:
             adds_done(0)
-            report(grad_ptrs[3] + at)
+            report(sum_ptrs[1] + at)
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def part_of(head, start, part, place, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def report_dq(grad_ptrs, step, part, place, sizes, T: gl.constexpr):
+def report_dq(sum_ptrs, step, part, place, sizes, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
     head, start = place.at(step, T)
-    report(grad_ptrs[3] + part_of(head, start, part, place, sizes, T))
+    report(sum_ptrs[1] + part_of(head, start, part, place, sizes, T))

@@ -86,6 +86,16 @@ class BackwardTile:
         return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
+    def columns_own(self) -> int:
+        """Columns of dk that a consumer has."""
+        return self.columns // 2 if self.halves else self.columns
+
+    @property
+    def columns_v_own(self) -> int:
+        """Columns of dv that a consumer has."""
+        return self.columns_v // 2 if self.halves else self.columns_v
+
+    @property
     def last_first(self) -> bool:
         """Whether the last key tile starts first: see `Walk.turn`. Otherwise the longest does."""
         return self.deterministic and self.right
