@@ -62,20 +62,25 @@ class Variant:
 
 WIDE = BackwardLaunch(block_q=128)
 HALVES = BackwardLaunch(halves=True)
+D128 = BackwardLaunch(stages=3)
 VARIANTS = {
-    "64-64q": Variant(64, BackwardLaunch()),
-    "64-128q": Variant(64, WIDE),
-    "64-128q-swizzle1": Variant(64, replace(WIDE, swizzle=1)),
-    "64-128q-deterministic": Variant(64, WIDE, True),
-    "64-128q-deterministic-swizzle8": Variant(64, replace(WIDE, swizzle=8), True),
-    "128-stages2": Variant(128, BackwardLaunch()),
-    "128-stages3": Variant(128, BackwardLaunch(stages=3)),
-    "128-stages3-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16)),
-    "128-deterministic": Variant(128, BackwardLaunch(stages=3), True),
-    "128-deterministic-swizzle16": Variant(128, BackwardLaunch(stages=3, swizzle=16), True),
-    "256-halves": Variant(256, HALVES),
-    "256-halves-swizzle16": Variant(256, replace(HALVES, swizzle=16)),
-    "256-halves-deterministic": Variant(256, HALVES, True),
+    "64": Variant(64, WIDE),
+    "64-delta": Variant(64, replace(WIDE, folds="delta")),
+    "64-none": Variant(64, replace(WIDE, folds="none")),
+    "64-lag": Variant(64, replace(WIDE, lag=1)),
+    "64-lag-none": Variant(64, replace(WIDE, lag=1, folds="none")),
+    "64-64q": Variant(64, replace(WIDE, block_q=64, stages=3, lag=1, folds="none")),
+    "64-deterministic": Variant(64, replace(WIDE, folds="none", swizzle=4), True),
+    "64-lag-deterministic": Variant(64, replace(WIDE, folds="none", swizzle=4, lag=1), True),
+    "128": Variant(128, D128),
+    "128-none": Variant(128, replace(D128, folds="none")),
+    "128-lag": Variant(128, replace(D128, lag=1)),
+    "128-lag-none": Variant(128, replace(D128, lag=1, folds="none")),
+    "128-deterministic": Variant(128, replace(D128, folds="none"), True),
+    "128-lag-deterministic": Variant(128, replace(D128, lag=1, folds="none"), True),
+    "256": Variant(256, HALVES),
+    "256-none": Variant(256, replace(HALVES, folds="none")),
+    "256-deterministic": Variant(256, replace(HALVES, folds="none"), True),
 }
 
 # batch x seqlen_q x heads_q, seqlen_k x heads_kv, dtype and mask, and whether lse has a gradient

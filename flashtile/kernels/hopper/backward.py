@@ -8,7 +8,9 @@ from flashtile.kernels.hopper.gluon import (
     gl,
     gluon,
     named_wait,
+    store_wait,
     tma_load,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -18,7 +20,6 @@ from flashtile.kernels.hopper.visit import walk
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import visible
-from flashtile.kernels.lib.memory import head_offset, row_offset
 from flashtile.kernels.lib.score import locate, probabilities
 
 
@@ -37,10 +38,11 @@ class Memory:
     keys: Channel
     queries: Channel
     douts: Channel
+    scores: Channel
     sums: Channel
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, sums):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, scores, sums):
         self.k = k
         self.v = v
         self.q = q
@@ -52,6 +54,7 @@ class Memory:
         self.keys = keys
         self.queries = queries
         self.douts = douts
+        self.scores = scores
         self.sums = sums
 
 
@@ -111,7 +114,7 @@ def stay(x):
 @gluon.jit
 def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.constexpr):
     """p of a tile of products (keys x queries). level is the queries', as `rows.attention_rows` gives it."""
-    if T.folds:
+    if T.folds_level:
         p = gl.exp2(raw * (scale * LOG2E))
     else:
         p = gl.exp2(raw * (scale * LOG2E) - level)
@@ -124,7 +127,7 @@ def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.
 @gluon.jit
 def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
     """The gradient of the scaled product."""
-    if T.folds:
+    if T.folds_delta:
         ds = p * dp
     else:
         ds = p * (dp - delta)
@@ -135,14 +138,14 @@ def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: 
 
 
 @gluon.jit
-def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
-    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
+def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
+    """What a product of 64 rows starts from: zero or, where it FOLDS, a number for each column, which saves adding it.
 
     Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
     """
     LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-    if T.folds:
+    if FOLDS:
         numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
         return numbers
     else:
@@ -150,13 +153,12 @@ def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
-              T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+              FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
-    COLUMNS_DQ: gl.constexpr = T.columns_dq
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     head, start = place.at(step, T)
@@ -168,21 +170,18 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.queries.wait(step)
-    raw = starts(level_rows, BLOCK_Q, T)
-    dp = starts(delta_rows, BLOCK_Q, T)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
+    raw = starts(level_rows, BLOCK_Q, T.folds_level)
+    dp = starts(delta_rows, BLOCK_Q, T.folds_delta)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
     memory.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
-    if T.deterministic and not T.copies_dq:
-        if step > 0:  # late, when the additions have long been performed
-            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds_delta, is_async=True)
     first_key = place.column + W * 64
     masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
     level = 0.0
     delta = 0.0
-    if not T.folds:
-        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
+    if not T.folds_level:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -195,37 +194,60 @@ def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
         p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
-        if not T.folds:
-            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if not T.folds_delta:
+            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
 
     ds = ds.to(dtype)
-    dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
-    # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
-    memory.ds.index(step % 2 * 2 + W).store(ds)
-    fence_async_shared()
-    named_wait(8, 256)
-    for i in gl.static_range(2):
-        if BLOCK_Q == 64:
-            share = memory.ds.index(step % 2 * 2 + i)
-            keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
-        else:
-            share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
-            keys = memory.k.index(i).reshape([64, COLUMNS])
-        dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
+    if T.lag == 0:
+        memory.ds.index(step % 2 * 2 + W).store(ds)
+        fence_async_shared()
+        named_wait(8, 256)
+        dq_token = multiply_dq(memory, step, W, T)
+    else:
+        memory.scores.claim(step)
+        memory.ds.index(step % 2 * 2 + W).store(ds)
+        fence_async_shared()
+        memory.scores.hand_over(step)
+        if not FIRST:
+            dq_token = multiply_dq(memory, step - 1, W, T)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-    memory.douts.release(step)
-    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
+    if FIRST:
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        memory.douts.release(step)
+    else:
+        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        memory.douts.release(step)
+        if T.lag == 1:
+            memory.scores.release(step - 1)
+        add_dq(dq, memory, sum_ptrs, step - T.lag, place, sizes, band, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.queries.release(step)
     return dk, dv
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
+    """Begin a consumer's part of dq, from both consumers' ds: half of the columns or half of the queries, from all keys."""
+    COLUMNS_DQ: gl.constexpr = T.columns_dq
+    if T.lag > 0:
+        memory.scores.wait(step)
+    dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
+    for i in gl.static_range(2):
+        share = memory.ds.index(step % 2 * 2 + i)
+        keys = memory.k.index(i).reshape([64, T.columns])
+        if T.block_q == 64:
+            keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+        else:
+            share = share.slice(W * 64, 64, 1)
+        dq = warpgroup_mma(share.permute((1, 0)), keys, dq, use_acc=(i > 0), is_async=True)
+    return dq
+
+
+@gluon.jit
+def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
                 T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
@@ -247,20 +269,21 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.queries.wait(step)
-    raw = starts(level_rows, HALF_Q, T)
-    dp = starts(delta_rows, HALF_Q, T)
-    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds, is_async=True)
+    raw = starts(level_rows, HALF_Q, T.folds_level)
+    dp = starts(delta_rows, HALF_Q, T.folds_delta)
+    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
     memory.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds, is_async=True)
+    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds_delta, is_async=True)
     if T.deterministic:
         if step > 0:
-            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
+            report_dq(sum_ptrs, step - 1, W, place, sizes, T)
     first_query = start + W * HALF_Q
     masked = (start < place.full_lo) | (start >= place.full_hi)
     level = 0.0
     delta = 0.0
-    if not T.folds:
+    if not T.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    if not T.folds_delta:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
@@ -287,7 +310,7 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
+    add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     memory.douts.release(step)
     memory.queries.release(step)
@@ -295,45 +318,56 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
 
 
 @gluon.jit
-def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def consume(dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+            SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
-    COLUMNS: gl.constexpr = T.columns // 2 if T.halves else T.columns
-    COLUMNS_V: gl.constexpr = T.columns_v // 2 if T.halves else T.columns_v
+    COLUMNS: gl.constexpr = T.columns_own
+    COLUMNS_V: gl.constexpr = T.columns_v_own
     place = walk(sizes, band, T)
     dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
     dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
     memory.keys.wait(0)
     steps = place.tiles * T.group
-    for step in range(steps):
-        if T.halves:
-            dk, dv = step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-        else:
-            dk, dv = step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-    if T.deterministic and not T.copies_dq:
-        if steps > 0:
-            report_dq(grad_ptrs, steps - 1, W, place, sizes, T)
-    first = 0 if T.halves else W * 64
+    if T.halves:
+        for step in range(steps):
+            dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+        if T.deterministic:
+            if steps > 0:
+                report_dq(sum_ptrs, steps - 1, W, place, sizes, T)
+    elif T.lag == 0:
+        for step in range(steps):
+            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+    else:
+        dk, dv = step_keys(dk, dv, memory, sum_ptrs, 0, place, sizes, band, scale, score_args, W, True, T, SCORE)
+        for step in range(1, steps):
+            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+        dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, steps - 1, W, T)])
+        memory.scores.release(steps - 1)
+        add_dq(dq, memory, sum_ptrs, steps - 1, place, sizes, band, W, T)
+    named_wait(8, 256)  # nobody reads keys and values any more: gradients leave through their place
+    first = place.column if T.halves else place.column + W * 64
     column = W if T.halves else 0
-    store_keys(grad_ptrs[1], strides[0], dk * scale, first, column * COLUMNS, place, sizes, T.head_dim)
-    store_keys(grad_ptrs[2], strides[1], dv, first, column * COLUMNS_V, place, sizes, T.head_dim_v)
+    store_keys(dk_desc, memory.k, dk * scale, column * COLUMNS, first, W, place)
+    store_keys(dv_desc, memory.v, dv, column * COLUMNS_V, first, W, place)
+    store_wait(0)
 
 
 @gluon.jit
-def store_keys(ptr, strides, value, first, first_column, place, sizes, WIDTH: gl.constexpr):
-    """Write the gradient of 64 keys, from the tile's key `first` on, in the tensor's own type."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))[:, None]
-    column = first_column + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))[None, :]
-    ptr += head_offset(place.batch, place.head_kv, strides) + row_offset(place.column + first, strides)
-    at = ptr + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[3]
-    gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < sizes.k - place.column - first) & (column < WIDTH))
+def store_keys(desc, staging, value, column, first, W: gl.constexpr, place):
+    """Write a consumer's part of the gradient of keys from `first` on, by the copy engine, through its half of `staging`."""
+    WIDTH: gl.constexpr = value.shape[1]
+    staged = staging._reinterpret(desc.dtype, [2, 1, 1, 64, WIDTH], desc.layout).index(W)
+    staged.reshape([64, WIDTH]).store(value.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, [place.batch, place.head_kv, first, column], staged)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, grads, seqlen_q, seqlen_k, heads,
-                       left, right, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
+                       left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
 
-    grads = ((sum for dq as `rows.attention_rows` cleared it, dk, dv, and locks if T.deterministic), strides of dk, dv).
+    rest = ((sum for dq as `rows.attention_rows` cleared it, and locks if T.deterministic), scale, arguments of modifiers).
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -346,7 +380,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
-    grad_ptrs, strides = grads[0], grads[1]
+    sum_ptrs, scale, score_args = rest[0], rest[1], rest[2]
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
@@ -366,19 +400,21 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, g
         make_channel(1, 2),
         make_channel(STAGES, 2),
         make_channel(STAGES_DOUT, 2),
+        make_channel(2, 2, 2),
         make_channel(2, 1),
     )
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-            (add_shares, (sum_desc, grad_ptrs, memory, sizes, band, T)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 0, T)),
+            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 1, T)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.grid import assign, padded_rows
+from flashtile.kernels.lib.grid import padded_rows
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
+
+
+@jit
+def last_first(seqlen_q):
+    """(64 queries, batch * head) of this program, from the last: what a pass wrote last is still in the L2 cache."""
+    tiles = padded_rows(seqlen_q) // 64
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    return place % tiles, place // tiles
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and a sum of zeros for dq. 64 queries per program.
 
-    level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit starts from;
+    level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit starts from;
     T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
-    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
+    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds_delta.
     in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, and locks if T.deterministic); strides of out, dout,
     dlse (batch, heads_q, seqlen_q).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
     """
     COLUMNS: tl.constexpr = T.columns
-    tile, batch_head = assign(padded_rows(seqlen_q) // 64, 1, False)
+    tile, batch_head = last_first(seqlen_q)
     batch, head, row = batch_head // heads, batch_head % heads, tile * 64
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
@@ -35,10 +43,12 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.con
         delta -= tl.load(dlse_head + index.to(tl.int64) * strides[2][2], mask=here, other=0.0)
     level = tl.load(in_ptrs[2] + batch_head.to(tl.int64) * seqlen_q + index, mask=here, other=float("-inf"))
     level = tl.where(level == float("-inf"), float("inf"), level)
-    if T.folds:
-        level, delta = -level / scale, -delta
+    if T.folds_level:
+        level = -level / scale
     elif not T.prescale:
         level = level * LOG2E
+    if T.folds_delta:
+        delta = -delta
     head_rows = batch_head.to(tl.int64) * padded_rows(seqlen_q)
     rows = out_ptrs[0] + 2 * head_rows + index
     tl.store(rows, level)
@@ -55,7 +65,7 @@ def attention_dq(sum_ptr, dq_ptr, strides, seqlen_q, heads, scale, T: tl.constex
     """dq = sum * scale in its own type and order; strides of dq. The inverse of `backward.add_dq`. 64 queries per program."""
     COLUMNS: tl.constexpr = T.columns
     WIDE: tl.constexpr = T.columns_dq
-    tile, batch_head = assign(padded_rows(seqlen_q) // 64, 1, False)
+    tile, batch_head = last_first(seqlen_q)
     batch, head, row = batch_head // heads, batch_head % heads, tile * 64
     at = sum_ptr + (batch_head.to(tl.int64) * padded_rows(seqlen_q) + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     # (half, 8 columns, warp, row, pair, row of 8, column of a pair) -> (warp, row of 8, row, half, 8 columns, pair, column)

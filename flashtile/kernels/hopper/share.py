@@ -7,7 +7,7 @@ from flashtile.kernels.lib.grid import padded_rows
 
 
 @gluon.jit
-def add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
@@ -24,43 +24,31 @@ def add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W: gl.c
         fence_async_shared()
         memory.sums.hand_over(use)
     else:
+        head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + place_of_part, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[1] + place_of_part, reports_before(start, place, sizes, band, T))
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
-        gl.atomic_add(grad_ptrs[0] + at, shares, sem="relaxed")
+        gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
 
 @gluon.jit
-def add_shares(sum_desc, grad_ptrs, memory, sizes, band, T: gl.constexpr):
-    """The warp that adds what the consumers hand over to the sum, by the copy engine, and in turn if T.deterministic."""
+def add_shares(sum_desc, sum_ptrs, memory, sizes, band, W: gl.constexpr, T: gl.constexpr):
+    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
     place = walk(sizes, band, T)
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    uses = 2 * place.tiles * T.group
-    for use in range(uses):
-        head, start = place.at(use // 2, T)
-        W = use % 2
+    for step in range(place.tiles * T.group):
+        head, start = place.at(step, T)
         at = part_of(head, start, W, place, sizes, T)
-        memory.sums.wait(use)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + at, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[1] + at, reports_before(start, place, sizes, band, T))
+        memory.sums.wait(2 * step + W)
         tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
         store_wait(0)
-        memory.sums.release(use)
+        memory.sums.release(2 * step + W)
         if T.deterministic:
-            adds_done(1)
-            if use > 0:
-                report_share(grad_ptrs, use - 1, place, sizes, T)
-    if T.deterministic:
-        adds_done(0)
-        if uses > 0:
-            report_share(grad_ptrs, uses - 1, place, sizes, T)
-
-
-@gluon.jit
-def report_share(grad_ptrs, use, place, sizes, T: gl.constexpr):
-    """Let the next block add where `add_shares` did."""
-    report_dq(grad_ptrs, use // 2, use % 2, place, sizes, T)
+            adds_done(0)
+            report(sum_ptrs[1] + at)
 
 
 @gluon.jit
@@ -79,7 +67,7 @@ def part_of(head, start, part, place, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def report_dq(grad_ptrs, step, part, place, sizes, T: gl.constexpr):
+def report_dq(sum_ptrs, step, part, place, sizes, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
     head, start = place.at(step, T)
-    report(grad_ptrs[3] + part_of(head, start, part, place, sizes, T))
+    report(sum_ptrs[1] + part_of(head, start, part, place, sizes, T))

@@ -22,6 +22,8 @@ class BackwardLaunch:
     stages_dout: int = 2
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     swizzle: int = 4  # heads that go together, for the L2 cache
+    lag: int = 0
+    folds: str = "both"
 
     @property
     def block_k(self) -> int:
@@ -34,6 +36,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
+        words += [f"lag={self.lag} folds={self.folds}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -56,10 +59,12 @@ class BackwardTile:
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
     modified: bool  # any of these: probabilities are formed as by the portable kernels
-    folds: bool  # the matrix unit adds level and delta
+    folds_level: bool  # the matrix unit adds level
+    folds_delta: bool  # and delta
     deterministic: bool
     swizzle: int
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    lag: int = 0
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
@@ -79,6 +84,16 @@ class BackwardTile:
     def columns_dq(self) -> int:
         """Columns of a part of dq: each consumer makes half of the columns or of the queries, from all keys."""
         return self.columns // 2 if self.block_q == 64 else self.columns
+
+    @property
+    def columns_own(self) -> int:
+        """Columns of dk that a consumer has."""
+        return self.columns // 2 if self.halves else self.columns
+
+    @property
+    def columns_v_own(self) -> int:
+        """Columns of dv that a consumer has."""
+        return self.columns_v // 2 if self.halves else self.columns_v
 
     @property
     def last_first(self) -> bool:
@@ -122,10 +137,12 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         adds=form.adds,
         curved=form.curved,
         modified=modified,
-        folds=not modified,
+        folds_level=not modified and launch.folds in ("both", "level"),
+        folds_delta=not modified and launch.folds in ("both", "delta"),
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         halves=launch.halves,
+        lag=launch.lag,
     )
 
 
