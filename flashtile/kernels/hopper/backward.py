@@ -1,7 +1,9 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import kept
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -15,8 +17,10 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
+from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import walk
+from flashtile.kernels.hopper.visit import keys_seen, queries_that_see, walk
+from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import visible
@@ -59,23 +63,46 @@ class Memory:
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: gl.constexpr):
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, whole, band, region, T: gl.constexpr):
     """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
-    place = walk(sizes, band, T)
+    place, _ = walk(whole, band, region, T)
     bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     KEY_TILES: gl.constexpr = T.block_k // 64
     for i in gl.static_range(KEY_TILES):
-        tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
-        tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
+        key = place.first_k + place.column + i * 64
+        tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
+        tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
     for step in range(place.tiles * T.group):
         head, start = place.at(step, T)
+        query, row = place.first_q + start, place.first_row + start
         place_of_rows = 2 * memory.queries.at(step)
         bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
-        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
-        tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
+        tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+        tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+        tma_load(q_desc, [place.slab, head, query, 0], bar, memory.q.index(memory.queries.at(step)))
         bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-        tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
+        tma_load(dout_desc, [place.slab, head, query, 0], bar, memory.dout.index(memory.douts.at(step)))
+
+
+@gluon.jit
+def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+    """Zero the keys that no query sees, before all of them are summed over for dq."""
+    first, end = keys_seen(sizes, band, T)
+    first_key = place.column if T.halves else place.column + W * 64
+    if (first_key < first) | (first_key + 64 > end):
+        blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
+        fence_async_shared()
+
+
+@gluon.jit
+def blank_queries(memory, step, start, sizes, band, T: gl.constexpr):
+    """Zero the queries, and their dout, that see nothing, before all of them are summed over for dk and dv."""
+    first, end = queries_that_see(sizes, band, T)
+    if (start < first) | (start + T.block_q > end):
+        memory.douts.wait(step)
+        blank_rows(memory.q.index(memory.queries.at(step)).reshape([T.block_q, T.columns]), first - start, end - start)
+        blank_rows(memory.dout.index(memory.douts.at(step)).reshape([T.block_q, T.columns_v]), first - start, end - start)
+        fence_async_shared()
 
 
 @gluon.jit
@@ -153,7 +180,7 @@ def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
     BLOCK_Q: gl.constexpr = T.block_q
@@ -170,6 +197,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.queries.wait(step)
+    if T.blanks:
+        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, BLOCK_Q, T.folds_level)
     dp = starts(delta_rows, BLOCK_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -179,23 +208,34 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
     level = 0.0
     delta = 0.0
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if not T.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
         p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
                               T.masks, T, SCORE)  # fmt: skip
+        if T.dropout:
+            p = gl.where(survives, p, 0.0)
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
         p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
-        dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        weights = p
+        if T.dropout:
+            weights = gl.where(survives, p, 0.0)
+        dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         if not T.folds_delta:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
@@ -247,7 +287,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
                 T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
@@ -269,6 +309,8 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.queries.wait(step)
+    if T.blanks:
+        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, HALF_Q, T.folds_level)
     dp = starts(delta_rows, HALF_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -285,9 +327,13 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if not T.folds_delta:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
@@ -296,7 +342,11 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     else:
         p = weigh(raw, level, first_query, place.column, masked, sizes, band, scale, T)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, band, T)
+    if T.dropout:
+        p = gl.where(survives, p, 0.0)
     memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
     memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
     fence_async_shared()
@@ -318,48 +368,64 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, grads, memory, whole, band, region, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
     COLUMNS_V: gl.constexpr = T.columns_v_own
-    place = walk(sizes, band, T)
+    place, sizes = walk(whole, band, region, T)
+    sum_ptrs = grads[0]
+    seed = load_seed(score_args, T)
     dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
     dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
     memory.keys.wait(0)
+    if T.blanks:
+        blank_keys(memory, place, sizes, band, W, T)
     steps = place.tiles * T.group
     if T.halves:
         for step in range(steps):
-            dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+            dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
         if T.deterministic:
             if steps > 0:
                 report_dq(sum_ptrs, steps - 1, W, place, sizes, T)
     elif T.lag == 0:
         for step in range(steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
-    else:
-        dk, dv = step_keys(dk, dv, memory, sum_ptrs, 0, place, sizes, band, scale, score_args, W, True, T, SCORE)
+            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+    elif steps > 0:
+        dk, dv = step_keys(dk, dv, memory, sum_ptrs, 0, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
         for step in range(1, steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
         dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, steps - 1, W, T)])
         memory.scores.release(steps - 1)
         add_dq(dq, memory, sum_ptrs, steps - 1, place, sizes, band, W, T)
     named_wait(8, 256)  # nobody reads keys and values any more: gradients leave through their place
     first = place.column if T.halves else place.column + W * 64
     column = W if T.halves else 0
-    store_keys(dk_desc, memory.k, dk * scale, column * COLUMNS, first, W, place)
-    store_keys(dv_desc, memory.v, dv, column * COLUMNS_V, first, W, place)
+    if T.dropout:
+        dv *= seed[4]
+    store_keys(dk_desc, grads[1], memory.k, dk * scale, column * COLUMNS, first, T.head_dim, W, place, T)
+    store_keys(dv_desc, grads[2], memory.v, dv, column * COLUMNS_V, first, T.head_dim_v, W, place, T)
     store_wait(0)
 
 
 @gluon.jit
-def store_keys(desc, staging, value, column, first, W: gl.constexpr, place):
-    """Write a consumer's part of the gradient of keys from `first` on, by the copy engine, through its half of `staging`."""
-    WIDTH: gl.constexpr = value.shape[1]
-    staged = staging._reinterpret(desc.dtype, [2, 1, 1, 64, WIDTH], desc.layout).index(W)
-    staged.reshape([64, WIDTH]).store(value.to(desc.dtype))
+def store_keys(desc, target, staging, value, column, first, WIDTH: gl.constexpr, W: gl.constexpr, place, T: gl.constexpr):
+    """Write a consumer's part of the gradient of keys from `first` on, by the copy engine, through its half of `staging`.
+
+    Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
+    """
+    COLUMNS: gl.constexpr = value.shape[1]
+    staged = staging._reinterpret(desc.dtype, [2, 1, 1, 64, COLUMNS], desc.layout).index(W)
+    staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, [place.batch, place.head_kv, first, column], staged)
+    if T.varlen:
+        if first + 64 > place.span_k:
+            store_part(staged.reshape([64, COLUMNS]), column, target[0], target[1], place.slab, place.head_kv,
+                       place.first_k + first, place.span_k - first, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [place.slab, place.head_kv, place.first_k + first, column], staged)
+    else:
+        tma_store(desc, [place.slab, place.head_kv, first, column], staged)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
@@ -367,7 +433,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
                        left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
 
-    rest = ((sum for dq as `rows.attention_rows` cleared it, and locks if T.deterministic), scale, arguments of modifiers).
+    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq as `rows.attention_rows` cleared it, and locks
+    if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as for `visit.walk`.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -380,7 +447,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
-    sum_ptrs, scale, score_args = rest[0], rest[1], rest[2]
+    grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
@@ -406,15 +473,15 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, region, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 0, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 1, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, region, T)),
+            (add_shares, (sum_desc, grads[0], memory, sizes, band, region, 0, T)),
+            (add_shares, (sum_desc, grads[0], memory, sizes, band, region, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -2,8 +2,8 @@
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_store
 from flashtile.kernels.hopper.layouts import row_layout
+from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.lib.exponential import LN2, LOG2E
-from flashtile.kernels.lib.memory import head_offset, row_offset
 from flashtile.kernels.lib.score import unit
 
 
@@ -54,7 +54,9 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
     if T.varlen:
         if at.row + ROWS > at.item.span_q:  # other items' rows follow
             for part in gl.static_range(PARTS_V):
-                store_rows(mem.out.index(GROUP * T.parts_v + part), part * COLUMNS, targets[2], targets[3][0], at, T)
+                tile = mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS])
+                store_part(tile, part * COLUMNS, targets[2], targets[3][0], at.slab, at.head, at.item.first_q + at.row,
+                           at.item.span_q - at.row, T.head_dim_v)  # fmt: skip
         else:
             for part in gl.static_range(PARTS_V):
                 tma_store(out_desc, [at.slab, at.head, at.item.first_q + at.row, part * COLUMNS],
@@ -62,17 +64,3 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
     else:
         for part in gl.static_range(PARTS_V):
             tma_store(out_desc, [at.slab, at.head, at.row, part * COLUMNS], mem.out.index(GROUP * T.parts_v + part))
-
-
-@gluon.jit
-def store_rows(tile, column, out_ptr, strides, at, T: gl.constexpr):
-    """Write a tile's rows that belong to the item, and no others."""
-    ROWS: gl.constexpr = T.rows
-    COLUMNS: gl.constexpr = T.columns_v
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    value = tile.reshape([ROWS, COLUMNS]).load(LAYOUT)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    column += gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    first = out_ptr + head_offset(at.slab, at.head, strides) + row_offset(at.item.first_q + at.row, strides)
-    keep = (row < at.item.span_q - at.row) & (column < T.head_dim_v)
-    gl.store(first + row.to(gl.int64) * strides[1] + column * strides[3], value, mask=keep)

@@ -9,7 +9,9 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import kept
 from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
     aggregate,
@@ -25,7 +27,7 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.scores import kept, lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import lane_sums, pivot, row_max, shape_scores, starts
 from flashtile.kernels.hopper.work import Job, assign, measure, sized, turns, walk, within
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
@@ -191,7 +193,7 @@ def begin(mem, use, tile, at, size, scale, score_args, seed, GROUP: gl.constexpr
         blank_unseen(mem, use, tile, size, T)
     total = lane_sums(p, T)
     if T.dropout:
-        p = gl.where(kept(seed, tile, at, size, T), p, 0.0)
+        p = gl.where(kept(seed, at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
     return Rows(empty(T), weigh(p, mem, T), top, total)
 
 
@@ -211,7 +213,7 @@ def step(rows, mem, use, tile, at, size, scale, score_args, seed,
     acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
     if T.dropout:
-        survives = kept(seed, tile, at, size, T)
+        survives = kept(seed, at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
@@ -285,7 +287,6 @@ def blank_unseen(mem, use, tile, size, T: gl.constexpr):
     PARTS_V: gl.constexpr = T.parts_v
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     first, end, start = 0, size.seqlen_k, tile * BLOCK_K
     if T.left:
         first = size.seqlen_k - size.seqlen_q - size.left
@@ -293,10 +294,9 @@ def blank_unseen(mem, use, tile, size, T: gl.constexpr):
         end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
     if (start < first) | (start + BLOCK_K > end):
         mem.values.wait(use)
-        key = start + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
         for part in gl.static_range(PARTS_V):
             v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
-            v.store(gl.where(((key >= first) & (key < end))[:, None], v.load(LAYOUT), 0.0))
+            blank_rows(v, first - start, end - start)
         fence_async_shared()
 
 

@@ -2,7 +2,6 @@
 
 from flashtile.kernels.hopper.gluon import gl, gluon
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
-from flashtile.kernels.lib.dropout import philox
 from flashtile.kernels.lib.score import added, bent, logits
 from flashtile.spec.score import Position
 
@@ -91,28 +90,3 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
-
-
-@gluon.jit
-def kept(seed, tile, at, size, T: gl.constexpr):
-    """Which scores of a tile dropout keeps; `lib/dropout.py` has the portable form.
-
-    Rows and keys that differ in bit 3 alone share a counter. A thread of the matrix unit's layout holds all four.
-    """
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    whole = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
-    parts = whole.reshape([ROWS // 16, 2, 8, BLOCK_K // 16, 2, 8]).permute([0, 2, 3, 5, 1, 4])
-    half, _ = gl.split(parts)
-    quarter, _ = gl.split(half)
-    L: gl.constexpr = quarter.type.layout
-    rows = gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None] * 8
-    rows += gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    keys = gl.arange(0, BLOCK_K // 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 8
-    keys = keys + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    rows, keys = (rows + at.row // 2).to(gl.uint32), (keys + tile * (BLOCK_K // 2)).to(gl.uint32)
-    batch_head = (at.item.batch * size.heads + at.head).to(gl.uint32)
-    a, b, c, d = philox(rows, keys, batch_head, seed[2], seed[0], seed[1])
-    words = gl.join(gl.join(a, c), gl.join(b, d)).permute([0, 4, 1, 2, 5, 3]).reshape([ROWS, BLOCK_K])
-    words = gl.convert_layout(words, matrix_layout(BLOCK_K), assert_trivial=True)
-    return (words ^ 0x80000000).to(gl.int32, bitcast=True) >= seed[3]

@@ -3,7 +3,6 @@
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add
 from flashtile.kernels.hopper.order import adds_done, await_turn, report
 from flashtile.kernels.hopper.visit import walk
-from flashtile.kernels.lib.grid import padded_rows
 
 
 @gluon.jit
@@ -33,9 +32,9 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: g
 
 
 @gluon.jit
-def add_shares(sum_desc, sum_ptrs, memory, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_shares(sum_desc, sum_ptrs, memory, whole, band, region, W: gl.constexpr, T: gl.constexpr):
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
-    place = walk(sizes, band, T)
+    place, sizes = walk(whole, band, region, T)
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     for step in range(place.tiles * T.group):
         head, start = place.at(step, T)
@@ -62,7 +61,7 @@ def reports_before(start, place, sizes, band, T: gl.constexpr):
 def part_of(head, start, part, place, sizes, T: gl.constexpr):
     """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
     PARTS: gl.constexpr = T.columns // T.columns_dq
-    head_rows = (place.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q)
+    head_rows = (place.slab * sizes.heads + head).to(gl.int64) * place.padded + place.first_row
     return (head_rows + start) // 64 * PARTS + part
 
 

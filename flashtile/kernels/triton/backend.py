@@ -11,6 +11,7 @@ from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, uneven_refusals
+from flashtile.kernels.lib.sums import sum_partials
 from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
@@ -142,7 +143,7 @@ class TritonBackend:
             target = Pointer(partial.name.replace("partial.", "d"))
             rows = partial.shape[0] if schedule is None else p.batch * p.heads_q
             args = (Pointer(partial.name), schedule, target, partial.shape[1], p.heads_q)
-            calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+            calls.append(KernelCall(sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
         buffers += (*(partial for partial, _ in sums), *schedules.buffers)
         for i, j in _broadcast(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
@@ -310,7 +311,7 @@ def _broadcast_calls(
     scratch = Buffer(target, (own, count, length), "fp32", "scratch")
     if shared[2:] == (True, True):
         total = (Pointer(target), None, Pointer(gradient), count * length, p.heads_q)
-        calls.append(KernelCall(bwd.sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
+        calls.append(KernelCall(sum_partials, (own, 1, 1), total, (("BLOCK", 256),), 4, 1))
     else:
         total = (Pointer(target), Pointer(gradient), count, length)
         calls.append(KernelCall(broadcast.sum_shared, (own * ceil(length / 256), 1, 1), total, (("BLOCK", 256),), 4, 1))
