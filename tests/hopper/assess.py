@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.cases import Case, Tensors
+from tests.cases import Case, Tensors, holes
 from tests.judge import breaches, expected, run
 
 
@@ -14,7 +14,7 @@ def assess(case: Case, place: torch.device, backward: bool) -> list[str]:
     """Breaches of the accuracy rule, by out and lse alone or with all gradients; also beside NaN outside of the items."""
     tensors = case.tensors(place)
     truth, plain = expected(case, tensors)
-    made = [tensors] if not case.lengths(place) else [tensors, soiled(case, tensors)]
+    made = [tensors, soiled(case, tensors)] if case.lengths(place) or case.mask == "holes" else [tensors]
     results = [run("hopper", case, given) if backward else forward(case, given, place) for given in made]
     wrong = [
         f"{'beside NaN: ' * i}{breach}"
@@ -37,8 +37,11 @@ def forward(case: Case, tensors: Tensors, place: torch.device) -> Tensors:
 
 
 def soiled(case: Case, tensors: Tensors) -> Tensors:
-    """The same tensors with NaN in every row that counts for no item."""
+    """The same tensors with NaN in every row that counts for no item, and in keys that a mask of holes hides."""
     made = {name: tensor.clone() for name, tensor in tensors.items()}
+    if case.mask == "holes":
+        hidden = ~holes(case, made["k"].device).keep
+        made["k"][hidden] = made["v"][hidden] = torch.nan
     for names, span, cu, used in (
         (("q", "dout", "dlse"), case.seqlen_q, case.cu_q, case.used_q), (("k", "v"), case.seqlen_k, case.cu_k, case.used_k),
     ):  # fmt: skip

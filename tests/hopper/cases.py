@@ -19,6 +19,11 @@ def _longer() -> Iterator[Case]:
         yield replace(wide, name=f"{wide.name}-window", window=(70, 30))
         yield replace(wide, name=f"{wide.name}-dropout", causal=True, dropout=0.3)
     yield replace(uneven, name="varlen-full", heads_q=3, heads_kv=3)
+    masked = Case("mask", batch=2, seqlen_q=300, seqlen_k=400, heads_q=2, heads_kv=1, head_dim=64, dtype="fp16")
+    masks = (64, "table"), (128, "table"), (256, "table"), (64, "holes"), (96, "document-causal"), (128, "holes")
+    for head_dim, mask in masks:
+        dtype = "bf16" if head_dim == 128 else "fp16"
+        yield replace(masked, name=f"mask-{mask}-{head_dim}", head_dim=head_dim, mask=mask, dtype=dtype)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-left", window=(100, None), sink="bf16", score=("softcap",))

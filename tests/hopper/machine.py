@@ -272,6 +272,8 @@ class Register(torch.Tensor):
     def to(self, dtype: Any, bitcast: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if dtype is uint32:
             return super().to(torch.int64) & 0xFFFFFFFF
+        if bitcast and self.dtype.itemsize == dtype.itemsize:
+            return self.view(dtype)
         return super().to(torch.int64 if dtype is uint64 else dtype)
 
     def __iadd__(self, other: Any) -> Any:  # a name is bound anew: who holds the old value keeps it

@@ -15,10 +15,11 @@ from flashtile.kernels.hopper.tile_backward import (
     make_backward_tile,
     padded_queries,
 )
+from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
 from flashtile.kernels.lib.sums import sum_partials
 from flashtile.kernels.lib.varlen import Schedules, most_tiles
-from flashtile.plan.arguments import integers, score_args
+from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
@@ -57,10 +58,7 @@ class HopperBackend:
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
         reasons += uneven_refusals(p)
-        if p.where:
-            reasons.append("the mask has predicates; supported are bands")
-        if p.blocks is not None:
-            reasons.append("the mask has block lists; supported are bands")
+        reasons += block_refusals(p, device)
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:
@@ -72,6 +70,8 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
+        if p.where or p.blocks is not None:
+            reasons.append("the mask is no band alone; this backward knows bands")
         if p.lengths.ragged and p.deterministic:
             reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
@@ -93,6 +93,9 @@ class HopperBackend:
         form, schedules = form_of(p), Schedules(p)
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
+        records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
+        names = () if p.blocks is None else ("blocks.count_q", "blocks.index_q")
+        lists = tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -104,11 +107,9 @@ class HopperBackend:
                 (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
                 *integers(p).values(),
                 launch.swizzle,
-                p.scale_value,
-                score_args(p),
-                (schedule, schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)),
+                (p.scale_value, score_args(p), (schedule, records, mask_args(p), lists)),
             ),
-            (("T", tile), ("SCORE", chain(p, device, form))),
+            (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
         )
         buffers = (*forward_buffers(p), *schedules.buffers)
@@ -196,6 +197,23 @@ class HopperBackend:
 
 
 BACKEND = HopperBackend()
+
+
+def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
+    """Reasons against block lists and predicates."""
+    reasons = [
+        f"predicate {leaf.kind.name} has no `visible`, its formula for kernels"
+        for leaf in p.leaves
+        if not hasattr(leaf.kind, "visible")
+    ]
+    if p.blocks is not None and p.lengths.ragged:
+        reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+    elif p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+        tile = choose_forward(p, device)
+        if p.blocks.block_q % tile.block_q or p.blocks.block_k % tile.block_k:
+            reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported are multiples of "
+                           f"{tile.block_q} x {tile.block_k}")  # fmt: skip
+    return reasons
 
 
 @cache

@@ -51,10 +51,13 @@ def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     width = max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
     causal = p.band.right is not None
     tiles, schedules = (CAUSAL, _causal) if causal else (FULL, _full)
-    # with three warpgroups the random words of dropout spill, up to 1,300 bytes
-    fitting = [(launch, key_us) for launch, key_us in tiles[width] if p.dropout is None or launch.groups == 2]
-    if p.lengths.ragged:  # nobody knows the lengths here: every tile gets its own block, and the hardware balances
-        return replace(fitting[0][0], resident=False, swizzle=p.heads_q)
+    # with three warpgroups the random words of dropout spill, up to 1,300 bytes; blocks of a list have powers of two
+    pairs = p.dropout is not None or p.blocks is not None
+    fitting = [(launch, key_us) for launch, key_us in tiles[width] if launch.groups == 2 or not pairs]
+    if p.blocks is not None:  # nobody knows how long the lists are
+        return replace(fitting[0][0], resident=True, swizzle=1)
+    if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
+        return replace(fitting[0][0], resident=True, swizzle=min(p.heads_q, 16 if width == 64 else 4))
     options = [option for launch, key_us in fitting for option in schedules(p, launch, key_us, blocks)]
     return min(options, key=lambda option: option[0])[1]
 

@@ -9,7 +9,7 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.blank import blank_rows
+from flashtile.kernels.hopper.blank import blank_hidden, blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import kept
 from flashtile.kernels.hopper.finish import finish
@@ -28,7 +28,7 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.scores import lane_sums, pivot, row_max, shape_scores, starts
-from flashtile.kernels.hopper.work import Job, assign, measure, sized, turns, walk, within
+from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, turns, visit, walk, within
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
@@ -73,16 +73,17 @@ def load(q_desc, k_desc, v_desc, mem, size, region, T: gl.constexpr):
     for turn in range(turns(size, T)):
         at = assign(turn, size, region, T)
         head_kv = at.head // size.group
-        seen = walk(at.row, T.block_q, sized(size, at.item), T)
-        key = at.item.first_k + (seen.end - 1) * T.block_k
+        own = sized(size, at.item)
+        seen, indices = visit(at, own, region, T)
+        key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
         fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
         if T.staged and turn > 0:  # the last products with the old queries are done when their last keys are let go of
             mem.keys.reclaim(use - 1)
         load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
         fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         use += 1
-        for _ in range(seen.end - 1 - seen.first):
-            key -= T.block_k
+        for n in range(seen.end - 1 - seen.first):
+            key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
             fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
             fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
             use += 1
@@ -110,19 +111,18 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
 
 
 @gluon.jit
-def consume(
-    out_desc, targets, mem, whole, region, scale, score_args, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr
-):
+def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """Role: attention of the GROUP-th 64 queries of every tile."""
     use = 0
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
-    seed = load_seed(score_args, T)
+    scale, score_args, region = rest[0], rest[1], rest[2]
+    given = (load_seed(score_args, T), region[2])
     job = assign(0, whole, region, T)
     for turn in range(turns(whole, T)):
         at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows)
         size = sized(whole, at.item)
-        loaded = walk(job.row, T.block_q, size, T)
+        loaded, indices = visit(job, size, region, T)
         seen = loaded
         if T.skips:
             seen = within(walk(at.row, T.rows, size, T), loaded.end)
@@ -130,20 +130,23 @@ def consume(
                 skip(mem, use, GROUP, T)
                 use += 1
         mem.queries.wait(turn * T.groups + GROUP)
-        rows = begin(mem, use, seen.end - 1, at, size, scale, score_args, seed, GROUP, T, SCORE)
+        tile = tile_at(indices, seen, seen.end - 1, size, T)
+        rows = begin(mem, use, tile, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
         use += 1
-        if T.right or T.pads_keys:
+        if T.masks_first:
             for n in range(seen.end - 1 - seen.high):
-                rows = step(rows, mem, use, seen.end - 2 - n, at, size, scale, score_args, seed, GROUP, True, T, SCORE)
+                tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
+                rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
         for n in range(seen.high - seen.low):
-            rows = step(rows, mem, use, seen.high - 1 - n, at, size, scale, score_args, seed, GROUP, False, T, SCORE)
+            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+            rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
             use += 1
         if T.left:
             for n in range(seen.low - seen.first):
-                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, seed, GROUP, True, T, SCORE)
+                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
-        if T.unseen and T.left:
+        if T.unseen and T.left and not T.asks:
             blank_unseen(mem, use - 1, seen.first, size, T)
         acc = add_values(rows, mem, use - 1, T)
         job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
@@ -153,7 +156,7 @@ def consume(
             for _ in range(seen.first - loaded.first):
                 skip(mem, use, GROUP, T)
                 use += 1
-        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed, GROUP, T, SCORE)
+        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
         if not T.staged:
             store_wait(0)
             mem.queries.release(turn * T.groups + GROUP)
@@ -173,7 +176,8 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def begin(mem, use, tile, at, size, scale, score_args, seed, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def begin(mem, use, tile, at, size, scale, score_args, given,
+          GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, without its values."""
     score = starts(tile, at, size, scale, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
@@ -182,24 +186,27 @@ def begin(mem, use, tile, at, size, scale, score_args, seed, GROUP: gl.constexpr
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.masked, T, SCORE, MASK)
     top = gl.max(score, 1)
     if not T.masked:
         top = bent(top, scale, score_args, T, SCORE)
         score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
-    if T.unseen:
-        blank_unseen(mem, use, tile, size, T)
     total = lane_sums(p, T)
     if T.dropout:
-        p = gl.where(kept(seed, at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
-    return Rows(empty(T), weigh(p, mem, T), top, total)
+        p = gl.where(kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
+    weights = weigh(p, mem, T)
+    if T.asks:
+        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+    elif T.unseen:
+        blank_unseen(mem, use, tile, size, T)
+    return Rows(empty(T), weights, top, total)
 
 
 @gluon.jit
-def step(rows, mem, use, tile, at, size, scale, score_args, seed,
-         GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step(rows, mem, use, tile, at, size, scale, score_args, given,
+         GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile; the values of the one before are added meanwhile.
 
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
@@ -213,10 +220,10 @@ def step(rows, mem, use, tile, at, size, scale, score_args, seed,
     acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
     if T.dropout:
-        survives = kept(seed, at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+        survives = kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     top = row_max(score, T)
     if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
         top = bent(top, scale, score_args, T, SCORE)
@@ -233,7 +240,10 @@ def step(rows, mem, use, tile, at, size, scale, score_args, seed,
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     if T.dropout:
         p = gl.where(survives, p, 0.0)
-    return Rows(scaled(acc, decay, T), weigh(p, mem, T), top, total)
+    acc, weights = scaled(acc, decay, T), weigh(p, mem, T)
+    if MASKED and T.asks:
+        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+    return Rows(acc, weights, top, total)
 
 
 @gluon.jit
@@ -343,12 +353,13 @@ def weigh(p, mem, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
 def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqlen_k, heads, group, left, right, swizzle,
-                      scale, score_args, region, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+                      rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
     `swizzle` heads are computed together (see `work.assign`); it depends on the sizes, so it is no part of T.
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
-    contiguous. region = (the schedule, its records) where T.ragged.
+    contiguous. rest = (scale, arguments of modifiers, region); region = (the schedule, its records, where T.ragged; arguments
+    of predicates; the mask's block lists, or None).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
@@ -361,23 +372,23 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     mem = Memory(q, k, v, out, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
-    size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
+    size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
     elif T.groups == 2:
         gl.warp_specialize([
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 1, T, SCORE)),
-            (consume, (out_desc, targets, mem, size, region, scale, score_args, 2, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 2, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

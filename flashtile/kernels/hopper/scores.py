@@ -2,6 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import gl, gluon
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
+from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import added, bent, logits
 from flashtile.spec.score import Position
 
@@ -42,25 +43,36 @@ def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def shape_scores(score, tile, at, size, scale, score_args, mask_args,
+                 MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
     if T.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
-    if MASKED:  # one limit on either side, relative to the tile: a single comparison per score and side
-        row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
-        column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-        start = tile * BLOCK_K
-        position = row + (size.seqlen_k - size.seqlen_q) - start
-        last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
-        if T.right:
-            last = gl.minimum(position + size.right, last)
-        keep = column[None, :] <= last[:, None]
-        if T.left:
-            keep = keep & (column[None, :] >= (position - size.left)[:, None])
+    if MASKED:
+        keep = sees(tile, at, size, mask_args, T, MASK)
         score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
     return score
+
+
+@gluon.jit
+def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
+    """Which keys of a tile a warpgroup's queries see."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    # one limit on either side, relative to the tile: a single comparison per score and side
+    row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    start = tile * BLOCK_K
+    position = row + (size.seqlen_k - size.seqlen_q) - start
+    last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
+    if T.right:
+        last = gl.minimum(position + size.right, last)
+    keep = column[None, :] <= last[:, None]
+    if T.left:
+        keep = keep & (column[None, :] >= (position - size.left)[:, None])
+    if T.predicate:
+        keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
+    return keep
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
@@ -61,6 +62,10 @@ class ForwardTile:
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
     modifiers: int  # how many there are: dropout's arguments follow theirs
+    predicate: bool  # predicates narrow the mask
+    starts: int  # where their terms begin (`term_starts`)
+    blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int
     head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
@@ -87,7 +92,17 @@ class ForwardTile:
     @property
     def masked(self) -> bool:
         """Whether any key tile needs a mask."""
-        return self.left or self.right or self.pads_keys
+        return self.left or self.masks_first
+
+    @property
+    def masks_first(self) -> bool:
+        """Whether the first key tiles of a walk may need a mask."""
+        return self.right or self.pads_keys or self.asks
+
+    @property
+    def asks(self) -> bool:
+        """Whether hidden keys may lie anywhere, as predicates or lists say."""
+        return self.predicate or self.blocks_q > 0
 
 
 def columns_of(head_dim: int) -> int:
@@ -127,6 +142,10 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         sink=p.sink is not None,
         dropout=p.dropout is not None,
         modifiers=len(p.score),
+        predicate=bool(p.where),
+        starts=term_starts(p),
+        blocks_q=p.blocks.block_q if p.blocks is not None else 0,
+        blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         head_dim_v=p.head_dim_v,
         prescale=form.prescale,
         adds=form.adds,
@@ -134,7 +153,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.lengths.ragged),
-        skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
+        skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),

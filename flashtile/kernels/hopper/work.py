@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import RECORD, Item, slab
 
@@ -115,7 +116,33 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     end = gl.maximum(gl.cdiv(gl.where(row < size.seqlen_q, hi, 0), BLOCK_K), first + 1)
     low = gl.minimum(gl.cdiv(full_lo, BLOCK_K), end - 1)
     high = gl.minimum(gl.maximum(full_hi // BLOCK_K, low), end - 1)
+    if T.predicate:  # any tile may be visible in part
+        low = first
+        high = first
     return Walk(first, low, high, end)
+
+
+@gluon.jit
+def visit(at, size, region, T: gl.constexpr):
+    """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name."""
+    if T.blocks_q > 0:
+        PER: gl.constexpr = T.blocks_k // T.block_k
+        indices, partial, visited = block_list(region[3], at.item.batch, at.head, at.row // T.blocks_q)
+        end = gl.maximum(visited * PER, 1)  # a tile of a list without blocks is hidden by the mask
+        return Walk(0, 0, end - gl.maximum(partial * PER, 1), end), indices
+    else:
+        return walk(at.row, T.block_q, size, T), 0
+
+
+@gluon.jit
+def tile_at(indices, seen, n, size, T: gl.constexpr):
+    """The n-th key tile of a walk, which goes down: of a list, those visible in part come first."""
+    if T.blocks_q > 0:
+        tile = block_start(indices, seen.end - 1 - n, T.blocks_k, T.block_k) // T.block_k
+        tiles = gl.cdiv(size.seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k)
+        return gl.maximum(gl.minimum(tile, tiles - 1), 0)  # an empty list may hold anything
+    else:
+        return n
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ Captured tensors' gradients are formed in the pass over queries, in both variant
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import exp
 from flashtile.kernels.lib.grid import Sizes, assign
@@ -33,7 +34,6 @@ from flashtile.kernels.lib.product import (
 )  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.lib.varlen import assign_tile, slab
-from flashtile.kernels.triton.blocks import block_list, block_start
 from flashtile.kernels.triton.rows import load_dlse, load_rows, rows_offset
 
 
