@@ -1,7 +1,7 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.blank import blank_rows
+from flashtile.kernels.hopper.blank import blank_rows, blank_strips
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import kept
 from flashtile.kernels.hopper.gluon import (
@@ -44,9 +44,10 @@ class Memory:
     douts: Channel
     scores: Channel
     sums: Channel
+    edges: Channel  # by which the loader waits for tiles itself
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, scores, sums):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, scores, sums, edges):
         self.k = k
         self.v = v
         self.q = q
@@ -60,28 +61,72 @@ class Memory:
         self.douts = douts
         self.scores = scores
         self.sums = sums
+        self.edges = edges
 
 
 @gluon.jit
 def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, whole, band, region, T: gl.constexpr):
     """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
-    place, _ = walk(whole, band, region, T)
+    place, sizes = walk(whole, band, region, T)
     bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     KEY_TILES: gl.constexpr = T.block_k // 64
     for i in gl.static_range(KEY_TILES):
         key = place.first_k + place.column + i * 64
         tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
         tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
+    first, end = queries_that_see(sizes, band, T)
+    edges = 0
     for step in range(place.tiles * T.group):
-        head, start = place.at(step, T)
-        query, row = place.first_q + start, place.first_row + start
-        place_of_rows = 2 * memory.queries.at(step)
-        bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-        tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
-        tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
-        tma_load(q_desc, [place.slab, head, query, 0], bar, memory.q.index(memory.queries.at(step)))
-        bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-        tma_load(dout_desc, [place.slab, head, query, 0], bar, memory.dout.index(memory.douts.at(step)))
+        if T.blanks:
+            start = place.at(step, T)[1]
+            if (start < first) | (start + T.block_q > end):
+                load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, T)
+                edges += 1
+            else:
+                load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+        else:
+            load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+
+
+@gluon.jit
+def load_step(q_desc, dout_desc, rows_desc, memory, place, step, T: gl.constexpr):
+    """Load queries, their rows and dout of a step."""
+    head, start = place.at(step, T)
+    bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
+    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.douts.at(step)))
+
+
+@gluon.jit
+def load_queries(q_desc, rows_desc, memory, place, step, bar, T: gl.constexpr):
+    """Load queries and their rows."""
+    head, start = place.at(step, T)
+    row, place_of_rows = place.first_row + start, 2 * memory.queries.at(step)
+    tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+    tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.queries.at(step)))
+
+
+@gluon.jit
+def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, T: gl.constexpr):
+    """As `load_step`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
+
+    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv.
+    """
+    head, start = place.at(step, T)
+    memory.queries.claim(step)
+    memory.douts.claim(step)
+    bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
+    bar = memory.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
+    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.douts.at(step)))
+    memory.edges.wait(edge)
+    blank_strips(memory.q.index(memory.queries.at(step)).reshape([T.block_q, T.columns]), first, end)
+    blank_strips(memory.dout.index(memory.douts.at(step)).reshape([T.block_q, T.columns_v]), first, end)
+    fence_async_shared()
+    memory.queries.hand_over(step)
+    memory.douts.hand_over(step)
 
 
 @gluon.jit
@@ -91,17 +136,6 @@ def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     first_key = place.column if T.halves else place.column + W * 64
     if (first_key < first) | (first_key + 64 > end):
         blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
-        fence_async_shared()
-
-
-@gluon.jit
-def blank_queries(memory, step, start, sizes, band, T: gl.constexpr):
-    """Zero the queries, and their dout, that see nothing, before all of them are summed over for dk and dv."""
-    first, end = queries_that_see(sizes, band, T)
-    if (start < first) | (start + T.block_q > end):
-        memory.douts.wait(step)
-        blank_rows(memory.q.index(memory.queries.at(step)).reshape([T.block_q, T.columns]), first - start, end - start)
-        blank_rows(memory.dout.index(memory.douts.at(step)).reshape([T.block_q, T.columns_v]), first - start, end - start)
         fence_async_shared()
 
 
@@ -197,8 +231,6 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.queries.wait(step)
-    if T.blanks:
-        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, BLOCK_Q, T.folds_level)
     dp = starts(delta_rows, BLOCK_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -309,8 +341,6 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.queries.wait(step)
-    if T.blanks:
-        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, HALF_Q, T.folds_level)
     dp = starts(delta_rows, HALF_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -469,6 +499,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         make_channel(STAGES_DOUT, 2),
         make_channel(2, 2, 2),
         make_channel(2, 1),
+        make_channel(1, 1),
     )
     fence_async_shared()
     if T.halves:
