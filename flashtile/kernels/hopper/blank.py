@@ -40,7 +40,7 @@ def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl
     PARTS_V: gl.constexpr = T.parts_v
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
-    STRIP: gl.constexpr = 16
+    STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
     INFINITE: gl.constexpr = 0x7F80 if mem.v.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
     QUERIES: gl.constexpr = 128 if T.groups == 2 else 256  # pyright: ignore[reportAssignmentType]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]

@@ -118,6 +118,8 @@ BACKWARD = {
 
 def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
+    if problem.dropout is not None and launch.block_q > GROUP_ROWS:  # the random words of 128 queries spill in the loop
+        launch = replace(launch, block_q=GROUP_ROWS)
     if not problem.deterministic:
         return launch
     # as many heads at a time as fill the device: then blocks end in the order in which the next ones have to begin
