@@ -137,6 +137,7 @@ class HopperBackend:
         counts = integers(p)
         scratch = [
             Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("tickets", (1,), "int32", "scratch"),
             Buffer("dq_sum", (1, 1, p.batch * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = ()
@@ -152,7 +153,7 @@ class HopperBackend:
             row_programs,
             (
                 (Pointer("out"), Pointer("dout"), Pointer("lse"), Pointer(dlse) if dlse else None),
-                (Pointer("rows"), Pointer("dq_sum"), *locks),
+                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), *locks),
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
@@ -162,7 +163,7 @@ class HopperBackend:
         )
         keys = KernelCall(
             attention_backward,
-            (backward_blocks(p, launch), 1, 1),
+            (min(backward_blocks(p, launch), device.sm_count), 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
@@ -173,7 +174,7 @@ class HopperBackend:
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
-                ((Pointer("dq_sum"), *locks), p.scale_value, score_args(p)),
+                ((Pointer("dq_sum"), Pointer("tickets"), *locks), p.scale_value, score_args(p)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,

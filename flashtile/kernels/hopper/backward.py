@@ -16,7 +16,8 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import walk
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets, spread, take
+from flashtile.kernels.hopper.visit import Work, key_tiles, walk
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import visible
@@ -35,6 +36,7 @@ class Memory:
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     shares: gl.shared_memory_descriptor
+    tickets: Tickets
     keys: Channel
     queries: Channel
     douts: Channel
@@ -42,7 +44,7 @@ class Memory:
     sums: Channel
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, scores, sums):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, tickets, keys, queries, douts, scores, sums):
         self.k = k
         self.v = v
         self.q = q
@@ -51,6 +53,7 @@ class Memory:
         self.p = p
         self.ds = ds
         self.shares = shares
+        self.tickets = tickets
         self.keys = keys
         self.queries = queries
         self.douts = douts
@@ -59,23 +62,32 @@ class Memory:
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: gl.constexpr):
-    """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
-    place = walk(sizes, band, T)
-    bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work, T: gl.constexpr):
+    """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step."""
     KEY_TILES: gl.constexpr = T.block_k // 64
-    for i in gl.static_range(KEY_TILES):
-        tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
-        tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
-    for step in range(place.tiles * T.group):
-        head, start = place.at(step, T)
-        place_of_rows = 2 * memory.queries.at(step)
-        bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
-        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
-        tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
-        bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-        tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
+    ticket = spread(take(counter_ptr))
+    turn, step = gl.to_tensor(0), gl.to_tensor(0)
+    memory.tickets.publish(turn, ticket)
+    while ticket < key_tiles(work, T):
+        place = walk(ticket, step, work, T)
+        bar = memory.keys.acquire(turn, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for i in gl.static_range(KEY_TILES):
+            tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
+            tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
+        taken = take(counter_ptr)
+        while step < place.end:
+            head, start = place.at(step, T)
+            place_of_rows = 2 * memory.queries.at(step)
+            bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+            tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
+            tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
+            tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
+            bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
+            tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
+            step = step + 1
+        ticket = spread(taken)
+        turn = turn + 1
+        memory.tickets.publish(turn, ticket)
 
 
 @gluon.jit
@@ -202,13 +214,13 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
 
     ds = ds.to(dtype)
     if T.lag == 0:
-        memory.ds.index(step % 2 * 2 + W).store(ds)
+        memory.ds.index(2 * W + step % 2).store(ds)
         fence_async_shared()
         named_wait(8, 256)
         dq_token = multiply_dq(memory, step, W, T)
     else:
         memory.scores.claim(step)
-        memory.ds.index(step % 2 * 2 + W).store(ds)
+        memory.ds.index(2 * W + step % 2).store(ds)
         fence_async_shared()
         memory.scores.hand_over(step)
         if not FIRST:
@@ -236,7 +248,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
         memory.scores.wait(step)
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
-        share = memory.ds.index(step % 2 * 2 + i)
+        share = memory.ds.index(2 * i + step % 2)
         keys = memory.k.index(i).reshape([64, T.columns])
         if T.block_q == 64:
             keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
@@ -275,7 +287,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     memory.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds_delta, is_async=True)
     if T.deterministic:
-        if step > 0:
+        if step > place.begin:
             report_dq(sum_ptrs, step - 1, W, place, sizes, T)
     first_query = start + W * HALF_Q
     masked = (start < place.full_lo) | (start >= place.full_hi)
@@ -318,56 +330,84 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
     COLUMNS_V: gl.constexpr = T.columns_v_own
-    place = walk(sizes, band, T)
-    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
-    memory.keys.wait(0)
-    steps = place.tiles * T.group
-    if T.halves:
-        for step in range(steps):
-            dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-        if T.deterministic:
-            if steps > 0:
-                report_dq(sum_ptrs, steps - 1, W, place, sizes, T)
-    elif T.lag == 0:
-        for step in range(steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
-    else:
-        dk, dv = step_keys(dk, dv, memory, sum_ptrs, 0, place, sizes, band, scale, score_args, W, True, T, SCORE)
-        for step in range(1, steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
-        dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, steps - 1, W, T)])
-        memory.scores.release(steps - 1)
-        add_dq(dq, memory, sum_ptrs, steps - 1, place, sizes, band, W, T)
-    named_wait(8, 256)  # nobody reads keys and values any more: gradients leave through their place
-    first = place.column if T.halves else place.column + W * 64
-    column = W if T.halves else 0
-    store_keys(dk_desc, memory.k, dk * scale, column * COLUMNS, first, W, place)
-    store_keys(dv_desc, memory.v, dv, column * COLUMNS_V, first, W, place)
+    sizes, band = work.sizes, work.band
+    turn, begin = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = memory.tickets.read(turn, 4)
+    while ticket < key_tiles(work, T):
+        place = walk(ticket, begin, work, T)
+        dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
+        memory.keys.wait(turn)
+        store_wait(0)  # the gradients of the tile before
+        if T.halves:
+            for step in range(begin, place.end):
+                dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+            if T.deterministic:
+                if place.end > begin:
+                    report_dq(sum_ptrs, place.end - 1, W, place, sizes, T)
+        elif T.lag == 0:
+            for step in range(begin, place.end):
+                dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+        elif place.end > begin:
+            dk, dv = step_keys(dk, dv, memory, sum_ptrs, begin, place, sizes, band, scale, score_args, W, True, T, SCORE)
+            for step in range(begin + 1, place.end):
+                dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+            dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.end - 1, W, T)])
+            memory.scores.release(place.end - 1)
+            add_dq(dq, memory, sum_ptrs, place.end - 1, place, sizes, band, W, T)
+        memory.keys.release(turn)
+        store_keys(dk_desc, dv_desc, memory, dk * scale, dv, place, W, T)
+        begin = place.end
+        turn = turn + 1
+        ticket = memory.tickets.read(turn, 4)
     store_wait(0)
 
 
 @gluon.jit
-def store_keys(desc, staging, value, column, first, W: gl.constexpr, place):
-    """Write a consumer's part of the gradient of keys from `first` on, by the copy engine, through its half of `staging`."""
+def store_keys(dk_desc, dv_desc, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+    """Write a consumer's part of dk and dv by the copy engine, through what no product reads any more."""
+    named_wait(8, 256)
+    COLUMNS: gl.constexpr = T.columns_own
+    COLUMNS_V: gl.constexpr = T.columns_v_own
+    first = place.column if T.halves else place.column + W * 64
+    column = W if T.halves else 0
+    at_dk = [place.batch, place.head_kv, first, column * COLUMNS]
+    at_dv = [place.batch, place.head_kv, first, column * COLUMNS_V]
+    if T.halves:
+        store_part(dv_desc, memory.p if W == 0 else memory.ds, dv, at_dv, 0, 1)
+        store_wait(0)
+        store_part(dk_desc, memory.p if W == 0 else memory.ds, dk, at_dk, 0, 1)
+        store_wait(0)
+        named_wait(8, 256)  # both write there
+    else:
+        PLACES: gl.constexpr = 4 * T.block_q // COLUMNS_V
+        store_part(dv_desc, memory.ds, dv, at_dv, W * (PLACES // 2), PLACES)
+        memory.sums.claim(2 * place.end + W)
+        store_part(dk_desc, memory.shares.index(W), dk, at_dk, 0, 1)
+
+
+@gluon.jit
+def store_part(desc, memory, value, at, PLACE: gl.constexpr, PLACES: gl.constexpr):
+    """Write 64 rows through one of the places that memory has for so many."""
     WIDTH: gl.constexpr = value.shape[1]
-    staged = staging._reinterpret(desc.dtype, [2, 1, 1, 64, WIDTH], desc.layout).index(W)
+    staged = memory._reinterpret(desc.dtype, [PLACES, 1, 1, 64, WIDTH], desc.layout).index(PLACE)
     staged.reshape([64, WIDTH]).store(value.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, [place.batch, place.head_kv, first, column], staged)
+    tma_store(desc, at, staged)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
                        left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
+    """Blocks take tiles of keys, one after another: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    rest = ((sum for dq as `rows.attention_rows` cleared it, and locks if T.deterministic), scale, arguments of modifiers).
+    rest = ((sum for dq and tickets as `rows.attention_rows` cleared them, and locks if T.deterministic), scale, arguments of
+    modifiers).
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -379,7 +419,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
+    slabs = k_desc.shape[0] * k_desc.shape[1]
+    work = Work(slabs, Sizes(seqlen_q, seqlen_k, heads, heads), (left, right))
     sum_ptrs, scale, score_args = rest[0], rest[1], rest[2]
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
@@ -397,6 +438,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         p,
         ds,
         shares,
+        make_tickets(2 if T.halves else 4),
         make_channel(1, 2),
         make_channel(STAGES, 2),
         make_channel(STAGES_DOUT, 2),
@@ -406,15 +448,15 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_ptrs[1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 0, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, sizes, band, 1, T)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_ptrs[1], memory, work, T)),
+            (add_shares, (sum_desc, sum_ptrs, memory, work, 0, T)),
+            (add_shares, (sum_desc, sum_ptrs, memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -18,12 +18,12 @@ def last_first(seqlen_q):
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.constexpr):
-    """What the backward needs of every query, (level, delta), and a sum of zeros for dq. 64 queries per program.
+    """What the backward needs of every query, (level, delta), and a sum of zeros for dq and of tickets. 64 queries per program.
 
     level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit starts from;
     T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds_delta.
-    in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, and locks if T.deterministic); strides of out, dout,
+    in_ptrs = (out, dout, lse, dlse or None); out_ptrs = (rows, sum, tickets, and locks if T.deterministic); strides of out, dout,
     dlse (batch, heads_q, seqlen_q).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
@@ -55,9 +55,11 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, T: tl.con
     tl.store(rows + padded_rows(seqlen_q), delta)
     total = out_ptrs[1] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     tl.store(total, tl.zeros([64 * COLUMNS], tl.float32))
+    if tl.program_id(0) == 0:
+        tl.store(out_ptrs[2], 0)
     if T.deterministic:
         PARTS: tl.constexpr = T.columns // T.columns_dq
-        tl.store(out_ptrs[2] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
+        tl.store(out_ptrs[3] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)

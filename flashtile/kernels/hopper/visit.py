@@ -1,13 +1,29 @@
 """Which queries a block of the backward visits, and which blocks have visited them before."""
 
+from typing import NamedTuple
+
 from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
-from flashtile.kernels.lib.grid import assign
+from flashtile.kernels.lib.grid import Sizes, seat
 from flashtile.kernels.lib.mask import key_range
+
+
+class Work(NamedTuple):
+    """What all blocks share: key/value heads of the whole batch, sizes, and the bounds of the band."""
+
+    slabs: gl.tensor
+    sizes: Sizes
+    band: tuple[gl.tensor, gl.tensor]
+
+
+@gluon.jit
+def key_tiles(work, T: gl.constexpr):
+    """How many there are, of all heads."""
+    return gl.cdiv(work.sizes.k, T.block_k) * work.slabs
 
 
 @aggregate
 class Walk:
-    """The key tile of a program and the query tiles that see it, for one query head of the group after another."""
+    """A key tile and the query tiles that see it, for one query head of the group after another."""
 
     tile: gl.tensor
     column: gl.tensor
@@ -17,9 +33,11 @@ class Walk:
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, tile, column, batch, head_kv, lo, full_lo, full_hi, tiles):
+    def __init__(self, tile, column, batch, head_kv, lo, full_lo, full_hi, tiles, begin, end):
         self.tile = tile
         self.column = column
         self.batch = batch
@@ -28,14 +46,17 @@ class Walk:
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.tiles = tiles
+        self.begin = begin  # steps of a block are counted over all of its tiles
+        self.end = end
 
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step."""
         if T.group == 1:
-            return self.head_kv, self.lo + step * T.block_q
+            return self.head_kv, self.lo - self.begin * T.block_q + step * T.block_q
         else:
-            return self.head_kv * T.group + step // self.tiles, self.lo + step % self.tiles * T.block_q
+            done = step - self.begin
+            return self.head_kv * T.group + done // self.tiles, self.lo + done % self.tiles * T.block_q
 
     @gluon.jit
     def turn(self, start, sizes, band, T: gl.constexpr):
@@ -57,10 +78,12 @@ class Walk:
 
 
 @gluon.jit
-def walk(sizes, band, T: gl.constexpr):
+def walk(ticket, begin, work, T: gl.constexpr):
+    """The walk of whoever holds the ticket and has taken `begin` steps before."""
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
-    tile, batch_head = assign(gl.cdiv(sizes.k, BLOCK_K), T.swizzle, T.last_first)
+    sizes, band = work.sizes, work.band
+    tile, batch_head = seat(ticket, gl.cdiv(sizes.k, BLOCK_K), work.slabs, T.swizzle, T.last_first)
     heads_kv = sizes.heads // T.group
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
@@ -69,6 +92,6 @@ def walk(sizes, band, T: gl.constexpr):
         if column + BLOCK_K > sizes.k:
             full_lo = hi
             full_hi = hi
-    lo = gl.to_tensor(lo)
-    return Walk(tile, column, batch_head // heads_kv, batch_head % heads_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+    tiles = gl.cdiv(hi - lo, BLOCK_Q)
+    return Walk(tile, column, batch_head // heads_kv, batch_head % heads_kv, gl.to_tensor(lo), gl.to_tensor(full_lo),
+                gl.to_tensor(full_hi), tiles, begin, begin + tiles * T.group)  # fmt: skip
