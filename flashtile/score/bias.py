@@ -11,11 +11,16 @@ from flashtile.spec.score import Captured, Position, Score
 
 
 @jit
-def bias_forward(score, at, args):
+def bias_add(score, at, args, unit):
     strides = args[1]
     element = at.row.to(tl.int64) * strides[2] + at.k.to(tl.int64) * strides[3]
     head = at.batch.to(tl.int64) * strides[0] + at.head.to(tl.int64) * strides[1]
-    return score + tl.load(args[0] + head + element).to(tl.float32)
+    return score + tl.load(args[0] + head + element).to(tl.float32) * unit
+
+
+@jit
+def bias_forward(score, at, args):
+    return bias_add(score, at, args, 1.0)
 
 
 @jit
@@ -41,6 +46,7 @@ class Bias(Score):
     name = "bias"
     forward = bias_forward
     backward = bias_backward
+    add = bias_add
     captured = (Captured(bias_contribution, broadcast=True),)
 
     def __post_init__(self) -> None:

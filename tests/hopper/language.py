@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here
+from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 int32, int64 = torch.int32, torch.int64
 tensor = shared_memory_descriptor = object  # annotations
-static_range = range
+static_range = range = range
 
 
 class Layout:
@@ -162,12 +162,20 @@ def max(value: torch.Tensor, axis: int) -> torch.Tensor:
     return value.amax(axis)
 
 
-def sum(value: torch.Tensor, axis: int) -> torch.Tensor:
-    return value.sum(axis)
+def sum(value: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    return value.sum(axis, dtype=value.dtype)
 
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:
     return torch.broadcast_tensors(a, b)
+
+
+def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.broadcast_tensors(a, b), -1)
+
+
+def split(value: torch.Tensor) -> Any:
+    return value.unbind(-1)
 
 
 def reshape(value: torch.Tensor, shape: list[int]) -> torch.Tensor:

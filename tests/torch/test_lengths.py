@@ -142,12 +142,16 @@ def schedule(cu_q: torch.Tensor, cu_k: torch.Tensor, total_q: int, total_k: int,
     """The records that a pass would read."""
     items_here, block = cu_q.numel() - 1, batch["block"]
     count = most_tiles(total_k if batch["over_keys"] else total_q, items_here, block, True)
-    made = torch.full((count, 8), -7, dtype=torch.int32, device=cu_q.device)
+    made = torch.full((count * 8 + 1,), -7, dtype=torch.int32, device=cu_q.device)
     schedule_tiles[(items_here + 1,)](
         (cu_q, cu_k, None, None), made, total_q, total_k, items_here, count,
         BLOCK=block, OVER_KEYS=batch["over_keys"], REVERSED=batch["reversed"], VARLEN=True, CHUNK=16,
     )  # fmt: skip
-    return made.tolist()
+    records = made[:-1].view(count, 8).tolist()
+    tiles = made[-1].item()
+    assert tiles == count or not any(any(record) for record in records[int(tiles) :])
+    assert all(record[3] > record[0] * block for record in records[: int(tiles)]) or batch["over_keys"]
+    return records
 
 
 @pytest.mark.parametrize("cu", [[5, -3, 900, 2], [2**31 - 1, 0, -(2**31), 7], [0, 64, 32, 64]])

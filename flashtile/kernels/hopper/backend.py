@@ -8,14 +8,16 @@ from flashtile import _triton
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
 from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
 from flashtile.kernels.hopper.tile_backward import (
+    PADDED_ROWS,
     BackwardLaunch,
-    backward_blocks,
+    backward_tiles,
     choose_backward,
     make_backward_tile,
     padded_queries,
-    unseen,
 )
-from flashtile.kernels.lib.score import chain, form_of
+from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
+from flashtile.kernels.lib.sums import sum_partials
+from flashtile.kernels.lib.varlen import Schedules, most_tiles
 from flashtile.plan.arguments import integers, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -54,15 +56,7 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        if p.sink is not None:
-            reasons.append("sink is given; these kernels know none")
-        if p.dropout is not None:
-            reasons.append(f"dropout is {p.dropout}; these kernels know none")
-        for spec in p.score:
-            if any(captured.broadcast for captured in spec.kind.captured):
-                reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
-        if p.lengths.ragged:
-            reasons.append("items differ in length; supported are batches of one length")
+        reasons += uneven_refusals(p)
         if p.where:
             reasons.append("the mask has predicates; supported are bands")
         if p.blocks is not None:
@@ -78,10 +72,10 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
+        if p.lengths.ragged and p.deterministic:
+            reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
-        if unseen(p):
-            reasons.append("some query or key sees nothing; the backward would spread a NaN that lies there")
         for spec in p.score:
             reasons += [
                 f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels only"
@@ -96,8 +90,9 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_forward(p, device)
-        form = form_of(p)
-        tile = make_forward_tile(p, launch, form)
+        form, schedules = form_of(p), Schedules(p)
+        tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
+        sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -106,16 +101,18 @@ class HopperBackend:
                 Descriptor("k", (1, 1, tile.block_k, tile.columns)),
                 Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
-                Pointer("lse"),
+                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
                 *integers(p).values(),
                 launch.swizzle,
                 p.scale_value,
                 score_args(p),
+                (schedule, schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
-        return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+        buffers = (*forward_buffers(p), *schedules.buffers)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
 
     def backward(
         self,
@@ -131,39 +128,49 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_backward(p, device)
-        form = form_of(p, backward=True)
-        tile = make_backward_tile(p, launch, form)
-        padded = padded_queries(p)
-        counts = integers(p)
+        form, schedules = form_of(p, backward=True), Schedules(p)
+        tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
+        tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
+        schedule = schedules.of(launch.block_k, over_keys=True)
+        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
+        row_region = schedules.of(PADDED_ROWS), region[1]
+        rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
+        if not tile.ragged:
+            rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
-            Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
             Buffer("tickets", (1,), "int32", "scratch"),
-            Buffer("dq_sum", (1, 1, p.batch * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
+            Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
-        locks = ()
+        locks = None
         if tile.deterministic:
-            locks = (Pointer("locks"),)
+            locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
             scratch.append(Buffer("locks", (p.batch, p.heads_q, *per_head), "int32", "scratch"))
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
-        row_programs = (padded // GROUP_ROWS * p.batch * p.heads_q, 1, 1)
-        dlse = "dlse" if gradients.dlse else None
+        dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
+        sunk = None
+        if p.sink is not None and p.sink.grad:
+            sunk = Pointer("partial.sink")
+            scratch.append(Buffer("partial.sink", (p.heads_q, rows_per_head), "fp32", "scratch"))
         rows = KernelCall(
             attention_rows,
-            row_programs,
+            (rows_per_head * p.heads_q, 1, 1),
             (
-                (Pointer("out"), Pointer("dout"), Pointer("lse"), Pointer(dlse) if dlse else None),
-                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), *locks),
-                (Strides("out"), Strides("dout"), Strides(dlse or "lse")),
+                (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
+                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), locks, sunk),
+                (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
                 p.scale_value,
+                row_region,
             ),
             (("T", tile),),
         )
+        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
             attention_backward,
-            (min(backward_blocks(p, launch), device.sm_count), 1, 1),
+            (min(tiles, device.sm_count), 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
@@ -174,17 +181,21 @@ class HopperBackend:
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
-                ((Pointer("dq_sum"), Pointer("tickets"), *locks), p.scale_value, score_args(p)),
+                (((Pointer("dq_sum"), Pointer("tickets"), locks), *whole), region, p.scale_value, score_args(p)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
-        calls = [rows, keys]
+        calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
             args = (Pointer("dq_sum"), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
-            calls.append(KernelCall(attention_dq, row_programs, args, (("T", tile),)))
+            calls.append(KernelCall(attention_dq, rows.grid, (*args, row_region), (("T", tile),)))
+        if sunk:
+            args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
+            calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        buffers = (*backward_buffers(p, gradients), *scratch, *schedules.buffers)
         notes = ("backward fused", f"keys pass tile {launch.spell()}")
-        return Plan(p, self.name, "fused", (*backward_buffers(p, gradients), *scratch), tuple(calls), notes)
+        return Plan(p, self.name, "fused", buffers, tuple(calls), notes)
 
 
 BACKEND = HopperBackend()

@@ -1,7 +1,9 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import kept
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -15,9 +17,11 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
+from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, spread, take
-from flashtile.kernels.hopper.visit import Work, key_tiles, walk
+from flashtile.kernels.hopper.visit import Work, keys_seen, queries_that_see, walk
+from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import visible
@@ -65,29 +69,52 @@ class Memory:
 def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step."""
     KEY_TILES: gl.constexpr = T.block_k // 64
-    ticket = spread(take(counter_ptr))
     turn, step = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = spread(take(counter_ptr))
     memory.tickets.publish(turn, ticket)
-    while ticket < key_tiles(work, T):
-        place = walk(ticket, step, work, T)
+    while ticket < work.tiles:
+        place, _ = walk(ticket, step, work, T)
         bar = memory.keys.acquire(turn, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for i in gl.static_range(KEY_TILES):
-            tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
-            tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
+            key = place.first_k + place.column + i * 64
+            tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
+            tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = take(counter_ptr)
         while step < place.end:
             head, start = place.at(step, T)
+            query, row = place.first_q + start, place.first_row + start
             place_of_rows = 2 * memory.queries.at(step)
             bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-            tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
-            tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
-            tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
+            tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+            tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+            tma_load(q_desc, [place.slab, head, query, 0], bar, memory.q.index(memory.queries.at(step)))
             bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-            tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
+            tma_load(dout_desc, [place.slab, head, query, 0], bar, memory.dout.index(memory.douts.at(step)))
             step = step + 1
         ticket = spread(taken)
         turn = turn + 1
         memory.tickets.publish(turn, ticket)
+
+
+@gluon.jit
+def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+    """Zero the keys that no query sees, before all of them are summed over for dq."""
+    first, end = keys_seen(sizes, band, T)
+    first_key = place.column if T.halves else place.column + W * 64
+    if (first_key < first) | (first_key + 64 > end):
+        blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
+        fence_async_shared()
+
+
+@gluon.jit
+def blank_queries(memory, step, start, sizes, band, T: gl.constexpr):
+    """Zero the queries, and their dout, that see nothing, before all of them are summed over for dk and dv."""
+    first, end = queries_that_see(sizes, band, T)
+    if (start < first) | (start + T.block_q > end):
+        memory.douts.wait(step)
+        blank_rows(memory.q.index(memory.queries.at(step)).reshape([T.block_q, T.columns]), first - start, end - start)
+        blank_rows(memory.dout.index(memory.douts.at(step)).reshape([T.block_q, T.columns_v]), first - start, end - start)
+        fence_async_shared()
 
 
 @gluon.jit
@@ -165,7 +192,7 @@ def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
     BLOCK_Q: gl.constexpr = T.block_q
@@ -182,6 +209,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.queries.wait(step)
+    if T.blanks:
+        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, BLOCK_Q, T.folds_level)
     dp = starts(delta_rows, BLOCK_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -191,23 +220,34 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
     level = 0.0
     delta = 0.0
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if not T.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
         p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
                               T.masks, T, SCORE)  # fmt: skip
+        if T.dropout:
+            p = gl.where(survives, p, 0.0)
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
         p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
-        dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        weights = p
+        if T.dropout:
+            weights = gl.where(survives, p, 0.0)
+        dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         if not T.folds_delta:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
@@ -259,7 +299,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
                 T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
@@ -281,6 +321,8 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.queries.wait(step)
+    if T.blanks:
+        blank_queries(memory, step, start, sizes, band, T)
     raw = starts(level_rows, HALF_Q, T.folds_level)
     dp = starts(delta_rows, HALF_Q, T.folds_delta)
     raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds_level, is_async=True)
@@ -297,9 +339,13 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if not T.folds_delta:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
@@ -308,7 +354,11 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     else:
         p = weigh(raw, level, first_query, place.column, masked, sizes, band, scale, T)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, band, T)
+    if T.dropout:
+        p = gl.where(survives, p, 0.0)
     memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
     memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
     fence_async_shared()
@@ -330,38 +380,43 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
     COLUMNS_V: gl.constexpr = T.columns_v_own
-    sizes, band = work.sizes, work.band
+    band, sums = work.band, grads[0]
+    seed = load_seed(score_args, T)
     turn, begin = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.tickets.read(turn, 4)
-    while ticket < key_tiles(work, T):
-        place = walk(ticket, begin, work, T)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, begin, work, T)
         dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.keys.wait(turn)
+        if T.blanks:
+            blank_keys(memory, place, sizes, band, W, T)
         store_wait(0)  # the gradients of the tile before
         if T.halves:
             for step in range(begin, place.end):
-                dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
+                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
             if T.deterministic:
                 if place.end > begin:
-                    report_dq(sum_ptrs, place.end - 1, W, place, sizes, T)
+                    report_dq(sums, place.end - 1, W, place, sizes, T)
         elif T.lag == 0:
             for step in range(begin, place.end):
-                dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
         elif place.end > begin:
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, begin, place, sizes, band, scale, score_args, W, True, T, SCORE)
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
             for step in range(begin + 1, place.end):
-                dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, W, False, T, SCORE)
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.end - 1, W, T)])
             memory.scores.release(place.end - 1)
-            add_dq(dq, memory, sum_ptrs, place.end - 1, place, sizes, band, W, T)
+            add_dq(dq, memory, sums, place.end - 1, place, sizes, band, W, T)
         memory.keys.release(turn)
-        store_keys(dk_desc, dv_desc, memory, dk * scale, dv, place, W, T)
+        if T.dropout:
+            dv *= seed[4]
+        store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
         begin = place.end
         turn = turn + 1
         ticket = memory.tickets.read(turn, 4)
@@ -369,45 +424,53 @@ def consume(dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, W: gl.c
 
 
 @gluon.jit
-def store_keys(dk_desc, dv_desc, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
-    """Write a consumer's part of dk and dv by the copy engine, through what no product reads any more."""
+def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
     named_wait(8, 256)
-    COLUMNS: gl.constexpr = T.columns_own
-    COLUMNS_V: gl.constexpr = T.columns_v_own
     first = place.column if T.halves else place.column + W * 64
-    column = W if T.halves else 0
-    at_dk = [place.batch, place.head_kv, first, column * COLUMNS]
-    at_dv = [place.batch, place.head_kv, first, column * COLUMNS_V]
+    column = W * T.columns_own if T.halves else 0
+    column_v = W * T.columns_v_own if T.halves else 0
     if T.halves:
-        store_part(dv_desc, memory.p if W == 0 else memory.ds, dv, at_dv, 0, 1)
+        store_gradient(dv_desc, grads[2], memory.p if W == 0 else memory.ds, dv, column_v, first, T.head_dim_v, 0, 1, place, T)
         store_wait(0)
-        store_part(dk_desc, memory.p if W == 0 else memory.ds, dk, at_dk, 0, 1)
+        store_gradient(dk_desc, grads[1], memory.p if W == 0 else memory.ds, dk, column, first, T.head_dim, 0, 1, place, T)
         store_wait(0)
         named_wait(8, 256)  # both write there
     else:
-        PLACES: gl.constexpr = 4 * T.block_q // COLUMNS_V
-        store_part(dv_desc, memory.ds, dv, at_dv, W * (PLACES // 2), PLACES)
+        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
+        store_gradient(dv_desc, grads[2], memory.ds, dv, column_v, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
         memory.sums.claim(2 * place.end + W)
-        store_part(dk_desc, memory.shares.index(W), dk, at_dk, 0, 1)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, column, first, T.head_dim, 0, 1, place, T)
 
 
 @gluon.jit
-def store_part(desc, memory, value, at, PLACE: gl.constexpr, PLACES: gl.constexpr):
-    """Write 64 rows through one of the places that memory has for so many."""
-    WIDTH: gl.constexpr = value.shape[1]
-    staged = memory._reinterpret(desc.dtype, [PLACES, 1, 1, 64, WIDTH], desc.layout).index(PLACE)
-    staged.reshape([64, WIDTH]).store(value.to(desc.dtype))
+def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr,
+                   place, T: gl.constexpr):  # fmt: skip
+    """Write the gradient of 64 keys from `first` on, by the copy engine, through one of the PLACES that staging has.
+
+    Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
+    """
+    COLUMNS: gl.constexpr = value.shape[1]
+    staged = staging._reinterpret(desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
+    staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, at, staged)
+    if T.varlen:
+        if first + 64 > place.span_k:
+            store_part(staged.reshape([64, COLUMNS]), column, target[0], target[1], place.slab, place.head_kv,
+                       place.first_k + first, place.span_k - first, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [place.slab, place.head_kv, place.first_k + first, column], staged)
+    else:
+        tma_store(desc, [place.slab, place.head_kv, first, column], staged)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
                        left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """Blocks take tiles of keys, one after another: dk, dv over all query heads of their key/value head, and a share of dq.
+    """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    rest = ((sum for dq and tickets as `rows.attention_rows` cleared them, and locks if T.deterministic), scale, arguments of
-    modifiers).
+    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq and count of tickets as `rows.attention_rows`
+    cleared them, locks if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as in `visit.Work`.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -419,9 +482,12 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    slabs = k_desc.shape[0] * k_desc.shape[1]
-    work = Work(slabs, Sizes(seqlen_q, seqlen_k, heads, heads), (left, right))
-    sum_ptrs, scale, score_args = rest[0], rest[1], rest[2]
+    grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
+    if T.ragged:
+        tiles = region[2] * (heads // T.group)
+    else:
+        tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region)
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
@@ -448,15 +514,15 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_ptrs[1], memory, work, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, sum_ptrs, memory, work, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_ptrs[1], memory, work, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, work, 0, T)),
-            (add_shares, (sum_desc, sum_ptrs, memory, work, 1, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

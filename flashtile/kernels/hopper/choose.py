@@ -49,9 +49,13 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 @lru_cache(maxsize=1024)
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     width = max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
-    causal = p.mask.clipped(p.seqlen_q, p.seqlen_k).right is not None
+    causal = p.band.right is not None
     tiles, schedules = (CAUSAL, _causal) if causal else (FULL, _full)
-    options = [option for launch, key_us in tiles[width] for option in schedules(p, launch, key_us, blocks)]
+    # with three warpgroups the random words of dropout spill, up to 1,300 bytes
+    fitting = [(launch, key_us) for launch, key_us in tiles[width] if p.dropout is None or launch.groups == 2]
+    if p.lengths.ragged:  # nobody knows the lengths here: every tile gets its own block, and the hardware balances
+        return replace(fitting[0][0], resident=False, swizzle=p.heads_q)
+    options = [option for launch, key_us in fitting for option in schedules(p, launch, key_us, blocks)]
     return min(options, key=lambda option: option[0])[1]
 
 

@@ -2,8 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add
 from flashtile.kernels.hopper.order import adds_done, await_turn, report
-from flashtile.kernels.hopper.visit import key_tiles, walk
-from flashtile.kernels.lib.grid import padded_rows
+from flashtile.kernels.hopper.visit import walk
 
 
 @gluon.jit
@@ -18,10 +17,11 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: g
     shares = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
     shares = gl.convert_layout(shares, flat, assert_trivial=True)
     if T.copies_dq:
-        memory.sums.claim(2 * step + W)
+        use = 2 * step + W
+        memory.sums.claim(use)
         memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
         fence_async_shared()
-        memory.sums.hand_over(2 * step + W)
+        memory.sums.hand_over(use)
     else:
         head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
@@ -37,13 +37,13 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     turn, step = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.tickets.read(turn, 1)
-    while ticket < key_tiles(work, T):
-        place = walk(ticket, step, work, T)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, step, work, T)
         while step < place.end:
             head, start = place.at(step, T)
-            at = part_of(head, start, W, place, work.sizes, T)
+            at = part_of(head, start, W, place, sizes, T)
             if T.deterministic:
-                await_turn(sum_ptrs[2] + at, reports_before(start, place, work.sizes, work.band, T))
+                await_turn(sum_ptrs[2] + at, reports_before(start, place, sizes, work.band, T))
             memory.sums.wait(2 * step + W)
             tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             store_wait(0)
@@ -67,7 +67,7 @@ def reports_before(start, place, sizes, band, T: gl.constexpr):
 def part_of(head, start, part, place, sizes, T: gl.constexpr):
     """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
     PARTS: gl.constexpr = T.columns // T.columns_dq
-    head_rows = (place.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q)
+    head_rows = (place.slab * sizes.heads + head).to(gl.int64) * place.padded + place.first_row
     return (head_rows + start) // 64 * PARTS + part
 
 

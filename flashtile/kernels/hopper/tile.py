@@ -56,6 +56,12 @@ class ForwardTile:
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
+    ragged: bool  # items differ in length: blocks take their tiles from a schedule (lib/varlen.py)
+    varlen: bool  # items lie one after another
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
+    head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
@@ -101,7 +107,7 @@ def cut(head_dim: int) -> tuple[int, int]:
 def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    band = p.band
     columns, parts = cut(p.head_dim)
     columns_v, parts_v = cut(p.head_dim_v)
     return ForwardTile(
@@ -114,14 +120,20 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         stages=launch.stages,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=p.seqlen_k % launch.block_k != 0,
+        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
+        ragged=p.lengths.ragged,
+        varlen=p.lengths.varlen,
+        sink=p.sink is not None,
+        dropout=p.dropout is not None,
+        modifiers=len(p.score),
+        head_dim_v=p.head_dim_v,
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
         exact=False,
         last_first=band.right is not None,
-        zigzag=launch.resident and band.right is not None,
+        zigzag=launch.resident and (band.right is not None or p.lengths.ragged),
         skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
@@ -133,9 +145,10 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 
 def has_unseen_keys(problem: AttentionProblem) -> bool:
-    """Whether some key is hidden from every query."""
-    p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    """Whether some key may be hidden from every query."""
+    p, band = problem, problem.band
+    if p.lengths.ragged:
+        return True
     first = 0 if band.left is None else p.shift - band.left
     end = p.seqlen_k if band.right is None else p.seqlen_q - 1 + p.shift + band.right + 1
     return first > 0 or end < p.seqlen_k

@@ -7,6 +7,7 @@ from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
 from flashtile.kernels.lib.score import Form
+from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
@@ -63,6 +64,12 @@ class BackwardTile:
     folds_delta: bool  # and delta
     deterministic: bool
     swizzle: int
+    ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
+    varlen: bool  # items lie one after another
+    blanks: bool  # some query or key may see nothing: what lies there may be NaN
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     lag: int = 0
     exact: bool = False  # as the portable tile has it: no fp32 here
@@ -119,7 +126,7 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
 
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    band = p.band
     modified = form.prescale or form.curved or form.adds > 0
     return BackwardTile(
         block_q=launch.block_q,
@@ -132,30 +139,38 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         group=p.group,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=p.seqlen_k % launch.block_k != 0,
+        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
         modified=modified,
         folds_level=not modified and launch.folds in ("both", "level"),
-        folds_delta=not modified and launch.folds in ("both", "delta"),
+        folds_delta=not modified and p.dropout is None and launch.folds in ("both", "delta"),
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
+        ragged=p.lengths.ragged,
+        varlen=p.lengths.varlen,
+        blanks=unseen(p),
+        sink=p.sink is not None,
+        dropout=p.dropout is not None,
+        modifiers=len(p.score),
         halves=launch.halves,
         lag=launch.lag,
     )
 
 
-def backward_blocks(problem: AttentionProblem, launch: BackwardLaunch) -> int:
-    return ceil(problem.seqlen_k / launch.block_k) * problem.batch * problem.heads_kv
+def backward_tiles(problem: AttentionProblem, launch: BackwardLaunch) -> int:
+    """Key tiles of all heads; where items differ in length the most that there can be."""
+    return most_tiles(problem.span_k, problem.batch, launch.block_k, problem.lengths.varlen) * problem.heads_kv
 
 
 def padded_queries(problem: AttentionProblem) -> int:
-    return ceil(problem.seqlen_q / PADDED_ROWS) * PADDED_ROWS
+    """Queries of a head in the buffers that pad each item to PADDED_ROWS."""
+    return padded_total(problem.span_q, problem.batch, problem.lengths.varlen)
 
 
 def unseen(problem: AttentionProblem) -> bool:
-    """Whether some query or key sees nothing: what lies there may be NaN, and the products would spread it."""
+    """Whether some query or key may see nothing: what lies there may be NaN, and the products would spread it."""
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    return has_unseen_keys(p) or (band.right is not None and p.shift + band.right < 0)
+    blind = (p.band.right is not None and p.shift + p.band.right < 0) or (p.band.left is not None and p.band.left < 0)
+    return has_unseen_keys(p) or blind

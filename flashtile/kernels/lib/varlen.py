@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._triton import constexpr, jit, tl
-from flashtile.kernels.lib.grid import ROWS, assign
+from flashtile.kernels.lib.grid import ROWS, seat
+from flashtile.plan.call import Buffer, KernelCall, Pointer
+from flashtile.spec.attention import AttentionProblem
 
 RECORD = constexpr(8)  # tile, then the fields of Item
 
@@ -54,7 +56,8 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
     """The schedule of `count` records for tiles of BLOCK queries, or keys if OVER_KEYS. One program per item, and one more.
 
     lengths_ptrs = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None where absent. An item's tiles stand in order,
-    or in reverse. Program i finds its place by adding up the tiles of all items that come before item i.
+    or in reverse. Program i finds its place by adding up the tiles of all items that come before item i. Behind the records
+    stands one number more: how many of them are tiles.
     """
     item = tl.program_id(0)
     first_q, span_q, length_q = bounds(item, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
@@ -86,6 +89,7 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
         for i in tl.static_range(7):
             tl.store(record + (1 + i), tile * 0 + fields[i], mask=here)
     if item == batch:
+        tl.store(schedule_ptr + count * RECORD, tl.minimum(every, count))
         for start in tl.range(every * RECORD, count * RECORD, CHUNK):
             at = start + tl.arange(0, CHUNK)
             tl.store(schedule_ptr + at, at * 0, mask=at < count * RECORD)
@@ -93,13 +97,19 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
 
 @jit
 def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
-    """(tile, head, Item, unit) of this program; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+    """`tile_of` this program."""
+    return tile_of(tl.program_id(0), tl.num_programs(0), schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK, T)
 
-    unit counts programs: those of one head, and of one item where all are alike, stand together.
+
+@jit
+def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+    """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+
+    unit counts tiles: those of one head, and of one item where all are alike, stand together.
     """
     if T.ragged:
-        slots = tl.num_programs(0) // heads
-        slot, head = assign(slots, T.swizzle, False)
+        slots = tiles // heads
+        slot, head = seat(number, slots, heads, T.swizzle, False)
         record = schedule_ptr + slot * RECORD
         tile = tl.load(record)
         item = Item(
@@ -108,11 +118,11 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
         )  # fmt: skip
         return tile, head, item, head * slots + slot
     else:
-        tiles = tl.cdiv(seqlen, BLOCK)
-        tile, batch_head = assign(tiles, T.swizzle, T.last_first)
+        per_head = tl.cdiv(seqlen, BLOCK)
+        tile, batch_head = seat(number, per_head, tiles // per_head, T.swizzle, T.last_first)
         batch, head = batch_head // heads, batch_head % heads
         item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_k, seqlen_k)
-        return tile, head, item, batch_head * tiles + tile
+        return tile, head, item, batch_head * per_head + tile
 
 
 @jit
@@ -142,3 +152,33 @@ def padded_total(seqlen: int, items: int, varlen: bool) -> int:
 def most_tiles(seqlen: int, items: int, block: int, varlen: bool) -> int:
     """Tiles along an axis of `seqlen` tokens, whatever the items' lengths; each may leave one tile begun."""
     return seqlen // block + items + 1 if varlen else -(-seqlen // block) * items
+
+
+class Schedules:
+    """The schedules that the passes of a plan take their tiles from, each made once."""
+
+    def __init__(self, p: AttentionProblem):
+        self.problem, self.made = p, dict[tuple[bool, int], Pointer]()
+        self.buffers: list[Buffer] = []
+        self.calls: list[KernelCall] = []
+
+    def of(self, block: int, over_keys: bool = False) -> Pointer | None:
+        """The schedule of tiles of `block` queries, or keys; None where all items are alike."""
+        p = self.problem
+        if not p.lengths.ragged:
+            return None
+        key = over_keys, block
+        if key not in self.made:
+            count = most_tiles(p.span_k if over_keys else p.span_q, p.batch, block, p.lengths.varlen)
+            record = RECORD if isinstance(RECORD, int) else int(RECORD.value)
+            self.made[key] = Pointer(f"schedule.{len(self.made)}")
+            self.buffers.append(Buffer(self.made[key].name, (count * record + 1,), "int32", "scratch"))
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
+            constants = dict(
+                BLOCK=block, OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
+                VARLEN=p.lengths.varlen, CHUNK=256,
+            )  # fmt: skip
+            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
+            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
+        return self.made[key]
