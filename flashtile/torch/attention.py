@@ -175,7 +175,8 @@ class _Attention(torch.autograd.Function):
     def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: PreparedCall = ctx.call
         names = call.packing.names
-        packs, rest = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        saved = ctx.saved_tensors
+        packs, rest = saved[: len(names)], saved[len(names) :]
         others, kept = rest[: len(call.names)], rest[len(call.names) :]
         if dout is None:
             if dlse is None:

@@ -187,6 +187,17 @@ def await_turn(lock: language.Pointer, reports: Any) -> None:
     here().block.wait(lambda: int(language.load(lock)) == int(reports), what)
 
 
+def take(counter: language.Pointer) -> Any:
+    ticket = language.load(counter).clone()
+    language.store(counter, ticket + 1)
+    here().block.pause()
+    return ticket
+
+
+def spread(ticket: Any) -> Any:
+    return ticket
+
+
 def report(lock: language.Pointer) -> None:
     language.store(lock, language.load(lock) + here().warps)
     here().block.pause()
@@ -210,8 +221,9 @@ def install(seed: int = 0) -> None:
         pack=lambda value, dtype: value.to(dtype),
         **{word.__name__: word for word in WORDS},
     )
-    from flashtile.kernels.hopper import order
+    from flashtile.kernels.hopper import order, ticket
 
+    replace(ticket, take=take, spread=spread)
     replace(order, await_turn=await_turn, report=report, adds_done=store_wait)
 
 

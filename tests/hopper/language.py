@@ -25,7 +25,7 @@ class Layout:
         return None
 
 
-BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = Layout
+BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = SwizzledSharedLayout = Layout
 
 
 class Pointer:
@@ -92,7 +92,7 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor
 
 def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     offset, mask = pointer.places(mask)
-    value = plain(value).to(pointer.flat.dtype).broadcast_to(offset.shape)
+    value = plain(to_tensor(value)).to(pointer.flat.dtype).broadcast_to(offset.shape)
     if mask is None:
         pointer.flat[offset] = value
     else:
@@ -108,7 +108,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object 
     """Barriers where 64-bit integers are asked for."""
     if dtype == int64:
         return Barriers(shape[0])
-    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+    return Memory(torch.full(shape, float("nan") if dtype.is_floating_point else -9, dtype=dtype))
 
 
 def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[int]) -> None:
@@ -127,7 +127,7 @@ def arange(start: int, end: int, layout: object = None) -> torch.Tensor:
 
 
 def full(shape: list[int], value: float, dtype: torch.dtype, layout: object = None) -> torch.Tensor:
-    return torch.full(shape, value, dtype=dtype).as_subclass(Register)
+    return torch.full(shape, float(value) if dtype.is_floating_point else int(value), dtype=dtype).as_subclass(Register)
 
 
 def zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> torch.Tensor:

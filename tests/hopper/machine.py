@@ -223,7 +223,7 @@ class Memory:
         return Memory(self.tensor.view(shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-        return Memory(self.tensor.view(-1).view(dtype).view(shape))
+        return Memory(self.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
 
     def permute(self, order: Sequence[int]) -> Memory:
         return Memory(self.tensor.permute(*order))

@@ -10,7 +10,7 @@ from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forwar
 from flashtile.kernels.hopper.tile_backward import (
     PADDED_ROWS,
     BackwardLaunch,
-    backward_blocks,
+    backward_tiles,
     choose_backward,
     make_backward_tile,
     padded_queries,
@@ -131,13 +131,16 @@ class HopperBackend:
         launch = launch or choose_backward(p, device)
         form, schedules = form_of(p, backward=True), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
-        region = schedules.of(launch.block_k, over_keys=True), padded if p.lengths.varlen else None
+        tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
+        schedule = schedules.of(launch.block_k, over_keys=True)
+        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
         row_region = schedules.of(PADDED_ROWS), region[1]
         rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
         if not tile.ragged:
             rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("tickets", (1,), "int32", "scratch"),
             Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = None
@@ -156,7 +159,7 @@ class HopperBackend:
             (rows_per_head * p.heads_q, 1, 1),
             (
                 (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
-                (Pointer("rows"), Pointer("dq_sum"), locks, sunk),
+                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), locks, sunk),
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
@@ -168,7 +171,7 @@ class HopperBackend:
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
             attention_backward,
-            (backward_blocks(p, launch), 1, 1),
+            (min(tiles, device.sm_count), 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
@@ -179,7 +182,7 @@ class HopperBackend:
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
-                (((Pointer("dq_sum"), locks), *whole), region, p.scale_value, score_args(p)),
+                (((Pointer("dq_sum"), Pointer("tickets"), locks), *whole), region, p.scale_value, score_args(p)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,

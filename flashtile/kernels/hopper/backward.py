@@ -1,9 +1,10 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.blank import blank_rows, blank_strips
+from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import kept
+from flashtile.kernels.hopper.feed import load
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -11,7 +12,6 @@ from flashtile.kernels.hopper.gluon import (
     gluon,
     named_wait,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -19,7 +19,8 @@ from flashtile.kernels.hopper.gluon import (
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import keys_seen, queries_that_see, walk
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets
+from flashtile.kernels.hopper.visit import Work, keys_seen, walk
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import Sizes
@@ -39,6 +40,7 @@ class Memory:
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     shares: gl.shared_memory_descriptor
+    tickets: Tickets
     keys: Channel
     queries: Channel
     douts: Channel
@@ -47,7 +49,7 @@ class Memory:
     edges: Channel  # by which the loader waits for tiles itself
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, scores, sums, edges):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, tickets, keys, queries, douts, scores, sums, edges):
         self.k = k
         self.v = v
         self.q = q
@@ -56,77 +58,13 @@ class Memory:
         self.p = p
         self.ds = ds
         self.shares = shares
+        self.tickets = tickets
         self.keys = keys
         self.queries = queries
         self.douts = douts
         self.scores = scores
         self.sums = sums
         self.edges = edges
-
-
-@gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, whole, band, region, T: gl.constexpr):
-    """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
-    place, sizes = walk(whole, band, region, T)
-    bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    KEY_TILES: gl.constexpr = T.block_k // 64
-    for i in gl.static_range(KEY_TILES):
-        key = place.first_k + place.column + i * 64
-        tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
-        tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
-    first, end = queries_that_see(sizes, band, T)
-    edges = 0
-    for step in range(place.tiles * T.group):
-        if T.blanks:
-            start = place.at(step, T)[1]
-            if (start < first) | (start + T.block_q > end):
-                load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, T)
-                edges += 1
-            else:
-                load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
-        else:
-            load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
-
-
-@gluon.jit
-def load_step(q_desc, dout_desc, rows_desc, memory, place, step, T: gl.constexpr):
-    """Load queries, their rows and dout of a step."""
-    head, start = place.at(step, T)
-    bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
-    bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.douts.at(step)))
-
-
-@gluon.jit
-def load_queries(q_desc, rows_desc, memory, place, step, bar, T: gl.constexpr):
-    """Load queries and their rows."""
-    head, start = place.at(step, T)
-    row, place_of_rows = place.first_row + start, 2 * memory.queries.at(step)
-    tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
-    tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
-    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.queries.at(step)))
-
-
-@gluon.jit
-def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, T: gl.constexpr):
-    """As `load_step`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
-
-    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv.
-    """
-    head, start = place.at(step, T)
-    memory.queries.claim(step)
-    memory.douts.claim(step)
-    bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
-    bar = memory.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
-    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
-    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.douts.at(step)))
-    memory.edges.wait(edge)
-    blank_strips(memory.q.index(memory.queries.at(step)).reshape([T.block_q, T.columns]), first, end)
-    blank_strips(memory.dout.index(memory.douts.at(step)).reshape([T.block_q, T.columns_v]), first, end)
-    fence_async_shared()
-    memory.queries.hand_over(step)
-    memory.douts.hand_over(step)
 
 
 @gluon.jit
@@ -274,13 +212,13 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
 
     ds = ds.to(dtype)
     if T.lag == 0:
-        memory.ds.index(step % 2 * 2 + W).store(ds)
+        memory.ds.index(2 * W + step % 2).store(ds)
         fence_async_shared()
         named_wait(8, 256)
         dq_token = multiply_dq(memory, step, W, T)
     else:
         memory.scores.claim(step)
-        memory.ds.index(step % 2 * 2 + W).store(ds)
+        memory.ds.index(2 * W + step % 2).store(ds)
         fence_async_shared()
         memory.scores.hand_over(step)
         if not FIRST:
@@ -308,7 +246,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
         memory.scores.wait(step)
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
-        share = memory.ds.index(step % 2 * 2 + i)
+        share = memory.ds.index(2 * i + step % 2)
         keys = memory.k.index(i).reshape([64, T.columns])
         if T.block_q == 64:
             keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
@@ -347,7 +285,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     memory.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds_delta, is_async=True)
     if T.deterministic:
-        if step > 0:
+        if step > place.begin:
             report_dq(sum_ptrs, step - 1, W, place, sizes, T)
     first_query = start + W * HALF_Q
     masked = (start < place.full_lo) | (start >= place.full_hi)
@@ -398,54 +336,78 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, grads, memory, whole, band, region, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
     COLUMNS_V: gl.constexpr = T.columns_v_own
-    place, sizes = walk(whole, band, region, T)
-    sum_ptrs = grads[0]
+    band, sums = work.band, grads[0]
     seed = load_seed(score_args, T)
-    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
-    memory.keys.wait(0)
-    if T.blanks:
-        blank_keys(memory, place, sizes, band, W, T)
-    steps = place.tiles * T.group
-    if T.halves:
-        for step in range(steps):
-            dk, dv = step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
-        if T.deterministic:
-            if steps > 0:
-                report_dq(sum_ptrs, steps - 1, W, place, sizes, T)
-    elif T.lag == 0:
-        for step in range(steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
-    elif steps > 0:
-        dk, dv = step_keys(dk, dv, memory, sum_ptrs, 0, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
-        for step in range(1, steps):
-            dk, dv = step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
-        dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, steps - 1, W, T)])
-        memory.scores.release(steps - 1)
-        add_dq(dq, memory, sum_ptrs, steps - 1, place, sizes, band, W, T)
-    named_wait(8, 256)  # nobody reads keys and values any more: gradients leave through their place
-    first = place.column if T.halves else place.column + W * 64
-    column = W if T.halves else 0
-    if T.dropout:
-        dv *= seed[4]
-    store_keys(dk_desc, grads[1], memory.k, dk * scale, column * COLUMNS, first, T.head_dim, W, place, T)
-    store_keys(dv_desc, grads[2], memory.v, dv, column * COLUMNS_V, first, T.head_dim_v, W, place, T)
+    turn, begin = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = memory.tickets.read(turn, 4)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, begin, work, T)
+        dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
+        memory.keys.wait(turn)
+        if T.blanks:
+            blank_keys(memory, place, sizes, band, W, T)
+        store_wait(0)  # the gradients of the tile before
+        if T.halves:
+            for step in range(begin, place.end):
+                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
+            if T.deterministic:
+                if place.end > begin:
+                    report_dq(sums, place.end - 1, W, place, sizes, T)
+        elif T.lag == 0:
+            for step in range(begin, place.end):
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+        elif place.end > begin:
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
+            for step in range(begin + 1, place.end):
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+            dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.end - 1, W, T)])
+            memory.scores.release(place.end - 1)
+            add_dq(dq, memory, sums, place.end - 1, place, sizes, band, W, T)
+        memory.keys.release(turn)
+        if T.dropout:
+            dv *= seed[4]
+        store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
+        begin = place.end
+        turn = turn + 1
+        ticket = memory.tickets.read(turn, 4)
     store_wait(0)
 
 
 @gluon.jit
-def store_keys(desc, target, staging, value, column, first, WIDTH: gl.constexpr, W: gl.constexpr, place, T: gl.constexpr):
-    """Write a consumer's part of the gradient of keys from `first` on, by the copy engine, through its half of `staging`.
+def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
+    named_wait(8, 256)
+    first = place.column if T.halves else place.column + W * 64
+    column = W * T.columns_own if T.halves else 0
+    column_v = W * T.columns_v_own if T.halves else 0
+    if T.halves:
+        store_gradient(dv_desc, grads[2], memory.p if W == 0 else memory.ds, dv, column_v, first, T.head_dim_v, 0, 1, place, T)
+        store_wait(0)
+        store_gradient(dk_desc, grads[1], memory.p if W == 0 else memory.ds, dk, column, first, T.head_dim, 0, 1, place, T)
+        store_wait(0)
+        named_wait(8, 256)  # both write there
+    else:
+        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
+        store_gradient(dv_desc, grads[2], memory.ds, dv, column_v, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
+        memory.sums.claim(2 * place.end + W)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, column, first, T.head_dim, 0, 1, place, T)
+
+
+@gluon.jit
+def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr,
+                   place, T: gl.constexpr):  # fmt: skip
+    """Write the gradient of 64 keys from `first` on, by the copy engine, through one of the PLACES that staging has.
 
     Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
     """
     COLUMNS: gl.constexpr = value.shape[1]
-    staged = staging._reinterpret(desc.dtype, [2, 1, 1, 64, COLUMNS], desc.layout).index(W)
+    staged = staging._reinterpret(desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
     staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
     if T.varlen:
@@ -461,10 +423,10 @@ def store_keys(desc, target, staging, value, column, first, WIDTH: gl.constexpr,
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
                        left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
+    """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq as `rows.attention_rows` cleared it, and locks
-    if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as for `visit.walk`.
+    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq and count of tickets as `rows.attention_rows`
+    cleared them, locks if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as in `visit.Work`.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -476,8 +438,12 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
     grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
+    if T.ragged:
+        tiles = region[2] * (heads // T.group)
+    else:
+        tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region)
     ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
@@ -494,6 +460,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         p,
         ds,
         shares,
+        make_tickets(2 if T.halves else 4),
         make_channel(1, 2),
         make_channel(STAGES, 2),
         make_channel(STAGES_DOUT, 2),
@@ -504,15 +471,15 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, region, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, grads, memory, sizes, band, region, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, region, T)),
-            (add_shares, (sum_desc, grads[0], memory, sizes, band, region, 0, T)),
-            (add_shares, (sum_desc, grads[0], memory, sizes, band, region, 1, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -56,20 +56,20 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     tl.store(sums, tl.zeros([64 * COLUMNS], tl.float32), mask=item.span_q > row // ROWS * ROWS)
     if T.deterministic:
         PARTS: tl.constexpr = T.columns // T.columns_dq
-        tl.store(out_ptrs[2] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
+        tl.store(out_ptrs[3] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
     return sunk
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
-    """What the backward needs of every query, (level, delta), and a sum of zeros for dq.
+    """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the count of tickets.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
     level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit starts from;
     T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds_delta.
-    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, locks if T.deterministic else None, what
-    each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,
+    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.deterministic else None,
+    what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,
     heads_q, seqlen_q), sink (heads_q,).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
@@ -87,9 +87,11 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         item, padded = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q), padded_rows(seqlen_q)
         sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
+    if tl.program_id(0) == 0:
+        tl.store(out_ptrs[2], 0)
     if T.sink:
-        if out_ptrs[3] is not None:
-            tl.store(out_ptrs[3] + unit.to(tl.int64), sunk)
+        if out_ptrs[4] is not None:
+            tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)
 
 
 @jit

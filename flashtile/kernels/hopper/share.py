@@ -26,28 +26,34 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: g
         head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(sum_ptrs[1] + place_of_part, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[2] + place_of_part, reports_before(start, place, sizes, band, T))
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
         gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
 
 @gluon.jit
-def add_shares(sum_desc, sum_ptrs, memory, whole, band, region, W: gl.constexpr, T: gl.constexpr):
+def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
-    place, sizes = walk(whole, band, region, T)
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    for step in range(place.tiles * T.group):
-        head, start = place.at(step, T)
-        at = part_of(head, start, W, place, sizes, T)
-        if T.deterministic:
-            await_turn(sum_ptrs[1] + at, reports_before(start, place, sizes, band, T))
-        memory.sums.wait(2 * step + W)
-        tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
-        store_wait(0)
-        memory.sums.release(2 * step + W)
-        if T.deterministic:
-            adds_done(0)
-            report(sum_ptrs[1] + at)
+    turn, step = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = memory.tickets.read(turn, 1)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, step, work, T)
+        while step < place.end:
+            head, start = place.at(step, T)
+            at = part_of(head, start, W, place, sizes, T)
+            if T.deterministic:
+                await_turn(sum_ptrs[2] + at, reports_before(start, place, sizes, work.band, T))
+            memory.sums.wait(2 * step + W)
+            tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            store_wait(0)
+            memory.sums.release(2 * step + W)
+            if T.deterministic:
+                adds_done(0)
+                report(sum_ptrs[2] + at)
+            step = step + 1
+        turn = turn + 1
+        ticket = memory.tickets.read(turn, 1)
 
 
 @gluon.jit
@@ -69,4 +75,4 @@ def part_of(head, start, part, place, sizes, T: gl.constexpr):
 def report_dq(sum_ptrs, step, part, place, sizes, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
     head, start = place.at(step, T)
-    report(sum_ptrs[1] + part_of(head, start, part, place, sizes, T))
+    report(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))

@@ -161,7 +161,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     )
 
 
-def backward_blocks(problem: AttentionProblem, launch: BackwardLaunch) -> int:
+def backward_tiles(problem: AttentionProblem, launch: BackwardLaunch) -> int:
     """Key tiles of all heads; where items differ in length the most that there can be."""
     return most_tiles(problem.span_k, problem.batch, launch.block_k, problem.lengths.varlen) * problem.heads_kv
 

@@ -1,14 +1,25 @@
 """Which queries a block of the backward visits, and which blocks have visited them before."""
 
+from typing import NamedTuple
+
 from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
 from flashtile.kernels.lib.grid import Sizes, padded_rows
 from flashtile.kernels.lib.mask import key_range
-from flashtile.kernels.lib.varlen import assign_tile, first_padded, slab
+from flashtile.kernels.lib.varlen import first_padded, slab, tile_of
+
+
+class Work(NamedTuple):
+    """What all blocks share."""
+
+    tiles: gl.tensor  # of keys, of all heads; where items differ in length, as many as there could be
+    sizes: Sizes
+    band: tuple[gl.tensor, gl.tensor]
+    region: tuple  # schedule, queries of a head in padded buffers, tiles of a head that the schedule has; or Nones
 
 
 @aggregate
 class Walk:
-    """The key tile of a program and the query tiles that see it, for one query head of the group after another."""
+    """A key tile and the query tiles that see it, for one query head of the group after another."""
 
     tile: gl.tensor
     column: gl.tensor
@@ -24,10 +35,12 @@ class Walk:
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor
+    begin: gl.tensor  # steps are counted over all tiles of a block
+    end: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, lo, full_lo, full_hi,
-                 tiles):  # fmt: skip
+                 tiles, begin, end):  # fmt: skip
         self.tile = tile
         self.column = column
         self.batch = batch
@@ -42,14 +55,17 @@ class Walk:
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.tiles = tiles
+        self.begin = begin
+        self.end = end
 
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step."""
         if T.group == 1:
-            return self.head_kv, self.lo + step * T.block_q
+            return self.head_kv, self.lo - self.begin * T.block_q + step * T.block_q
         else:
-            return self.head_kv * T.group + step // self.tiles, self.lo + step % self.tiles * T.block_q
+            done = step - self.begin
+            return self.head_kv * T.group + done // self.tiles, self.lo + done % self.tiles * T.block_q
 
     @gluon.jit
     def turn(self, start, sizes, band, T: gl.constexpr):
@@ -71,11 +87,13 @@ class Walk:
 
 
 @gluon.jit
-def walk(whole, band, region, T: gl.constexpr):
-    """(the Walk of a program, the Sizes of its item); region = (schedule, queries of a head in padded buffers) or Nones."""
+def walk(ticket, begin, work, T: gl.constexpr):
+    """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item)."""
+    whole, band, region = work.sizes, work.band, work.region
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
-    tile, head_kv, item, _ = assign_tile(region[0], whole.k, whole.q, whole.k, whole.heads // T.group, BLOCK_K, T)
+    heads_kv = whole.heads // T.group
+    tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], whole.k, whole.q, whole.k, heads_kv, BLOCK_K, T)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
@@ -91,9 +109,10 @@ def walk(whole, band, region, T: gl.constexpr):
     padded = padded_rows(whole.q)
     if T.varlen:
         padded = region[1]
+    tiles = gl.cdiv(hi - lo, BLOCK_Q)
     place = Walk(tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k, first_padded(item, T),
                  gl.to_tensor(padded), head_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                 gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+                 tiles, begin, begin + tiles * T.group)  # fmt: skip
     return place, sizes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._triton import constexpr, jit, tl
-from flashtile.kernels.lib.grid import ROWS, assign
+from flashtile.kernels.lib.grid import ROWS, seat
 from flashtile.plan.call import Buffer, KernelCall, Pointer
 from flashtile.spec.attention import AttentionProblem
 
@@ -109,13 +109,19 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
 
 @jit
 def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
-    """(tile, head, Item, unit) of this program; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+    """`tile_of` this program."""
+    return tile_of(tl.program_id(0), tl.num_programs(0), schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK, T)
 
-    unit counts programs: those of one head, and of one item where all are alike, stand together.
+
+@jit
+def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+    """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+
+    unit counts tiles: those of one head, and of one item where all are alike, stand together.
     """
     if T.ragged:
-        slots = tl.num_programs(0) // heads
-        slot, head = assign(slots, T.swizzle, False)
+        slots = tiles // heads
+        slot, head = seat(number, slots, heads, T.swizzle, False)
         record = schedule_ptr + slot * RECORD
         tile = tl.load(record)
         item = Item(
@@ -124,11 +130,11 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
         )  # fmt: skip
         return tile, head, item, head * slots + slot
     else:
-        tiles = tl.cdiv(seqlen, BLOCK)
-        tile, batch_head = assign(tiles, T.swizzle, T.last_first)
+        per_head = tl.cdiv(seqlen, BLOCK)
+        tile, batch_head = seat(number, per_head, tiles // per_head, T.swizzle, T.last_first)
         batch, head = batch_head // heads, batch_head % heads
         item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_k, seqlen_k)
-        return tile, head, item, batch_head * tiles + tile
+        return tile, head, item, batch_head * per_head + tile
 
 
 @jit
