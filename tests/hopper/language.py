@@ -150,7 +150,13 @@ def minimum(a: Any, b: Any) -> torch.Tensor:
     return torch.minimum(to_tensor(a), to_tensor(b))
 
 
-def maximum(a: Any, b: Any) -> torch.Tensor:
+class PropagateNan:
+    """Whether NaN wins; it always does here."""
+
+    ALL = True
+
+
+def maximum(a: Any, b: Any, propagate_nan: bool = False) -> torch.Tensor:
     return torch.maximum(to_tensor(a), to_tensor(b))
 
 

@@ -27,7 +27,7 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.scores import lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import exponentials, lane_sums, pivot, row_max, shape_scores, starts
 from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, turns, visit, walk, within
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
@@ -236,7 +236,7 @@ def step(rows, mem, use, tile, at, size, scale, score_args, given,
         mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
     acc = settle(acc, T)
     mem.values.release(use - 1)
-    p = gl.exp2(score * factor - shift[:, None])
+    p = exponentials(score * factor - shift[:, None], T)
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     if T.dropout:
         p = gl.where(survives, p, 0.0)

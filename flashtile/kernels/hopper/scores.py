@@ -1,5 +1,6 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
+from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import gl, gluon
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
 from flashtile.kernels.lib.mask import holds
@@ -102,3 +103,33 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
+
+
+@gluon.jit
+def exponentials(x, T: gl.constexpr):
+    """2^x of a tile, x <= 0; of T.mixes columns one by a polynomial, for a curve and 2^x share one slow unit."""
+    if T.mixes > 0:
+        ROWS: gl.constexpr = T.rows
+        BLOCK_K: gl.constexpr = T.block_k
+        rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
+        if T.mixes == 4:
+            more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
+            share = gl.join(gl.exp2(more), polynomial(share)).permute([0, 1, 3, 2]).reshape(rest.shape)
+            share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
+        else:
+            share = polynomial(share)
+        made = gl.join(gl.exp2(rest), share).permute([0, 1, 3, 2]).reshape([ROWS, BLOCK_K])
+        return gl.convert_layout(made, x.type.layout, assert_trivial=True)
+    else:
+        return gl.exp2(x)
+
+
+@gluon.jit
+def polynomial(x):
+    """2^x, x <= 0, to 7.5e-5: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
+    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    whole = x + 12582912.0  # 1.5 * 2^23: the last of the sum's bits are the nearest integer
+    rest = x - (whole - 12582912.0)
+    fit = 0.99992807 + rest * (0.69326099 + rest * (0.24261112 + rest * 0.05517166))
+    power = (whole.to(gl.int32, bitcast=True) << 23) + 0x3F800000
+    return fit * power.to(gl.float32, bitcast=True)

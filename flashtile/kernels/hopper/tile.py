@@ -26,6 +26,7 @@ class ForwardLaunch:
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
+    mixes: int = 2  # beside a curve, where lse need not be exact, one of so many exponentials is a polynomial; 0: none
 
     @property
     def block_q(self) -> int:
@@ -70,6 +71,7 @@ class ForwardTile:
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
+    mixes: int  # beside a curve one of so many exponentials is a polynomial; 0: none
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
@@ -150,6 +152,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
+        mixes=launch.mixes if form.curved and not p.returns_lse else 0,
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.lengths.ragged),
