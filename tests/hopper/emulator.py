@@ -164,6 +164,10 @@ def store_wait(pendings: int) -> None:
         stores.pop(0)()
 
 
+def reinterpret(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
+    return tile.reinterpret(dtype, shape, layout)
+
+
 def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
     assert is_async
     product = Product(a, b, acc, bool(use_acc))
@@ -228,8 +232,8 @@ def install(seed: int = 0) -> None:
 
 
 WORDS: tuple[Any, ...] = (
-    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
-    warpgroup_mma_wait,
+    fence_async_shared, mbarrier, named_arrive, named_wait, reinterpret, store_wait, tma_add, tma_load, tma_store,
+    warpgroup_mma, warpgroup_mma_wait,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from flashtile.kernels.hopper.gluon import (
     gl,
     gluon,
     named_wait,
+    reinterpret,
     store_wait,
     tma_store,
     warpgroup_mma,
@@ -407,7 +408,7 @@ def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.conste
     Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
     """
     COLUMNS: gl.constexpr = value.shape[1]
-    staged = staging._reinterpret(desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
+    staged = reinterpret(staging, desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
     staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
     if T.varlen:
@@ -426,7 +427,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq and count of tickets as `rows.attention_rows`
-    cleared them, locks if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as in `visit.Work`.
+    cleared them, locks if T.deterministic), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as
+    in `visit.Work`.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
