@@ -62,25 +62,31 @@ class Variant:
 
 WIDE = BackwardLaunch(block_q=128)
 HALVES = BackwardLaunch(halves=True)
-D128 = BackwardLaunch(stages=3)
+D64 = replace(WIDE, folds="none")
+D128 = BackwardLaunch(stages=3, folds="none")
+HALVES = replace(HALVES, folds="none")
 VARIANTS = {
-    "64": Variant(64, WIDE),
-    "64-delta": Variant(64, replace(WIDE, folds="delta")),
-    "64-none": Variant(64, replace(WIDE, folds="none")),
-    "64-lag": Variant(64, replace(WIDE, lag=1)),
-    "64-lag-none": Variant(64, replace(WIDE, lag=1, folds="none")),
-    "64-64q": Variant(64, replace(WIDE, block_q=64, stages=3, lag=1, folds="none")),
-    "64-deterministic": Variant(64, replace(WIDE, folds="none", swizzle=4), True),
-    "64-lag-deterministic": Variant(64, replace(WIDE, folds="none", swizzle=4, lag=1), True),
-    "128": Variant(128, D128),
-    "128-none": Variant(128, replace(D128, folds="none")),
-    "128-lag": Variant(128, replace(D128, lag=1)),
-    "128-lag-none": Variant(128, replace(D128, lag=1, folds="none")),
-    "128-deterministic": Variant(128, replace(D128, folds="none"), True),
-    "128-lag-deterministic": Variant(128, replace(D128, lag=1, folds="none"), True),
-    "256": Variant(256, HALVES),
-    "256-none": Variant(256, replace(HALVES, folds="none")),
-    "256-deterministic": Variant(256, replace(HALVES, folds="none"), True),
+    "64-both": Variant(64, replace(D64, folds="both", resident=False)),
+    "64-none": Variant(64, replace(D64, resident=False)),
+    "64-lag-none": Variant(64, replace(D64, lag=1, resident=False)),
+    "64-resident": Variant(64, D64),
+    "64-lag-resident": Variant(64, replace(D64, lag=1)),
+    "64-lag-resident-stages3": Variant(64, replace(D64, lag=1, stages=3)),
+    "64-lag-resident-64q": Variant(64, replace(D64, block_q=64, stages=3, lag=1)),
+    "64-deterministic": Variant(64, replace(D64, swizzle=4), True),
+    "64-lag-deterministic": Variant(64, replace(D64, swizzle=4, lag=1), True),
+    "128-both": Variant(128, replace(D128, folds="both", resident=False)),
+    "128-none": Variant(128, replace(D128, resident=False)),
+    "128-lag-none": Variant(128, replace(D128, lag=1, resident=False)),
+    "128-resident": Variant(128, D128),
+    "128-lag-resident": Variant(128, replace(D128, lag=1)),
+    "128-lag-resident-stages2": Variant(128, replace(D128, lag=1, stages=2)),
+    "128-deterministic": Variant(128, D128, True),
+    "128-lag-deterministic": Variant(128, replace(D128, lag=1), True),
+    "256-both": Variant(256, replace(HALVES, folds="both", resident=False)),
+    "256-none": Variant(256, replace(HALVES, resident=False)),
+    "256-resident": Variant(256, HALVES),
+    "256-deterministic": Variant(256, HALVES, True),
 }
 
 # batch x seqlen_q x heads_q, seqlen_k x heads_kv, dtype and mask, and whether lse has a gradient
@@ -89,7 +95,7 @@ CHECKS = (
     ("2x333x2", "333x2", "bf16,band=:0", False), ("1x200x4", "500x2", "fp16,band=:0", False),
     ("2x257x4", "1000x1", "bf16", True), ("1x1500x2", "700x2", "bf16,band=:0", False),
     ("1x600x2", "640x2", "bf16,band=100:30", False), ("1x512x2", "512x1", "bf16,band=64:", False),
-    ("1x1024x2", "1024x2", "bf16,band=:0", False),
+    ("1x1024x2", "1024x2", "bf16,band=:0", False), ("1x1024x2", "1024x2", "bf16", False),
 )  # fmt: skip
 LIMITS = {"bf16": 1.2e-2, "fp16": 2e-3}  # of a gradient's norm: twice what rounding alone costs
 

@@ -170,7 +170,7 @@ class HopperBackend:
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
             attention_backward,
-            (min(tiles, device.sm_count), 1, 1),
+            (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),

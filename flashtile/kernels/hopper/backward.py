@@ -70,7 +70,10 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step."""
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step = gl.to_tensor(0), gl.to_tensor(0)
-    ticket = spread(take(counter_ptr))
+    if T.resident:
+        ticket = spread(take(counter_ptr))
+    else:
+        ticket = gl.program_id(0)
     memory.tickets.publish(turn, ticket)
     while ticket < work.tiles:
         place, _ = walk(ticket, step, work, T)
@@ -79,7 +82,9 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
             key = place.first_k + place.column + i * 64
             tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
             tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
-        taken = take(counter_ptr)
+        taken = work.tiles
+        if T.resident:
+            taken = take(counter_ptr)
         while step < place.end:
             head, start = place.at(step, T)
             query, row = place.first_q + start, place.first_row + start
@@ -91,7 +96,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
             bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
             tma_load(dout_desc, [place.slab, head, query, 0], bar, memory.dout.index(memory.douts.at(step)))
             step = step + 1
-        ticket = spread(taken)
+        ticket = spread(taken) if T.resident else taken
         turn = turn + 1
         memory.tickets.publish(turn, ticket)
 

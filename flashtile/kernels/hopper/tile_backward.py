@@ -25,6 +25,7 @@ class BackwardLaunch:
     swizzle: int = 4  # heads that go together, for the L2 cache
     lag: int = 0
     folds: str = "both"
+    resident: bool = True
 
     @property
     def block_k(self) -> int:
@@ -37,7 +38,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"lag={self.lag} folds={self.folds}"]
+        words += [f"lag={self.lag} folds={self.folds} resident={self.resident}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -72,6 +73,7 @@ class BackwardTile:
     modifiers: int  # how many there are: dropout's arguments follow theirs
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     lag: int = 0
+    resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
@@ -156,6 +158,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         modifiers=len(p.score),
         halves=launch.halves,
         lag=launch.lag,
+        resident=launch.resident,
     )
 
 
