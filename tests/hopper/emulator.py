@@ -198,6 +198,14 @@ def spread(ticket: Any) -> Any:
     return ticket
 
 
+def claim(lock: language.Pointer) -> Any:
+    found = language.load(lock).clone()
+    if int(found) == 0:
+        language.store(lock, found + 1)
+    here().block.wait(lambda: int(found) == 0 or int(language.load(lock)) > 1, "the first share of a part")
+    return found
+
+
 def report(lock: language.Pointer) -> None:
     language.store(lock, language.load(lock) + here().warps)
     here().block.pause()
@@ -224,7 +232,7 @@ def install(seed: int = 0) -> None:
     from flashtile.kernels.hopper import order, ticket
 
     replace(ticket, take=take, spread=spread)
-    replace(order, await_turn=await_turn, report=report, adds_done=store_wait)
+    replace(order, await_turn=await_turn, claim=claim, report=report, adds_done=store_wait)
 
 
 WORDS: tuple[Any, ...] = (

@@ -143,10 +143,10 @@ class HopperBackend:
             Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = None
-        if tile.deterministic:
+        if tile.locked:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
-            scratch.append(Buffer("locks", (p.batch, p.heads_q, *per_head), "int32", "scratch"))
+            scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
@@ -188,7 +188,7 @@ class HopperBackend:
         )
         calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
-            args = (Pointer("dq_sum"), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
+            args = ((Pointer("dq_sum"), None if tile.clears else locks), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
             calls.append(KernelCall(attention_dq, rows.grid, (*args, row_region), (("T", tile),)))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)

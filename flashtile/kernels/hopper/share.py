@@ -1,7 +1,7 @@
 """A block's share of dq, on its way from registers to the sum of all blocks."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add
-from flashtile.kernels.hopper.order import adds_done, await_turn, report
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
+from flashtile.kernels.hopper.order import adds_done, await_turn, claim, report
 from flashtile.kernels.hopper.visit import walk
 
 
@@ -42,15 +42,29 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
         while step < place.end:
             head, start = place.at(step, T)
             at = part_of(head, start, W, place, sizes, T)
+            first = at < 0
             if T.deterministic:
-                await_turn(sum_ptrs[2] + at, reports_before(start, place, sizes, work.band, T))
+                before = reports_before(start, place, sizes, work.band, T)
+                await_turn(sum_ptrs[2] + at, before)
+                first = before == 0
             memory.sums.wait(2 * step + W)
-            tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            if not (T.clears or T.deterministic):
+                first = claim(sum_ptrs[2] + at) == 0
+            if T.clears:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            elif first:
+                tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            else:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             store_wait(0)
             memory.sums.release(2 * step + W)
             if T.deterministic:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
+            elif not T.clears:
+                if first:
+                    adds_done(0)
+                    report(sum_ptrs[2] + at)
             step = step + 1
         turn = turn + 1
         ticket = memory.tickets.read(turn, 1)

@@ -26,6 +26,7 @@ class BackwardLaunch:
     lag: int = 0
     folds: str = "both"
     resident: bool = True
+    clears: bool = False
 
     @property
     def block_k(self) -> int:
@@ -38,7 +39,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"lag={self.lag} folds={self.folds} resident={self.resident}"]
+        words += [f"lag={self.lag} folds={self.folds} resident={self.resident} clears={self.clears}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -74,6 +75,7 @@ class BackwardTile:
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     lag: int = 0
     resident: bool = True
+    clears: bool = True  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
@@ -88,6 +90,11 @@ class BackwardTile:
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
         return not self.halves
+
+    @property
+    def locked(self) -> bool:
+        """Whether every part of dq's sum has a lock: see `order`."""
+        return self.deterministic or not self.clears
 
     @property
     def columns_dq(self) -> int:
@@ -159,6 +166,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         halves=launch.halves,
         lag=launch.lag,
         resident=launch.resident,
+        clears=launch.clears or launch.halves,
     )
 
 
