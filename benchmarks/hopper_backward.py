@@ -35,7 +35,7 @@ from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
 from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.tile_backward import BackwardLaunch
+from flashtile.kernels.hopper.tile_backward import BACKWARD, BackwardLaunch, ordered
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import KernelCall, Plan
@@ -57,36 +57,30 @@ class Variant:
 
     def plan(self, problem: AttentionProblem, device: Device, dlse: bool = False) -> Plan:
         problem = replace(problem, deterministic=self.deterministic)
-        return BACKEND.backward(problem, device, Gradients(dlse=dlse), "fused", self.launch)
+        launch = ordered(self.launch, problem, device) if self.deterministic else self.launch
+        return BACKEND.backward(problem, device, Gradients(dlse=dlse), "fused", launch)
 
 
-WIDE = BackwardLaunch(block_q=128)
-HALVES = BackwardLaunch(halves=True)
-D64 = replace(WIDE, folds="none")
-D128 = BackwardLaunch(stages=3, folds="none")
-HALVES = replace(HALVES, folds="none")
+D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
 VARIANTS = {
-    "64-both": Variant(64, replace(D64, folds="both", resident=False)),
-    "64-none": Variant(64, replace(D64, resident=False)),
-    "64-lag-none": Variant(64, replace(D64, lag=1, resident=False)),
-    "64-resident": Variant(64, D64),
-    "64-lag-resident": Variant(64, replace(D64, lag=1)),
-    "64-lag-resident-clears": Variant(64, replace(D64, lag=1, clears=True)),
-
-    "64-deterministic": Variant(64, replace(D64, swizzle=4), True),
-    "64-lag-deterministic": Variant(64, replace(D64, swizzle=4, lag=1), True),
-    "128-both": Variant(128, replace(D128, folds="both", resident=False)),
-    "128-none": Variant(128, replace(D128, resident=False)),
-    "128-lag-none": Variant(128, replace(D128, lag=1, resident=False)),
-    "128-resident": Variant(128, D128),
-    "128-lag-resident": Variant(128, replace(D128, lag=1)),
-    "128-lag-resident-clears": Variant(128, replace(D128, lag=1, clears=True)),
+    "64": Variant(64, D64),
+    "64-launched": Variant(64, replace(D64, resident=False)),
+    "64-lag0": Variant(64, replace(D64, lag=0)),
+    "64-lag0-launched": Variant(64, replace(D64, lag=0, resident=False)),
+    "64-clears": Variant(64, replace(D64, clears=True)),
+    "64-swizzle8": Variant(64, replace(D64, swizzle=8)),
+    "64-deterministic": Variant(64, D64, True),
+    "64-lag0-deterministic": Variant(64, replace(D64, lag=0), True),
+    "128": Variant(128, D128),
+    "128-launched": Variant(128, replace(D128, resident=False)),
+    "128-lag0": Variant(128, replace(D128, lag=0)),
+    "128-lag0-launched": Variant(128, replace(D128, lag=0, resident=False)),
+    "128-clears": Variant(128, replace(D128, clears=True)),
     "128-deterministic": Variant(128, D128, True),
-    "128-lag-deterministic": Variant(128, replace(D128, lag=1), True),
-    "256-both": Variant(256, replace(HALVES, folds="both", resident=False)),
-    "256-none": Variant(256, replace(HALVES, resident=False)),
-    "256-resident": Variant(256, HALVES),
-    "256-deterministic": Variant(256, HALVES, True),
+    "128-lag0-deterministic": Variant(128, replace(D128, lag=0), True),
+    "256": Variant(256, D256),
+    "256-launched": Variant(256, replace(D256, resident=False)),
+    "256-deterministic": Variant(256, D256, True),
 }
 
 # batch x seqlen_q x heads_q, seqlen_k x heads_kv, dtype and mask, and whether lse has a gradient

@@ -54,4 +54,6 @@ def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> Non
         assert direct == "True", f"{kernel} is still launched through the JIT"
         assert others == [first, first], f"{backend} {kernel}"
         seen.append(f"{backend} {kernel}")
-    assert {"hopper attention_forward", "hopper attention_backward", "hopper replay", "triton attention_backward_keys"} <= set(seen)
+    assert {"hopper attention_forward", "hopper attention_backward", "hopper replay", "triton attention_backward_keys"} <= set(
+        seen
+    )

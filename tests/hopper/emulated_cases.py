@@ -27,7 +27,6 @@ from flashtile.plan.device import H100
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE
 
-
 SMALL = replace(H100, sm_count=3)  # so that a block computes more than one tile
 
 

@@ -158,6 +158,11 @@ def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
     here().stores.append(add)
 
 
+def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
+    """The beginning of a tile as another one."""
+    return Memory(tile.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
+
+
 def store_wait(pendings: int) -> None:
     stores = here().stores
     while len(stores) > pendings:
@@ -236,7 +241,7 @@ def install(seed: int = 0) -> None:
 
 
 WORDS: tuple[Any, ...] = (
-    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
+    fence_async_shared, mbarrier, named_arrive, named_wait, recast, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
 

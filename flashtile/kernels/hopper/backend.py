@@ -162,7 +162,6 @@ class HopperBackend:
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
-                p.scale_value,
                 row_region,
             ),
             (("T", tile),),
@@ -188,8 +187,9 @@ class HopperBackend:
         )
         calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
-            args = ((Pointer("dq_sum"), None if tile.clears else locks), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
-            calls.append(KernelCall(attention_dq, rows.grid, (*args, row_region), (("T", tile),)))
+            sums = Pointer("dq_sum"), None if tile.clears else locks
+            args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
+            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),)))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))

@@ -50,7 +50,7 @@ class Tickets:
 
 
 @gluon.constexpr_function
-def one(warps: int):  # noqa: ANN201 (a layout is anything to a type checker)
+def one(warps: int):
     """The layout of one number that every thread has."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
