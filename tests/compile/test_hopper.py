@@ -1,4 +1,4 @@
-"""What was won on Hopper stays won: the machine code of every shipped forward tile, compiled without a GPU."""
+"""What was won on Hopper stays won: the machine code of every shipped tile, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ TUNED = {
     (64, SOFTCAP): 802, (128, SOFTCAP): 840, (128, f",band=:0{SOFTCAP}"): 857, (64, ALIBI): 541, (128, ALIBI): 583,
     (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 942, (128, DROPOUT): 996, (128, BIAS): 668,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
+}  # fmt: skip
+
+
+# Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
+TUNED_BACKWARD = {
+    (64, ""): (561, 3), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
+    (256, ""): (439, 24), (256, ",band=:0"): (517, 21),
 }  # fmt: skip
 
 
@@ -81,9 +88,28 @@ def test_spills_stay_where_they_cost_little() -> None:
     assert max(spilling.values(), default=0) <= 320
 
 
+@cache
+def shipped_backward() -> dict[str, dict[str, Any]]:
+    return {found["spelling"]: found for found in compiled(*(f"backward:{spell(*which)}" for which in TUNED_BACKWARD))}
+
+
+@pytest.mark.parametrize("which", TUNED_BACKWARD, ids=lambda which: f"head_dim{which[0]}{which[1]}")
+def test_the_backward_s_code_is_as_tuned(which: tuple[int, str]) -> None:
+    found, (length, spills) = shipped_backward()[f"backward:{spell(*which)}"], TUNED_BACKWARD[which]
+    assert found["wgmma"]
+    assert found["bulk"] >= 8
+    assert found["setmaxnreg"] >= 2
+    assert found["shared_bytes"] <= H100.smem_bytes
+    assert not found["serialised"]  # ptxas makes no product wait for another on its own account
+    steps = [loop for loop in found["loops"] if loop["exponentials"] and loop["length"] < 1.1 * length]
+    assert len(steps) == 2, [loop["length"] for loop in found["loops"]]  # one for each consumer
+    for loop in steps:
+        assert loop["spills"] <= spills
+
+
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
 def test_it_compiles_under_the_newest_triton() -> None:
-    for found in compiled(spell(64, ",band=:0"), spell(128, ""), packages=NEWEST):
+    for found in compiled(spell(64, ",band=:0"), spell(128, ""), f"backward:{spell(128, '')}", packages=NEWEST):
         assert found["wgmma"]
         assert found["bulk"]
         assert found["setmaxnreg"]

@@ -222,9 +222,6 @@ class Memory:
     def reshape(self, shape: list[int]) -> Memory:
         return Memory(self.tensor.view(shape))
 
-    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-        return Memory(self.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
-
     def permute(self, order: Sequence[int]) -> Memory:
         return Memory(self.tensor.permute(*order))
 

@@ -144,10 +144,10 @@ class HopperBackend:
             Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = None
-        if tile.deterministic:
+        if tile.locked:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
-            scratch.append(Buffer("locks", (p.batch, p.heads_q, *per_head), "int32", "scratch"))
+            scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
@@ -163,7 +163,6 @@ class HopperBackend:
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
-                p.scale_value,
                 row_region,
             ),
             (("T", tile),),
@@ -171,7 +170,7 @@ class HopperBackend:
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
             attention_backward,
-            (min(tiles, device.sm_count), 1, 1),
+            (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
@@ -189,8 +188,9 @@ class HopperBackend:
         )
         calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
-            args = (Pointer("dq_sum"), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
-            calls.append(KernelCall(attention_dq, rows.grid, (*args, row_region), (("T", tile),)))
+            sums = Pointer("dq_sum"), None if tile.clears else locks
+            args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
+            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),)))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))

@@ -41,14 +41,11 @@ def _tma_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle)
 
 
-@builtin
-def reinterpret(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """A tile's memory as that of tiles of another shape: 3.9 made the method public."""
-    method = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
-
-
 tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
+
+
+# (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile; 3.9 renamed it
+recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.constexpr_function
@@ -83,6 +80,6 @@ def pack(x, DTYPE: gl.constexpr):
 
 
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "reinterpret",
-    "store_wait", "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "store_wait",
+    "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

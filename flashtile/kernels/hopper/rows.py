@@ -18,7 +18,7 @@ def last_first(seqlen_q):
 
 
 @jit
-def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, heads, scale, T: tl.constexpr):
+def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, heads, T: tl.constexpr):
     """The part of `attention_rows` for 64 queries of an item from `row` on; what they add to the gradient of sink."""
     COLUMNS: tl.constexpr = T.columns
     batch, token = slab(item, T), item.first_q + row
@@ -41,34 +41,33 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     if T.sink:
         sink = tl.load(in_ptrs[4] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
         sunk = tl.sum(-tl.exp2((sink - level) * LOG2E) * delta)
-    if T.folds_level:
-        level = -level / scale
-    elif not T.prescale:
+    if not T.prescale:
         level = level * LOG2E
-    if T.folds_delta:
-        delta = -delta
     per_head, first = (batch * heads + head).to(tl.int64) * padded, first_padded(item, T)
     head_rows, rows = per_head + first, out_ptrs[0] + 2 * per_head + (first + index)
     written = index < tl.cdiv(item.span_q, ROWS) * ROWS  # none of a tile that a schedule has no item for
     tl.store(rows, level, mask=written)
     tl.store(rows + padded, delta, mask=written)
-    sums = out_ptrs[1] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
-    tl.store(sums, tl.zeros([64 * COLUMNS], tl.float32), mask=item.span_q > row // ROWS * ROWS)
-    if T.deterministic:
+    exists = item.span_q > row // ROWS * ROWS
+    if T.clears:
+        sums = out_ptrs[1] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
+        tl.store(sums, tl.zeros([64 * COLUMNS], tl.float32), mask=exists)
+    if T.locked:
         PARTS: tl.constexpr = T.columns // T.columns_dq
-        tl.store(out_ptrs[3] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
+        locks = out_ptrs[3] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS)
+        tl.store(locks, tl.zeros([PARTS], tl.int32), mask=exists)
     return sunk
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
+def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, region, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the count of tickets.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
-    level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit starts from;
-    T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
-    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds_delta.
-    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.deterministic else None,
+    level is lse in the form that the kernel exponentiates (T.prescale: lse; otherwise
+    lse * log2(e)); rows without any visible key, and rows that do not exist, get the
+    infinity that makes p = 0. delta = sum(out * dout) - dlse.
+    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.locked else None,
     what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,
     heads_q, seqlen_q), sink (heads_q,).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
@@ -79,13 +78,13 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         padded = padded_rows(seqlen_q)
         if T.varlen:
             padded = region[1]
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, scale, T)
-        sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, scale, T)
+        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, T)
+        sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, T)
     else:
         tile, batch_head = last_first(seqlen_q)
         batch, head = batch_head // heads, batch_head % heads
         item, padded = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q), padded_rows(seqlen_q)
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
+        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
     if tl.program_id(0) == 0:
         tl.store(out_ptrs[2], 0)
@@ -95,15 +94,19 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
 
 
 @jit
-def dq_tile(sum_ptr, dq_ptr, strides, head, item, padded, row, heads, scale, T: tl.constexpr):
+def dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, row, heads, scale, T: tl.constexpr):
     """The part of `attention_dq` for 64 queries of an item from `row` on."""
     COLUMNS: tl.constexpr = T.columns
     WIDE: tl.constexpr = T.columns_dq
     batch = slab(item, T)
     head_rows = (batch * heads + head).to(tl.int64) * padded + first_padded(item, T)
-    at = sum_ptr + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
+    at = sum_ptrs[0] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     # (half, 8 columns, warp, row, pair, row of 8, column of a pair) -> (warp, row of 8, row, half, 8 columns, pair, column)
-    value = tl.load(at, mask=item.span_q > row // ROWS * ROWS, other=0.0) if T.ragged else tl.load(at)
+    exists = item.span_q > row // ROWS * ROWS
+    if not T.clears:  # nothing was added for queries that no key tile visits
+        PARTS: tl.constexpr = T.columns // T.columns_dq
+        exists = exists & (tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0) != 0)
+    value = tl.load(at, mask=exists, other=0.0) if T.ragged or not T.clears else tl.load(at)
     value = tl.reshape(value, [COLUMNS // WIDE, WIDE // 8, 4, 8, 4, 2, 2])
     value = tl.reshape(tl.permute(value, (2, 5, 3, 0, 1, 4, 6)), [64, COLUMNS])
     if T.ragged:  # rows that do not count may have met an infinite key
@@ -113,17 +116,20 @@ def dq_tile(sum_ptr, dq_ptr, strides, head, item, padded, row, heads, scale, T: 
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_dq(sum_ptr, dq_ptr, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
-    """dq = sum * scale in its own type and order; strides of dq. The inverse of `backward.add_dq`. Programs as above."""
+def attention_dq(sum_ptrs, dq_ptr, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
+    """dq = sum * scale in its own type and order; strides of dq. The inverse of `backward.add_dq`. Programs as above.
+
+    sum_ptrs = (sum, None or, where not T.clears, locks).
+    """
     if T.ragged:
         tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, T)
         padded = padded_rows(seqlen_q)
         if T.varlen:
             padded = region[1]
-        dq_tile(sum_ptr, dq_ptr, strides, head, item, padded, tile * ROWS, heads, scale, T)
-        dq_tile(sum_ptr, dq_ptr, strides, head, item, padded, tile * ROWS + 64, heads, scale, T)
+        dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, tile * ROWS, heads, scale, T)
+        dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, tile * ROWS + 64, heads, scale, T)
     else:
         tile, batch_head = last_first(seqlen_q)
         batch, head = batch_head // heads, batch_head % heads
         item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q)
-        dq_tile(sum_ptr, dq_ptr, strides, head, item, padded_rows(seqlen_q), tile * 64, heads, scale, T)
+        dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded_rows(seqlen_q), tile * 64, heads, scale, T)

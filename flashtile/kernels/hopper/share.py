@@ -1,7 +1,7 @@
 """A block's share of dq, on its way from registers to the sum of all blocks."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add
-from flashtile.kernels.hopper.order import adds_done, await_turn, report
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
+from flashtile.kernels.hopper.order import adds_done, await_turn, claim, report
 from flashtile.kernels.hopper.visit import walk
 
 
@@ -18,10 +18,10 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: g
     shares = gl.convert_layout(shares, flat, assert_trivial=True)
     if T.copies_dq:
         use = 2 * step + W
-        memory.sums.claim(use)
+        memory.to.sums.claim(use)
         memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
         fence_async_shared()
-        memory.sums.hand_over(use)
+        memory.to.sums.hand_over(use)
     else:
         head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
@@ -36,24 +36,38 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     turn, step = gl.to_tensor(0), gl.to_tensor(0)
-    ticket = memory.tickets.read(turn, 1)
+    ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
         place, sizes = walk(ticket, step, work, T)
-        while step < place.end:
+        while step < place.visits.end:
             head, start = place.at(step, T)
             at = part_of(head, start, W, place, sizes, T)
+            first = at < 0
             if T.deterministic:
-                await_turn(sum_ptrs[2] + at, reports_before(start, place, sizes, work.band, T))
-            memory.sums.wait(2 * step + W)
-            tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+                before = reports_before(start, place, sizes, work.band, T)
+                await_turn(sum_ptrs[2] + at, before)
+                first = before == 0
+            memory.to.sums.wait(2 * step + W)
+            if not (T.clears or T.deterministic):
+                first = claim(sum_ptrs[2] + at) == 0
+            if T.clears:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            elif first:
+                tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            else:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             store_wait(0)
-            memory.sums.release(2 * step + W)
+            memory.to.sums.release(2 * step + W)
             if T.deterministic:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
+            elif not T.clears:
+                if first:
+                    adds_done(0)
+                    report(sum_ptrs[2] + at)
             step = step + 1
         turn = turn + 1
-        ticket = memory.tickets.read(turn, 1)
+        ticket = memory.to.tickets.read(turn, 1)
 
 
 @gluon.jit

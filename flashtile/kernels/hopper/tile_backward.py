@@ -23,8 +23,9 @@ class BackwardLaunch:
     stages_dout: int = 2
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     swizzle: int = 4  # heads that go together, for the L2 cache
-    lag: int = 0
-    folds: str = "both"
+    lag: int = 1  # steps by which dq comes after its ds: with 1, a consumer may be a step ahead of the other
+    resident: bool = True  # as many blocks as SMs, which take one tile after another
+    clears: bool = False  # dq's sum is cleared before, instead of storing the first share of a part
 
     @property
     def block_k(self) -> int:
@@ -37,7 +38,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"lag={self.lag} folds={self.folds}"]
+        words += [f"lag={self.lag} resident={self.resident} clears={self.clears}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -60,8 +61,6 @@ class BackwardTile:
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
     modified: bool  # any of these: probabilities are formed as by the portable kernels
-    folds_level: bool  # the matrix unit adds level
-    folds_delta: bool  # and delta
     deterministic: bool
     swizzle: int
     ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
@@ -71,7 +70,9 @@ class BackwardTile:
     dropout: bool
     modifiers: int  # how many there are: dropout's arguments follow theirs
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
-    lag: int = 0
+    lag: int = 1
+    resident: bool = True
+    clears: bool = False  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
@@ -86,6 +87,11 @@ class BackwardTile:
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
         return not self.halves
+
+    @property
+    def locked(self) -> bool:
+        """Whether every part of dq's sum has a lock: see `order`."""
+        return self.deterministic or not self.clears
 
     @property
     def columns_dq(self) -> int:
@@ -120,9 +126,11 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
     if problem.dropout is not None and launch.block_q > GROUP_ROWS:  # the random words of 128 queries spill in the loop
         launch = replace(launch, block_q=GROUP_ROWS)
-    if not problem.deterministic:
-        return launch
-    # as many heads at a time as fill the device: then blocks end in the order in which the next ones have to begin
+    return ordered(launch, problem, device) if problem.deterministic else launch
+
+
+def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -> BackwardLaunch:
+    """The same with as many heads at a time as fill the device: tiles end in the order in which the next ones have to begin."""
     return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)))
 
 
@@ -146,8 +154,6 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         adds=form.adds,
         curved=form.curved,
         modified=modified,
-        folds_level=not modified and launch.folds in ("both", "level"),
-        folds_delta=not modified and p.dropout is None and launch.folds in ("both", "delta"),
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
@@ -158,6 +164,8 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         modifiers=len(p.score),
         halves=launch.halves,
         lag=launch.lag,
+        resident=launch.resident,
+        clears=launch.clears or launch.halves,
     )
 
 

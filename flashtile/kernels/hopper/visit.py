@@ -18,8 +18,29 @@ class Work(NamedTuple):
 
 
 @aggregate
+class Visits:
+    """The queries that a key tile visits, for one query head of the group after another."""
+
+    lo: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    tiles: gl.tensor  # of one query head
+    begin: gl.tensor  # steps are counted over all key tiles of a block
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, lo, full_lo, full_hi, tiles, begin, end):
+        self.lo = lo
+        self.full_lo = full_lo
+        self.full_hi = full_hi
+        self.tiles = tiles
+        self.begin = begin
+        self.end = end
+
+
+@aggregate
 class Walk:
-    """A key tile and the query tiles that see it, for one query head of the group after another."""
+    """A key tile and the query tiles that see it."""
 
     tile: gl.tensor
     column: gl.tensor
@@ -31,16 +52,10 @@ class Walk:
     first_row: gl.tensor  # its first query in buffers that pad every item, and how many a head has there
     padded: gl.tensor
     head_kv: gl.tensor
-    lo: gl.tensor
-    full_lo: gl.tensor
-    full_hi: gl.tensor
-    tiles: gl.tensor
-    begin: gl.tensor  # steps are counted over all tiles of a block
-    end: gl.tensor
+    visits: Visits
 
     @gluon.constexpr_function
-    def __init__(self, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, lo, full_lo, full_hi,
-                 tiles, begin, end):  # fmt: skip
+    def __init__(self, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, visits):
         self.tile = tile
         self.column = column
         self.batch = batch
@@ -51,21 +66,17 @@ class Walk:
         self.first_row = first_row
         self.padded = padded
         self.head_kv = head_kv
-        self.lo = lo
-        self.full_lo = full_lo
-        self.full_hi = full_hi
-        self.tiles = tiles
-        self.begin = begin
-        self.end = end
+        self.visits = visits
 
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step."""
+        visits = self.visits
         if T.group == 1:
-            return self.head_kv, self.lo - self.begin * T.block_q + step * T.block_q
+            return self.head_kv, visits.lo - visits.begin * T.block_q + step * T.block_q
         else:
-            done = step - self.begin
-            return self.head_kv * T.group + done // self.tiles, self.lo + done % self.tiles * T.block_q
+            done = step - visits.begin
+            return self.head_kv * T.group + done // visits.tiles, visits.lo + done % visits.tiles * T.block_q
 
     @gluon.jit
     def turn(self, start, sizes, band, T: gl.constexpr):
@@ -105,14 +116,13 @@ def walk(ticket, begin, work, T: gl.constexpr):
         if column + BLOCK_K > sizes.k:
             full_lo = hi
             full_hi = hi
-    lo = gl.to_tensor(lo)
     padded = padded_rows(whole.q)
     if T.varlen:
         padded = region[1]
     tiles = gl.cdiv(hi - lo, BLOCK_Q)
+    visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + tiles * T.group)
     place = Walk(tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k, first_padded(item, T),
-                 gl.to_tensor(padded), head_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                 tiles, begin, begin + tiles * T.group)  # fmt: skip
+                 gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes
 
 
