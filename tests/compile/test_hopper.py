@@ -27,7 +27,7 @@ DROPOUT, VARLEN, BLOCKS = ",dropout=0.1", ",varlen=16384x16384", ",where=block_t
 TUNED = {
     (64, ""): 407, (64, ",band=:0"): 410, (128, ""): 448, (128, ",band=:0"): 465,
     (192, ""): 405, (192, ",band=:0"): 401, (256, ""): 404, (256, ",band=:0"): 414,
-    (64, SOFTCAP): 802, (128, SOFTCAP): 840, (128, f",band=:0{SOFTCAP}"): 857, (64, ALIBI): 541, (128, ALIBI): 583,
+    (64, SOFTCAP): 544, (128, SOFTCAP): 585, (128, f",band=:0{SOFTCAP}"): 600, (64, ALIBI): 541, (128, ALIBI): 583,
     (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 942, (128, DROPOUT): 996, (128, BIAS): 668,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
 }  # fmt: skip

@@ -26,7 +26,7 @@ class ForwardLaunch:
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
-    mixes: int = 2  # beside a curve, where lse need not be exact, one of so many exponentials is a polynomial; 0: none
+    mixes: int = 0  # beside a curve, where lse need not be exact, one of so many (2, 4) exponentials is a polynomial; 0: none
 
     @property
     def block_q(self) -> int:
