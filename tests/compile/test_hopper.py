@@ -100,7 +100,7 @@ def test_the_backward_s_code_is_as_tuned(which: tuple[int, str]) -> None:
     assert found["bulk"] >= 8
     assert found["setmaxnreg"] >= 2
     assert found["shared_bytes"] <= H100.smem_bytes
-    assert not found["serialised"]  # ptxas makes no product wait for another on its own account
+    assert set(found["serialised"]) <= {"(C7517)"}  # where dP starts from -delta it waits for S: measured faster than adding
     steps = [loop for loop in found["loops"] if loop["exponentials"] and loop["length"] < 1.1 * length]
     assert len(steps) == 2, [loop["length"] for loop in found["loops"]]  # one for each consumer
     for loop in steps:

@@ -163,6 +163,7 @@ class HopperBackend:
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
+                p.scale_value,
                 row_region,
             ),
             (("T", tile),),

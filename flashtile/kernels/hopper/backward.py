@@ -27,6 +27,21 @@ from flashtile.kernels.lib.score import locate, probabilities
 
 
 @gluon.jit
+def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
+    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
+
+    Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
+    """
+    LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
+    if T.folds:
+        numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
+        return numbers
+    else:
+        return zero
+
+
+@gluon.jit
 def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
@@ -44,16 +59,20 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.to.queries.wait(step)
-    none = gl.zeros([64, BLOCK_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    raw = starts(level_rows, BLOCK_Q, T)
+    dp = starts(delta_rows, BLOCK_Q, T)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
     memory.to.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     first_key = place.column + W * 64
     masked = (start < place.visits.full_lo) | (start >= place.visits.full_hi)  # false only where all is visible
     if T.dropout:
         survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
-    level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]  # not before: ptxas would spill it
+    level = 0.0
+    delta = 0.0
+    if not T.folds:  # not before: ptxas would spill it
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -77,7 +96,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         if T.dropout:
             dp = gl.where(survives, dp * seed[4], 0.0)
-        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+        if not T.folds:
+            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
 
     ds = ds.to(dtype)

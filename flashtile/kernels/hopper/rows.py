@@ -18,7 +18,7 @@ def last_first(seqlen_q):
 
 
 @jit
-def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, heads, T: tl.constexpr):
+def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, heads, scale, T: tl.constexpr):
     """The part of `attention_rows` for 64 queries of an item from `row` on; what they add to the gradient of sink."""
     COLUMNS: tl.constexpr = T.columns
     batch, token = slab(item, T), item.first_q + row
@@ -41,7 +41,9 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     if T.sink:
         sink = tl.load(in_ptrs[4] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
         sunk = tl.sum(-tl.exp2((sink - level) * LOG2E) * delta)
-    if not T.prescale:
+    if T.folds:
+        level, delta = -level / scale, -delta
+    elif not T.prescale:
         level = level * LOG2E
     per_head, first = (batch * heads + head).to(tl.int64) * padded, first_padded(item, T)
     head_rows, rows = per_head + first, out_ptrs[0] + 2 * per_head + (first + index)
@@ -60,13 +62,13 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, region, T: tl.constexpr):
+def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the count of tickets.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
-    level is lse in the form that the kernel exponentiates (T.prescale: lse; otherwise
-    lse * log2(e)); rows without any visible key, and rows that do not exist, get the
-    infinity that makes p = 0. delta = sum(out * dout) - dlse.
+    level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit
+    starts from; T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
+    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
     in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.locked else None,
     what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,
     heads_q, seqlen_q), sink (heads_q,).
@@ -78,13 +80,13 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, region, T: tl.co
         padded = padded_rows(seqlen_q)
         if T.varlen:
             padded = region[1]
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, T)
-        sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, T)
+        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, scale, T)
+        sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, scale, T)
     else:
         tile, batch_head = last_first(seqlen_q)
         batch, head = batch_head // heads, batch_head % heads
         item, padded = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q), padded_rows(seqlen_q)
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, T)
+        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
     if tl.program_id(0) == 0:
         tl.store(out_ptrs[2], 0)

@@ -61,6 +61,7 @@ class BackwardTile:
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
     modified: bool  # any of these: probabilities are formed as by the portable kernels
+    folds: bool  # the matrix unit adds level and delta
     deterministic: bool
     swizzle: int
     ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
@@ -154,6 +155,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         adds=form.adds,
         curved=form.curved,
         modified=modified,
+        folds=not modified and p.dropout is None and not launch.halves,
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,

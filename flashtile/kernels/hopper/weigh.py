@@ -52,7 +52,10 @@ def stay(x):
 @gluon.jit
 def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.constexpr):
     """p of a tile of products (keys x queries). level is the queries', as `rows.attention_rows` gives it."""
-    p = gl.exp2(raw * (scale * LOG2E) - level)
+    if T.folds:
+        p = gl.exp2(raw * (scale * LOG2E))
+    else:
+        p = gl.exp2(raw * (scale * LOG2E) - level)
     if T.masks:
         if masked:
             p = hide(p, first_query, first_key, sizes, band, T)
@@ -62,7 +65,10 @@ def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.
 @gluon.jit
 def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
     """The gradient of the scaled product."""
-    ds = p * (dp - delta)
+    if T.folds:
+        ds = p * dp
+    else:
+        ds = p * (dp - delta)
     if T.masks:
         if masked:  # dp may be NaN where nothing is to be seen
             ds = hide(ds, first_query, first_key, sizes, band, T)
