@@ -1,6 +1,7 @@
 """Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
 
-    python benchmarks/features.py [--sections pairs costs dropout] [--cases 1100] [--seconds 420] [--output features.csv]
+    python benchmarks/features.py [--sections pairs costs dropout] [--backend hopper] [--cases 1100] [--seconds 420]
+                                  [--without flex] [--output features.csv]
 
 pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py; their
 kernels are compiled first, in parallel processes. costs: each feature beside the same call without it, and beside PyTorch's
@@ -121,7 +122,9 @@ def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
 # -- costs ------------------------------------------------------------------------------------------------------
 
 
-def contestants(device: torch.device, causal: bool) -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
+def contestants(
+    device: torch.device, causal: bool, measured: str | None, flex: bool
+) -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
     """What is timed, by name: the call, and the leaves whose gradients its backward forms."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -135,7 +138,7 @@ def contestants(device: torch.device, causal: bool) -> dict[str, tuple[Callable[
     slopes = torch.rand(HEADS, device=device, generator=generator).requires_grad_()
     leaves, made = [q, k, v], {}
 
-    def ours(name: str, backend: str | None = "triton", more: tuple[torch.Tensor, ...] = (), **given: Any) -> None:
+    def ours(name: str, backend: str | None = measured, more: tuple[torch.Tensor, ...] = (), **given: Any) -> None:
         options = Options(backend=backend)
         made[name] = (lambda: flashtile.attention(q, k, v, causal=causal, options=options, **given), [*leaves, *more])
 
@@ -160,7 +163,7 @@ def contestants(device: torch.device, causal: bool) -> dict[str, tuple[Callable[
     if not causal:
         theirs("sdpa bias", lambda: sdpa(*heads_first, attn_mask=bias.expand(BATCH, -1, -1, -1)))
         theirs("sdpa bias, gradient", lambda: sdpa(*heads_first, attn_mask=learned.expand(BATCH, -1, -1, -1)), learned)
-    for name, call, more in flex_contestants(heads_first, causal, bias, learned, sink, device):
+    for name, call, more in flex_contestants(heads_first, causal, bias, learned, sink, device) if flex else ():
         theirs(name, call, *more)
     return made
 
@@ -207,11 +210,11 @@ def elapsed_ms(function: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / REPEATS
 
 
-def costs(until: float, device: torch.device) -> Iterator[Row]:
+def costs(until: float, device: torch.device, measured: str | None, flex: bool) -> Iterator[Row]:
     """A row per contestant: milliseconds forward and forward + backward (medians), and the ratio to the plain call."""
     for causal in (False, True):
         calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-        for name, (forward, leaves) in contestants(device, causal).items():
+        for name, (forward, leaves) in contestants(device, causal, measured, flex).items():
 
             def both(forward: Callable[[], Any] = forward, leaves: list[torch.Tensor] = leaves) -> None:
                 out = forward()
@@ -262,8 +265,8 @@ def dropout(device: torch.device) -> Iterator[Row]:
     q = torch.zeros(batch, length, heads, 64, device=device, dtype=torch.bfloat16)
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
     told = dropout_mask(Dropout(chance, seed), batch, heads, length, length, device)
-    for variant in ("split", "fused"):
-        options = Options(backend="triton", backward=variant)
+    for backend, variant in (("triton", "split"), ("triton", "fused"), (None, "auto")):
+        options = Options(backend=backend, backward=variant)
         wrong_forward = wrong_backward = 0
         for start in range(0, length, width):
             here = torch.arange(start, start + width, device=device)
@@ -275,7 +278,7 @@ def dropout(device: torch.device) -> Iterator[Row]:
             wrong_forward += int(((out > 0) != told.transpose(1, 2)[..., here]).sum())
             wrong_backward += int(((dv > 0) != told[:, :, here].permute(0, 3, 1, 2)).sum())
         failure = "" if wrong_forward == wrong_backward == 0 else "the mask differs from dropout_mask"
-        yield {"section": "dropout", "name": f"bits {variant}", "failure": failure,
+        yield {"section": "dropout", "name": f"bits {backend} {variant}", "failure": failure,
                "note": f"{wrong_forward} and {wrong_backward} of {told.numel()} differ"}  # fmt: skip
     for chance in (0.001, 0.1, 0.5):
         told = dropout_mask(Dropout(chance, seed), 1, 8, 4096, 4096, device)
@@ -289,13 +292,15 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=("dropout", "costs", "pairs"), default=["dropout", "costs", "pairs"])
     parser.add_argument("--cases", type=int, default=1100)
     parser.add_argument("--seconds", type=float, default=420.0, help="for each section")
+    parser.add_argument("--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured")
+    parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
     parser.add_argument("--output", type=Path, default=Path("bench-output/features.csv"))
     parser.add_argument("--commit", default="", help="where the files were copied without git")
     chosen = parser.parse_args()
-    device, rows = torch.device("cuda", 0), []
+    device, rows, measured = torch.device("cuda", 0), [], None if chosen.backend == "chosen" else chosen.backend
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
         "dropout": lambda until: dropout(device),
-        "costs": lambda until: costs(until, device),
+        "costs": lambda until: costs(until, device, measured, not chosen.without),
         "pairs": lambda until: pairs(chosen.cases, until, device),
     }
     try:

@@ -74,6 +74,9 @@ def _rows() -> Iterator[tuple[str, Row]]:
             base = f"plain-{head_dim}-{mask}"
             yield base, Row(sizes, head_dim, f"bf16{tail}", base)
             yield f"softcap-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base)
+            for mixes in (2, 4):
+                name, launch = f"softcap-{head_dim}-{mask}-mixes{mixes}", dict(mixes=mixes)
+                yield name, Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base, launch=launch)
             if head_dim < 256:
                 yield f"alibi-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{alibi}", base)
     sizes = "4x4096x16"

@@ -1,11 +1,12 @@
 """Varlen, padding and block masks on a GPU: poisoned cases, throughput beside the dense call, peers on the same problem.
 
-    python benchmarks/varlen.py [--output FILE] [--seconds 150] [--section poison varlen build blocks]
+    python benchmarks/varlen.py [--output FILE] [--seconds 150] [--section poison varlen tiles build blocks] [--backend hopper]
 
 Sections, each bounded in seconds, each checked before it is timed:
   poison   NaN and Inf where nothing is visible (padding, holes, past cu_seqlens[-1]): results bitwise those of clean tensors
   varlen   64 lognormal lengths, mean 1k, at most 16k: TFLOP/s beside the same backend's dense call, SDPA on jagged tensors,
            FlexAttention with a document mask, FlashAttention-4's varlen call where it can be imported
+  tiles    the same lengths on Hopper's forward with other tiles and schedules
   build    the block lists of 64k x 64k from a document predicate: milliseconds and peak memory
   blocks   random 128 x 128 blocks at 0, 50, 80, 95 % sparsity: speed-up over dense, beside FlexAttention with the same blocks
 """
@@ -38,6 +39,7 @@ HEADS, HEAD_DIM, BLOCK = 16, 128, 128
 ROUNDS = 3  # bursts of each call, in rotation; the median is kept
 POISONED_PER_KIND = 75
 DEVICE = torch.device("cuda", 0)
+BACKEND: list[str | None] = ["triton"]  # that is measured; None lets the library choose
 
 
 @dataclass
@@ -140,7 +142,7 @@ def one_poisoned(kind: str, seed: int) -> bool:
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     value = (math.nan, math.inf, -math.inf)[seed % 3]
-    options = Options(backend="triton", backward="split")
+    options = Options(backend=BACKEND[0], deterministic=True)
     how: dict[str, Any] = {"options": options, "return_lse": True}
     if kind.startswith("varlen"):
         lengths = (torch.rand(6, generator=draw) ** 3 * 500).long().tolist()
@@ -200,15 +202,15 @@ def varlen(deadline: float) -> Iterator[Row]:
     total, ends, longest = sum(lengths), starts(lengths), max(lengths)
     print(f"  {len(lengths)} items, {total} tokens, longest {longest}, shortest {min(lengths)}", flush=True)
     q, k, v = (tokens(total, HEADS, HEAD_DIM) for _ in range(3))
-    ours = Options(backend="triton")
+    ours, word = Options(backend=BACKEND[0]), BACKEND[0] or "chosen"
     for causal in (True, False):
         calls: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[int]]] = {}
-        calls["flashtile/triton varlen"] = (
+        calls[f"flashtile/{word} varlen"] = (
             lambda q, k, v, causal=causal: flashtile.attention_varlen(q, k, v, ends, causal=causal, options=ours),
             [q, k, v], lengths,
         )  # fmt: skip
         batch = max(1, round(total / 4096))
-        calls["flashtile/triton dense 4096"] = (
+        calls[f"flashtile/{word} dense 4096"] = (
             lambda q, k, v, causal=causal: flashtile.attention(q, k, v, causal=causal, options=ours),
             [tokens(batch, 4096, HEADS, HEAD_DIM) for _ in range(3)], [4096] * batch,
         )  # fmt: skip
@@ -222,7 +224,7 @@ def varlen(deadline: float) -> Iterator[Row]:
             made = {name: directions(attend, inputs)[direction] for name, (attend, inputs, _) in calls.items()}
             found = timed(made, deadline)
             rates = {n: flops(calls[n][2], causal, direction == "bwd") / ms / 1e9 for n, ms in found.items()}
-            dense = rates.get("flashtile/triton dense 4096")
+            dense = rates.get(f"flashtile/{word} dense 4096")
             for name, ms in found.items():
                 ratio = rates[name] / dense if dense else None
                 mask = "causal" if causal else "full"
@@ -231,7 +233,7 @@ def varlen(deadline: float) -> Iterator[Row]:
 
 def check_varlen(calls: dict[str, Any], ends: torch.Tensor, lengths: list[int], causal: bool) -> Iterator[Row]:
     """Our output beside float64 on the shortest items, and the peers' beside ours; a wrong one is not timed."""
-    attend, inputs, _ = calls["flashtile/triton varlen"]
+    attend, inputs, _ = next(iter(calls.values()))
     mine = attend(*inputs)
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i])[:5]:
         part = slice(int(ends[i]), int(ends[i + 1]))
@@ -286,6 +288,42 @@ def fa4_varlen(ends: torch.Tensor, longest: int, lengths: list[int], causal: boo
     return attend
 
 
+def tiles(deadline: float) -> Iterator[Row]:
+    """Hopper's forward under other launches, each checked against the chosen one's result."""
+    from dataclasses import replace
+
+    from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+    from flashtile.kernels.hopper.choose import choose_forward
+    from flashtile.spec.attention import AttentionProblem
+    from flashtile.torch.run import Bound, device_of
+
+    lengths = lognormal_lengths()
+    total, ends, longest = sum(lengths), starts(lengths), max(lengths)
+    for head_dim in (128, 64):
+        q, k, v = (tokens(1, total, HEADS, head_dim) for _ in range(3))
+        given = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        sizes = f"q={len(lengths)}x{longest}x{HEADS}x{head_dim},kv={longest}x{HEADS}x{head_dim}"
+        for mask in ("", ",band=:0"):
+            problem = AttentionProblem.parse(f"attention({sizes},bf16{mask},varlen={total}x{total})")
+            base = choose_forward(problem, device_of(DEVICE))
+            launches = [base, *(replace(base, swizzle=n) for n in (1, 4) if n != base.swizzle)]
+            launches += [replace(base, resident=True, swizzle=n) for n in (16, 4)]
+            launches += [replace(base, groups=2, stages=4, split_max=False, loader_warps=4)] if head_dim == 64 else []
+            calls: dict[str, Callable[[], Any]] = {}
+            expected: torch.Tensor | None = None
+            for launch in launches:
+                bound = Bound(HOPPER.forward(problem, device_of(DEVICE), launch), given, DEVICE)
+                out = bound.run(dict(given))["out"]
+                expected = out if expected is None else expected
+                if worst(out, expected.double()) > 1e-2:
+                    yield Row("tiles", launch.spell(), note="left out: another result")
+                else:
+                    calls[launch.spell()] = lambda bound=bound, given=given: bound.run(dict(given))
+            for name, ms in timed(calls, deadline).items():
+                rate = flops(lengths, bool(mask), False) * head_dim / HEAD_DIM / ms / 1e9
+                yield Row("tiles", f"{head_dim}{mask} {name}", "fwd", ms, rate)
+
+
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +352,7 @@ def build(deadline: float) -> Iterator[Row]:
 def blocks(deadline: float) -> Iterator[Row]:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    seqlen, options = 8192, Options(backend="triton")
+    seqlen, options = 8192, Options(backend=BACKEND[0])
     rows = seqlen // BLOCK
     q, k, v = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(3))
     calls: dict[str, Callable[..., torch.Tensor]] = {"dense": lambda q, k, v: flashtile.attention(q, k, v, options=options)}
@@ -357,7 +395,7 @@ def blocks(deadline: float) -> Iterator[Row]:
             yield Row("blocks", name, direction, ms, rate, ideal, "the ideal speed-up over dense")
 
 
-SECTIONS = {"poison": poison, "varlen": varlen, "build": build, "blocks": blocks}
+SECTIONS = {"poison": poison, "varlen": varlen, "tiles": tiles, "build": build, "blocks": blocks}
 
 
 def main() -> int:
@@ -365,7 +403,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0, help="for each section")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="triton")
     chosen = parser.parse_args()
+    BACKEND[0] = None if chosen.backend == "chosen" else chosen.backend
     about, made = facts(DEVICE), list[Row]()
     print(about, flush=True)
     for name in chosen.section:

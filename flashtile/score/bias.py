@@ -11,13 +11,22 @@ from flashtile.spec.score import Captured, Position, Score
 
 
 @jit
+def bias_add(score, at, args, unit):
+    element, strides = args[0], args[1]  # a stride is None along an axis of one element
+    if strides[0] is not None:
+        element += at.batch.to(tl.int64) * strides[0]
+    if strides[1] is not None:
+        element += at.head.to(tl.int64) * strides[1]
+    if strides[2] is not None:
+        element += at.row.to(tl.int64) * strides[2]
+    if strides[3] is not None:
+        element += at.k.to(tl.int64) * strides[3]
+    return score + tl.load(element).to(tl.float32) * unit
+
+
+@jit
 def bias_forward(score, at, args):
-    element = args[0]
-    for axis in tl.static_range(4):
-        if args[1][axis] is not None:
-            index = (at.batch, at.head, at.row, at.k)[axis]
-            element += index.to(tl.int64) * args[1][axis]
-    return score + tl.load(element).to(tl.float32)
+    return bias_add(score, at, args, 1.0)
 
 
 @jit
@@ -43,6 +52,7 @@ class Bias(Score):
     name = "bias"
     forward = bias_forward
     backward = bias_backward
+    add = bias_add
     captured = (Captured(bias_contribution, broadcast=True),)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from flashtile._triton import tile_layout
 from flashtile.plan.call import Buffer, Descriptor
 
 ALIGNMENT_BYTES = 16  # of addresses and strides: CUDA driver API, cuTensorMapEncodeTiled
-_MOST_ADDRESSES = 256  # encodings remembered per descriptor; the caching allocator hands out few addresses in a loop
+MOST_ADDRESSES = 256  # encodings kept per descriptor, argument lists per plan; the caching allocator hands out few in a loop
 
 
 def addressable(shape: Sequence[int], strides: Sequence[int], element_bytes: int, address: int = 0) -> bool:
@@ -72,7 +72,7 @@ class DescribedBuffer:
         found = self.known.get(address)
         if found is None:
             assert self.encode is not None
-            if len(self.known) >= _MOST_ADDRESSES:
+            if len(self.known) >= MOST_ADDRESSES:
                 self.known.clear()
             found = self.known[address] = [self.encode(address), *self.shape, *self.strides]
         return found

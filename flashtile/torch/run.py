@@ -6,9 +6,10 @@ runs reuse the compiled kernels and prepared argument lists, so that a call cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getclosurevars
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from flashtile import _triton
 from flashtile.plan.call import Buffer, Descriptor, HostCall, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import NAMED, Device
 from flashtile.spec.dtype import DType
-from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_strides
+from flashtile.torch.descriptor import MOST_ADDRESSES, DescribedBuffer, addressable, staged_strides
 from flashtile.torch.packing import PackedGradient
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
@@ -25,6 +26,8 @@ TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,
     "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
+
+SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
 DIRECT_LAUNCH = (
@@ -103,6 +106,7 @@ class Bound:
             self.allocations.append((buffer.name, buffer.shape, strides, TORCH_DTYPES[buffer.dtype], buffer.zeroed))
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
+        self.replay: Replay | None = None  # once every kernel is compiled
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, strides in self.staged:
@@ -113,7 +117,7 @@ class Bound:
             tensors.update(gradient.allocate(self.device))
         for name in self.zeroed:
             tensors[name].zero_()
-        for name, shape, strides, dtype, zeroed in self.allocations:
+        for name, shape, strides, dtype, zeroed in self.replay.allocations if self.replay else self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
         for name, source in self.over:
@@ -124,11 +128,53 @@ class Bound:
         return self.launch(tensors)
 
     def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for launch in self.launches:
-            launch(tensors)
+        if self.replay:
+            self.replay(tensors)
+        else:
+            for launch in self.launches:
+                launch(tensors)
+            if all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches):
+                self.replay = Replay(self)
         for name, source in self.shared:
             tensors[name] = tensors[source]
         return tensors
+
+
+class Replay:
+    """The launches of a bound plan whose kernels are compiled: all that changes from call to call are addresses.
+
+    Scratch is one allocation. Argument lists are remembered by the addresses in them: a training loop meets few.
+    """
+
+    def __init__(self, bound: Bound):
+        scratch = {b.name for b in bound.plan.named("scratch")}
+        self.device, self.known = bound.device, dict[tuple[int, ...], list[tuple[Any, ...]]]()
+        self.launches = [launch for launch in bound.launches if isinstance(launch, KernelLaunch) and not launch.empty]
+        self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
+        self.offsets, self.scratch_bytes = dict[str, int](), 0
+        for name, shape, _, dtype, zeroed in bound.allocations:
+            if name in scratch and not zeroed:
+                self.offsets[name] = self.scratch_bytes
+                self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
+        used = {name: None for launch in self.launches for name in launch.names}
+        self.names = [name for name in used if name not in self.offsets]
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        addresses = [tensors[name].data_ptr() for name in self.names]
+        if self.offsets:
+            scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
+            addresses.append(scratch.data_ptr())
+        key = tuple(addresses)
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= MOST_ADDRESSES:
+                self.known.clear()
+            by_name = dict(zip(self.names, addresses, strict=False))
+            by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+            found = self.known[key] = [(x.launch, x.call.grid, x.arguments(by_name)) for x in self.launches]
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        for launch, grid, args in found:
+            launch(*grid, stream, *args)
 
 
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
@@ -179,6 +225,7 @@ class KernelLaunch:
             else _resolve_strides(a, strides, buffers)
             for a in call.args
         ]
+        self.names = list(dict.fromkeys(_names(self.args)))
         self.empty = 0 in call.grid
         self.compiled: Any = None
 
@@ -188,20 +235,27 @@ class KernelLaunch:
         if self.compiled is None:
             self.launch_first(tensors)
             return
+        args = self.arguments({name: tensors[name].data_ptr() for name in self.names})
+        self.launch(*self.call.grid, torch._C._cuda_getCurrentRawStream(self.device.index), *args)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether nothing but addresses is missing."""
+        return self.empty or self.compiled is not None
+
+    def arguments(self, addresses: dict[str, int]) -> list[Any]:
+        """The compiled kernel's argument list, given the buffers' addresses."""
         args = self.flat.copy()
-        for i, name in self.pointers:
-            args[i] = tensors[name].data_ptr()
         for i, template in self.nested:
-            args[i] = _fill(template, tensors, True)
+            args[i] = _fill(template, addresses)
         for i, end, described in self.descriptors:
-            args[i:end] = described.encoded(tensors[described.name].data_ptr())
-        x, y, z = self.call.grid
-        self.launch(x, y, z, torch._C._cuda_getCurrentRawStream(self.device.index), *args)
+            args[i:end] = described.encoded(addresses[described.name])
+        return args
 
     def warm(self, tensors: dict[str, torch.Tensor]) -> None:
         """Compile without launching."""
         if not self.empty and self.compiled is None:
-            args = [_fill(a, tensors, False) for a in self.args]
+            args = [_fill(a, tensors) for a in self.args]
             self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
 
     def options(self) -> dict[str, Any]:
@@ -210,7 +264,7 @@ class KernelLaunch:
     def launch_first(self, tensors: dict[str, torch.Tensor]) -> None:
         """Launch through the JIT, which specialises on the values, and keep what it compiled."""
         call = self.call
-        args = [_fill(a, tensors, False) for a in self.args]
+        args = [_fill(a, tensors) for a in self.args]
         compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
         if DIRECT_LAUNCH and compiled is not None and not (
             compiled.run.global_scratch_size or compiled.run.profile_scratch_size
@@ -225,7 +279,6 @@ class KernelLaunch:
             None, None, None,
         ]  # fmt: skip
         metadata = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        self.pointers: list[tuple[int, str]] = []
         self.nested: list[tuple[int, Any]] = []
         self.descriptors: list[tuple[int, int, DescribedBuffer]] = []
         for arg in self.args:
@@ -234,9 +287,7 @@ class KernelLaunch:
                 self.descriptors.append((len(flat), len(flat) + 1 + 2 * len(arg.shape), arg))
                 flat += [None] * (1 + 2 * len(arg.shape))
                 continue
-            if isinstance(arg, Pointer):
-                self.pointers.append((len(flat), arg.name))
-            elif isinstance(arg, tuple) and _has_pointer(arg):
+            if any(_names([arg])):
                 self.nested.append((len(flat), arg))
             flat.append(arg)
         self.flat = flat + [value for _, value in self.call.constants]
@@ -254,15 +305,21 @@ def _resolve_strides(arg: Any, strides: dict[str, Any], buffers: dict[str, Buffe
     return arg
 
 
-def _has_pointer(arg: Any) -> bool:
-    return isinstance(arg, Pointer) or (isinstance(arg, tuple) and any(_has_pointer(a) for a in arg))
+def _names(args: Sequence[Any]) -> Iterator[str]:
+    """Names of the buffers whose addresses are among arguments."""
+    for arg in args:
+        if isinstance(arg, (Pointer, DescribedBuffer)):
+            yield arg.name
+        elif isinstance(arg, tuple):
+            yield from _names(arg)
 
 
-def _fill(arg: Any, tensors: dict[str, torch.Tensor], address: bool) -> Any:
+def _fill(arg: Any, given: Mapping[str, Any]) -> Any:
+    """An argument with the given tensors, or addresses, in the place of pointers."""
     if isinstance(arg, DescribedBuffer):
-        return arg.first(tensors[arg.name])
+        return arg.first(given[arg.name])
     if isinstance(arg, Pointer):
-        return tensors[arg.name].data_ptr() if address else tensors[arg.name]
+        return given[arg.name]
     if isinstance(arg, tuple):
-        return tuple(_fill(a, tensors, address) for a in arg)
+        return tuple(_fill(a, given) for a in arg)
     return arg

@@ -1,4 +1,6 @@
-"""Compiles the Hopper forward of each spelling and prints, as JSON, what test_hopper.py judges."""
+"""Compiles the Hopper forward of each spelling, or its backward behind "backward:", and prints, as JSON, what test_hopper.py
+judges.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,29 @@ import json
 import re
 import sys
 
-from flashtile.export.compile import compile_call, resources
+from flashtile.export.compile import assemble, compile_call, resources
 from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.hopper.backend import BACKEND
 from flashtile.kernels.hopper.choose import choose_forward
 from flashtile.kernels.hopper.tile import forward_shared_bytes
+from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
 
-for spelling in sys.argv[1:]:
+for argument in sys.argv[1:]:
+    direction, _, spelling = argument.rpartition(":attention")
+    spelling = f"attention{spelling}" if direction else argument
     problem = AttentionProblem.parse(spelling)
-    assert BACKEND.unsupported(problem, H100) == []
-    plan = BACKEND.forward(problem, H100)
-    (call,) = plan.calls
-    assert isinstance(call, KernelCall)
+    if direction:
+        assert BACKEND.unsupported(problem, H100, "fused") == []
+        plan = BACKEND.backward(problem, H100, Gradients(), "fused")
+        (call,) = (c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward")
+    else:
+        assert BACKEND.unsupported(problem, H100) == []
+        plan = BACKEND.forward(problem, H100)
+        call = plan.calls[-1]  # behind a schedule's
+        assert isinstance(call, KernelCall)
     compiled = compile_call(call, plan, H100)
     used, ptx = resources(compiled, H100), compiled.asm["ptx"]
     loops = [
@@ -35,11 +45,12 @@ for spelling in sys.argv[1:]:
         for loop in matrix_loops(disassemble(compiled))
     ]
     found = {
-        "spelling": spelling,
+        "spelling": argument,
         "registers": used.registers,
         "spill_bytes": used.spill_bytes,
         "shared_bytes": used.shared_bytes,
-        "priced_bytes": forward_shared_bytes(problem, choose_forward(problem, H100)),
+        "priced_bytes": 0 if direction else forward_shared_bytes(problem, choose_forward(problem, H100)),
+        "serialised": re.findall(r"\(C75\d\d\)", assemble(ptx, "sm_90a")),
         "wgmma": ptx.count("wgmma.mma_async"),
         "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),

@@ -1,4 +1,7 @@
-"""Launches every kernel of a problem through the JIT, then directly, and prints what the driver got. See test_launch.py."""
+"""Launches every kernel of a problem through the JIT, then directly, then all of a plan, and prints what the driver got.
+
+See test_launch.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.nvidia.driver import CudaDriver
@@ -17,6 +21,7 @@ torch.cuda.current_device = lambda: 0
 torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # pyright: ignore[reportAttributeAccessIssue]
 torch._C._cuda_getCurrentRawStream = lambda device: 0
+torch._C._cuda_getDevice = lambda: 0  # pyright: ignore[reportAttributeAccessIssue]
 active: Any = CudaDriver()
 active.get_current_stream = lambda device: 0
 driver.set_active(active)
@@ -28,7 +33,46 @@ from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall  # noqa: E402
 from flashtile.plan.device import H100  # noqa: E402
 from flashtile.spec.attention import AttentionProblem  # noqa: E402
-from flashtile.torch.run import TORCH_DTYPES, KernelLaunch  # noqa: E402
+from flashtile.torch.run import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
+
+
+class Address:
+    """What a launch reads of a tensor."""
+
+    def __init__(self, address: int):
+        self.data_ptr = lambda: address
+
+
+def replayed(plan: Any, file: Path) -> tuple[list[str], list[str]]:
+    """What the driver gets from a plan's replay, and from its launches one by one on the same addresses."""
+    inputs = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.named("input")}
+    bound = Bound(plan, inputs, torch.device("cpu"))
+    bound.device = Card  # pyright: ignore
+    for launch in bound.launches:
+        launch.device = Card  # pyright: ignore
+    with patch.object(torch, "empty_strided", lambda shape, strides, dtype, device: EMPTY_STRIDED(shape, strides, dtype=dtype)):
+        bound.run(dict(inputs))
+        file.write_text("")
+        bound.run(dict(inputs))
+        replays = file.read_text().splitlines()
+    assert bound.replay is not None
+    ((addresses, _),) = bound.replay.known.items()
+    places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
+    ends = [0]
+    for name, offset in bound.replay.offsets.items():
+        assert offset >= ends[-1]
+        assert offset % 256 == 0
+        buffer = next(b for b in plan.buffers if b.name == name)
+        ends.append(offset + torch.empty(buffer.shape, dtype=TORCH_DTYPES[buffer.dtype], device="meta").nbytes)
+        places[name] = Address(addresses[-1] + offset)
+    assert ends[-1] <= bound.replay.scratch_bytes
+    file.write_text("")
+    for launch in bound.launches:
+        launch(places)  # pyright: ignore
+    return replays, file.read_text().splitlines()
+
+
+EMPTY_STRIDED = torch.empty_strided
 
 
 class Card:
@@ -45,10 +89,12 @@ def main() -> None:
     plans += [HOPPER.backward(problem, H100, gradients, "fused"), TRITON.backward(problem, H100, gradients, "split")]
     for plan in plans:
         tensors = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.buffers}
+        counts: list[int] = []
         for call in plan.calls:
             assert isinstance(call, KernelCall)
             entry = compile_call(call, plan, H100).asm["ptx"].split(".entry")[1].split(")")[0]
-            os.environ["PARAMETERS"] = str(len(re.findall(r"\.param", entry)) - 2)  # two are Triton's own scratch
+            counts.append(len(re.findall(r"\.param", entry)) - 2)  # two are Triton's own scratch
+            os.environ["PARAMETERS"] = str(counts[-1])
             file.write_text("")
             launch = KernelLaunch(call, plan, {name: t.stride() for name, t in tensors.items()}, Card)  # pyright: ignore
             launch(tensors)  # through Triton's JIT
@@ -56,6 +102,8 @@ def main() -> None:
             launch(tensors)
             launch(tensors)
             print(plan.backend, call.kernel.fn.__name__, direct, file.read_text().splitlines(), sep="|")
+        os.environ["PARAMETERS"] = str(min(counts))
+        print(plan.backend, "replay", *replayed(plan, file), sep="|")
 
 
 if __name__ == "__main__":

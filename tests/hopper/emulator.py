@@ -158,6 +158,11 @@ def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
     here().stores.append(add)
 
 
+def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
+    """The beginning of a tile as another one."""
+    return Memory(tile.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
+
+
 def store_wait(pendings: int) -> None:
     stores = here().stores
     while len(stores) > pendings:
@@ -187,6 +192,25 @@ def await_turn(lock: language.Pointer, reports: Any) -> None:
     here().block.wait(lambda: int(language.load(lock)) == int(reports), what)
 
 
+def take(counter: language.Pointer) -> Any:
+    ticket = language.load(counter).clone()
+    language.store(counter, ticket + 1)
+    here().block.pause()
+    return ticket
+
+
+def spread(ticket: Any) -> Any:
+    return ticket
+
+
+def claim(lock: language.Pointer) -> Any:
+    found = language.load(lock).clone()
+    if int(found) == 0:
+        language.store(lock, found + 1)
+    here().block.wait(lambda: int(found) == 0 or int(language.load(lock)) > 1, "the first share of a part")
+    return found
+
+
 def report(lock: language.Pointer) -> None:
     language.store(lock, language.load(lock) + here().warps)
     here().block.pause()
@@ -210,13 +234,14 @@ def install(seed: int = 0) -> None:
         pack=lambda value, dtype: value.to(dtype),
         **{word.__name__: word for word in WORDS},
     )
-    from flashtile.kernels.hopper import order
+    from flashtile.kernels.hopper import order, ticket
 
-    replace(order, await_turn=await_turn, report=report, adds_done=store_wait)
+    replace(ticket, take=take, spread=spread)
+    replace(order, await_turn=await_turn, claim=claim, report=report, adds_done=store_wait)
 
 
 WORDS: tuple[Any, ...] = (
-    fence_async_shared, mbarrier, named_arrive, named_wait, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
+    fence_async_shared, mbarrier, named_arrive, named_wait, recast, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
 

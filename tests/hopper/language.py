@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here
+from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
-int32, int64 = torch.int32, torch.int64
+int16, int32, int64 = torch.int16, torch.int32, torch.int64
 tensor = shared_memory_descriptor = object  # annotations
-static_range = range
+static_range = range = range
 
 
 class Layout:
@@ -25,7 +25,7 @@ class Layout:
         return None
 
 
-BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = Layout
+BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = SwizzledSharedLayout = Layout
 
 
 class Pointer:
@@ -92,7 +92,7 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor
 
 def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     offset, mask = pointer.places(mask)
-    value = plain(value).to(pointer.flat.dtype).broadcast_to(offset.shape)
+    value = plain(to_tensor(value)).to(pointer.flat.dtype).broadcast_to(offset.shape)
     if mask is None:
         pointer.flat[offset] = value
     else:
@@ -108,7 +108,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object 
     """Barriers where 64-bit integers are asked for."""
     if dtype == int64:
         return Barriers(shape[0])
-    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+    return Memory(torch.full(shape, float("nan") if dtype.is_floating_point else -9, dtype=dtype))
 
 
 def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[int]) -> None:
@@ -127,7 +127,7 @@ def arange(start: int, end: int, layout: object = None) -> torch.Tensor:
 
 
 def full(shape: list[int], value: float, dtype: torch.dtype, layout: object = None) -> torch.Tensor:
-    return torch.full(shape, value, dtype=dtype).as_subclass(Register)
+    return torch.full(shape, float(value) if dtype.is_floating_point else int(value), dtype=dtype).as_subclass(Register)
 
 
 def zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> torch.Tensor:
@@ -150,7 +150,13 @@ def minimum(a: Any, b: Any) -> torch.Tensor:
     return torch.minimum(to_tensor(a), to_tensor(b))
 
 
-def maximum(a: Any, b: Any) -> torch.Tensor:
+class PropagateNan:
+    """Whether NaN wins; it always does here."""
+
+    ALL = True
+
+
+def maximum(a: Any, b: Any, propagate_nan: bool = False) -> torch.Tensor:
     return torch.maximum(to_tensor(a), to_tensor(b))
 
 
@@ -162,12 +168,20 @@ def max(value: torch.Tensor, axis: int) -> torch.Tensor:
     return value.amax(axis)
 
 
-def sum(value: torch.Tensor, axis: int) -> torch.Tensor:
-    return value.sum(axis)
+def sum(value: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    return value.sum(axis, dtype=value.dtype)
 
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:
     return torch.broadcast_tensors(a, b)
+
+
+def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.broadcast_tensors(a, b), -1)
+
+
+def split(value: torch.Tensor) -> Any:
+    return value.unbind(-1)
 
 
 def reshape(value: torch.Tensor, shape: list[int]) -> torch.Tensor:

@@ -112,7 +112,8 @@ class Block:
         role.baton.acquire()
         try:
             if not self.failure:
-                function(*args)
+                with torch.no_grad():  # a thread's own setting
+                    function(*args)
                 role.finish()
         except Abandoned:
             pass
@@ -255,12 +256,25 @@ class _Type:
     layout = None
 
 
+uint32, uint64 = object(), object()  # both are 64-bit integers here, of which as many bits are kept
+
+
 class Register(torch.Tensor):
     """A tensor in registers: has a `type` with a layout, as kernels ask for it."""
 
     @property
     def type(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's is a conversion)
         return _Type()
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if dtype is uint32:
+            return super().to(torch.int64) & 0xFFFFFFFF
+        if bitcast and self.dtype.itemsize == dtype.itemsize:
+            return self.view(dtype)
+        return super().to(torch.int64 if dtype is uint64 else dtype)
+
+    def __iadd__(self, other: Any) -> Any:  # a name is bound anew: who holds the old value keeps it
+        return self + other
 
 
 class Product:

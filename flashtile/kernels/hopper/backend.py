@@ -8,15 +8,18 @@ from flashtile import _triton
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
 from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
 from flashtile.kernels.hopper.tile_backward import (
+    PADDED_ROWS,
     BackwardLaunch,
-    backward_blocks,
+    backward_tiles,
     choose_backward,
     make_backward_tile,
     padded_queries,
-    unseen,
 )
-from flashtile.kernels.lib.score import chain, form_of
-from flashtile.plan.arguments import integers, score_args
+from flashtile.kernels.lib.mask import predicates
+from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
+from flashtile.kernels.lib.sums import sum_partials
+from flashtile.kernels.lib.varlen import Schedules, most_tiles
+from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
@@ -54,19 +57,8 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        if p.sink is not None:
-            reasons.append("sink is given; these kernels know none")
-        if p.dropout is not None:
-            reasons.append(f"dropout is {p.dropout}; these kernels know none")
-        for spec in p.score:
-            if any(captured.broadcast for captured in spec.kind.captured):
-                reasons.append(f"{spec.kind.name} has an element for every score; these kernels load no tiles of it")
-        if p.lengths.ragged:
-            reasons.append("items differ in length; supported are batches of one length")
-        if p.where:
-            reasons.append("the mask has predicates; supported are bands")
-        if p.blocks is not None:
-            reasons.append("the mask has block lists; supported are bands")
+        reasons += uneven_refusals(p)
+        reasons += block_refusals(p, device)
         if p.empty:
             reasons.append("there is no score at all")
         for spec in p.score:
@@ -78,10 +70,12 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
+        if p.where or p.blocks is not None:
+            reasons.append("the mask is no band alone; this backward knows bands")
+        if p.lengths.ragged and p.deterministic:
+            reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
-        if unseen(p):
-            reasons.append("some query or key sees nothing; the backward would spread a NaN that lies there")
         for spec in p.score:
             reasons += [
                 f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels only"
@@ -96,8 +90,12 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_forward(p, device)
-        form = form_of(p)
-        tile = make_forward_tile(p, launch, form)
+        form, schedules = form_of(p), Schedules(p)
+        tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
+        sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
+        records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
+        names = () if p.blocks is None else ("blocks.count_q", "blocks.index_q")
+        lists = tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -106,16 +104,16 @@ class HopperBackend:
                 Descriptor("k", (1, 1, tile.block_k, tile.columns)),
                 Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
-                Pointer("lse"),
+                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
                 *integers(p).values(),
                 launch.swizzle,
-                p.scale_value,
-                score_args(p),
+                (p.scale_value, score_args(p), (schedule, records, mask_args(p), lists)),
             ),
-            (("T", tile), ("SCORE", chain(p, device, form))),
+            (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
         )
-        return Plan(p, self.name, "", forward_buffers(p), (call,), (f"forward tile {launch.spell()}",))
+        buffers = (*forward_buffers(p), *schedules.buffers)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
 
     def backward(
         self,
@@ -131,62 +129,95 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_backward(p, device)
-        form = form_of(p, backward=True)
-        tile = make_backward_tile(p, launch, form)
-        padded = padded_queries(p)
-        counts = integers(p)
+        form, schedules = form_of(p, backward=True), Schedules(p)
+        tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
+        tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
+        schedule = schedules.of(launch.block_k, over_keys=True)
+        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
+        row_region = schedules.of(PADDED_ROWS), region[1]
+        rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
+        if not tile.ragged:
+            rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
-            Buffer("rows", (p.batch, p.heads_q, 2, padded), "fp32", "scratch"),
-            Buffer("dq_sum", (1, 1, p.batch * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
+            Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("tickets", (1,), "int32", "scratch"),
+            Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
-        locks = ()
-        if tile.deterministic:
-            locks = (Pointer("locks"),)
+        locks = None
+        if tile.locked:
+            locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
-            scratch.append(Buffer("locks", (p.batch, p.heads_q, *per_head), "int32", "scratch"))
+            scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
-        row_programs = (padded // GROUP_ROWS * p.batch * p.heads_q, 1, 1)
-        dlse = "dlse" if gradients.dlse else None
+        dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
+        sunk = None
+        if p.sink is not None and p.sink.grad:
+            sunk = Pointer("partial.sink")
+            scratch.append(Buffer("partial.sink", (p.heads_q, rows_per_head), "fp32", "scratch"))
         rows = KernelCall(
             attention_rows,
-            row_programs,
+            (rows_per_head * p.heads_q, 1, 1),
             (
-                (Pointer("out"), Pointer("dout"), Pointer("lse"), Pointer(dlse) if dlse else None),
-                (Pointer("rows"), Pointer("dq_sum"), *locks),
-                (Strides("out"), Strides("dout"), Strides(dlse or "lse")),
+                (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
+                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), locks, sunk),
+                (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
                 p.scale_value,
+                row_region,
             ),
             (("T", tile),),
         )
+        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
             attention_backward,
-            (backward_blocks(p, launch), 1, 1),
+            (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1),
             (
                 Descriptor("q", (1, 1, tile.block_q, tile.columns)),
                 Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
                 Descriptor("v", (1, 1, GROUP_ROWS, tile.columns_v)),
                 Descriptor("dout", (1, 1, tile.block_q, tile.columns_v)),
+                Descriptor("dk", (1, 1, GROUP_ROWS, tile.columns_own)),
+                Descriptor("dv", (1, 1, GROUP_ROWS, tile.columns_v_own)),
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
-                ((Pointer("dq_sum"), Pointer("dk"), Pointer("dv"), *locks), (Strides("dk"), Strides("dv"))),
                 *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
-                p.scale_value,
-                score_args(p),
+                (((Pointer("dq_sum"), Pointer("tickets"), locks), *whole), region, p.scale_value, score_args(p)),
             ),
             (("T", tile), ("SCORE", chain(p, device, form))),
             launch.num_warps,
         )
-        calls = [rows, keys]
+        calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
-            args = (Pointer("dq_sum"), Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
-            calls.append(KernelCall(attention_dq, row_programs, args, (("T", tile),)))
+            sums = Pointer("dq_sum"), None if tile.clears else locks
+            args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
+            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),)))
+        if sunk:
+            args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
+            calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        buffers = (*backward_buffers(p, gradients), *scratch, *schedules.buffers)
         notes = ("backward fused", f"keys pass tile {launch.spell()}")
-        return Plan(p, self.name, "fused", (*backward_buffers(p, gradients), *scratch), tuple(calls), notes)
+        return Plan(p, self.name, "fused", buffers, tuple(calls), notes)
 
 
 BACKEND = HopperBackend()
+
+
+def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
+    """Reasons against block lists and predicates."""
+    reasons = [
+        f"predicate {leaf.kind.name} has no `visible`, its formula for kernels"
+        for leaf in p.leaves
+        if not hasattr(leaf.kind, "visible")
+    ]
+    if p.blocks is not None and p.lengths.ragged:
+        reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+    elif p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+        tile = choose_forward(p, device)
+        if p.blocks.block_q % tile.block_q or p.blocks.block_k % tile.block_k:
+            reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported are multiples of "
+                           f"{tile.block_q} x {tile.block_k}")  # fmt: skip
+    return reasons
 
 
 @cache

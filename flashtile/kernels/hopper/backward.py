@@ -1,137 +1,29 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import kept
+from flashtile.kernels.hopper.feed import load
 from flashtile.kernels.hopper.gluon import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
     named_wait,
-    tma_load,
+    recast,
+    store_wait,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
+from flashtile.kernels.hopper.memory_backward import make_memory
+from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import walk
-from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.hopper.visit import Work, walk
+from flashtile.kernels.hopper.weigh import blank_keys, differentiate, weigh
+from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import visible
-from flashtile.kernels.lib.memory import head_offset, row_offset
 from flashtile.kernels.lib.score import locate, probabilities
-
-
-@aggregate
-class Memory:
-    """Shared memory of a program, and the channels that fill it."""
-
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor
-    dout: gl.shared_memory_descriptor
-    rows: gl.shared_memory_descriptor  # level and delta of every stage
-    p: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    shares: gl.shared_memory_descriptor
-    keys: Channel
-    queries: Channel
-    douts: Channel
-    sums: Channel
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, keys, queries, douts, sums):
-        self.k = k
-        self.v = v
-        self.q = q
-        self.dout = dout
-        self.rows = rows
-        self.p = p
-        self.ds = ds
-        self.shares = shares
-        self.keys = keys
-        self.queries = queries
-        self.douts = douts
-        self.sums = sums
-
-
-@gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T: gl.constexpr):
-    """The warp that loads: the key tile once, then queries, their rows and dout, step by step."""
-    place = walk(sizes, band, T)
-    bar = memory.keys.acquire(0, T.block_k // 64 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    KEY_TILES: gl.constexpr = T.block_k // 64
-    for i in gl.static_range(KEY_TILES):
-        tma_load(k_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.k.index(i))
-        tma_load(v_desc, [place.batch, place.head_kv, place.column + i * 64, 0], bar, memory.v.index(i))
-    for step in range(place.tiles * T.group):
-        head, start = place.at(step, T)
-        place_of_rows = 2 * memory.queries.at(step)
-        bar = memory.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-        tma_load(rows_desc, [place.batch, head, 0, start], bar, memory.rows.index(place_of_rows))
-        tma_load(rows_desc, [place.batch, head, 1, start], bar, memory.rows.index(place_of_rows + 1))
-        tma_load(q_desc, [place.batch, head, start, 0], bar, memory.q.index(memory.queries.at(step)))
-        bar = memory.douts.acquire(step, dout_desc.block_type.nbytes)
-        tma_load(dout_desc, [place.batch, head, start, 0], bar, memory.dout.index(memory.douts.at(step)))
-
-
-@gluon.jit
-def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
-    """x (keys x queries) with zeros where `mask.visible` is false, at one comparison per score for each bound.
-
-    Queries that do not exist have p = 0 anyway. A thread's columns are 8 j + k and an offset of its own, which joins the
-    bounds: what is left to compare with are constants.
-    """
-    COLUMNS: gl.constexpr = x.shape[1]
-    parts = x.reshape([64, COLUMNS // 8, 4, 2])
-    L: gl.constexpr = parts.type.layout
-    column = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    column = column * 8 + pair
-    offset = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 2
-    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
-    aligned = stay(key - (sizes.k - sizes.q) - first_query)
-    first = aligned * 0
-    if T.right:
-        first = aligned - band[1]
-    if T.pads_keys:
-        first = gl.where(key < sizes.k, first, 2147483647)
-    keep = column >= first - offset
-    if T.left:
-        keep = keep & (column <= aligned + band[0] - offset)
-    return gl.convert_layout(gl.where(keep, parts, 0.0).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def stay(x):
-    """x, computed where this stands: otherwise the few tiles with a mask would make all others compare and select too."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.constexpr):
-    """p of a tile of products (keys x queries). level is the queries', as `rows.attention_rows` gives it."""
-    if T.folds:
-        p = gl.exp2(raw * (scale * LOG2E))
-    else:
-        p = gl.exp2(raw * (scale * LOG2E) - level)
-    if T.masks:
-        if masked:
-            p = hide(p, first_query, first_key, sizes, band, T)
-    return p
-
-
-@gluon.jit
-def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
-    """The gradient of the scaled product."""
-    if T.folds:
-        ds = p * dp
-    else:
-        ds = p * (dp - delta)
-    if T.masks:
-        if masked:  # dp may be NaN where nothing is to be seen
-            ds = hide(ds, first_query, first_key, sizes, band, T)
-    return ds
 
 
 @gluon.jit
@@ -150,82 +42,112 @@ def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
-              T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
+              FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
-    COLUMNS_DQ: gl.constexpr = T.columns_dq
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     head, start = place.at(step, T)
     k = memory.k.index(W).reshape([64, COLUMNS])
     v = memory.v.index(W).reshape([64, COLUMNS_V])
-    q = memory.q.index(memory.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
-    dout = memory.dout.index(memory.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
-    level_rows = memory.rows.index(2 * memory.queries.at(step)).reshape([BLOCK_Q])
-    delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([BLOCK_Q])
+    q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
+    dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
+    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
+    delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
-    memory.queries.wait(step)
+    memory.to.queries.wait(step)
     raw = starts(level_rows, BLOCK_Q, T)
     dp = starts(delta_rows, BLOCK_Q, T)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
-    memory.douts.wait(step)
+    memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
-    if T.deterministic and not T.copies_dq:
-        if step > 0:  # late, when the additions have long been performed
-            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
     first_key = place.column + W * 64
-    masked = (start < place.full_lo) | (start >= place.full_hi)  # false only where all is visible
+    masked = (start < place.visits.full_lo) | (start >= place.visits.full_hi)  # false only where all is visible
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
+    raw = warpgroup_mma_wait(1, deps=[raw_token])
     level = 0.0
     delta = 0.0
-    if not T.folds:
+    if not T.folds:  # not before: ptxas would spill it
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
         p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
                               T.masks, T, SCORE)  # fmt: skip
+        if T.dropout:
+            p = gl.where(survives, p, 0.0)
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
         p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
+        weights = p
+        if T.dropout:
+            weights = gl.where(survives, p, 0.0)
+        dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
 
     ds = ds.to(dtype)
-    dq_token = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
-    # both consumers' ds: each makes dq from all keys, for half of the columns or half of the queries
-    memory.ds.index(step % 2 * 2 + W).store(ds)
-    fence_async_shared()
-    named_wait(8, 256)
-    for i in gl.static_range(2):
-        if BLOCK_Q == 64:
-            share = memory.ds.index(step % 2 * 2 + i)
-            keys = memory.k.index(i).reshape([64, COLUMNS]).slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
-        else:
-            share = memory.ds.index(step % 2 * 2 + i).slice(W * 64, 64, 1)
-            keys = memory.k.index(i).reshape([64, COLUMNS])
-        dq_token = warpgroup_mma(share.permute((1, 0)), keys, dq_token, use_acc=(i > 0), is_async=True)
+    if T.lag == 0:
+        memory.ds.index(2 * W + step % 2).store(ds)
+        fence_async_shared()
+        named_wait(8, 256)
+        dq_token = multiply_dq(memory, step, W, T)
+    else:
+        memory.to.scores.claim(step)
+        memory.ds.index(2 * W + step % 2).store(ds)
+        fence_async_shared()
+        memory.to.scores.hand_over(step)
+        if not FIRST:
+            dq_token = multiply_dq(memory, step - 1, W, T)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-    memory.douts.release(step)
-    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
+    if FIRST:
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        memory.to.douts.release(step)
+    else:
+        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        memory.to.douts.release(step)
+        if T.lag == 1:
+            memory.to.scores.release(step - 1)
+        add_dq(dq, memory, sum_ptrs, step - T.lag, place, sizes, band, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
-    memory.queries.release(step)
+    memory.to.queries.release(step)
     return dk, dv
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W: gl.constexpr,
+def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
+    """Begin a consumer's part of dq, from both consumers' ds: half of the columns or half of the queries, from all keys."""
+    COLUMNS_DQ: gl.constexpr = T.columns_dq
+    if T.lag > 0:
+        memory.to.scores.wait(step)
+    dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
+    for i in gl.static_range(2):
+        share = memory.ds.index(2 * i + step % 2)
+        keys = memory.k.index(i).reshape([64, T.columns])
+        if T.block_q == 64:
+            keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+        else:
+            share = share.slice(W * 64, 64, 1)
+        dq = warpgroup_mma(share.permute((1, 0)), keys, dq, use_acc=(i > 0), is_async=True)
+    return dq
+
+
+@gluon.jit
+def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
                 T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
@@ -241,30 +163,30 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     head, start = place.at(step, T)
     k = memory.k.index(0).reshape([64, COLUMNS])
     v = memory.v.index(0).reshape([64, COLUMNS_V])
-    q = memory.q.index(memory.queries.at(step)).reshape([64, COLUMNS])
-    dout = memory.dout.index(memory.douts.at(step)).reshape([64, COLUMNS_V])
-    level_rows = memory.rows.index(2 * memory.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
-    delta_rows = memory.rows.index(2 * memory.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    q = memory.q.index(memory.to.queries.at(step)).reshape([64, COLUMNS])
+    dout = memory.dout.index(memory.to.douts.at(step)).reshape([64, COLUMNS_V])
+    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
-    memory.queries.wait(step)
-    raw = starts(level_rows, HALF_Q, T)
-    dp = starts(delta_rows, HALF_Q, T)
-    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), raw, use_acc=T.folds, is_async=True)
-    memory.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), dp, use_acc=T.folds, is_async=True)
+    memory.to.queries.wait(step)
+    none = gl.zeros([64, HALF_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
+    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
+    memory.to.douts.wait(step)
+    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
     if T.deterministic:
-        if step > 0:
-            report_dq(grad_ptrs, step - 1, W, place, sizes, T)
+        if step > place.visits.begin:
+            report_dq(sum_ptrs, step - 1, W, place, sizes, T)
     first_query = start + W * HALF_Q
-    masked = (start < place.full_lo) | (start >= place.full_hi)
-    level = 0.0
-    delta = 0.0
-    if not T.folds:
-        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    masked = (start < place.visits.full_lo) | (start >= place.visits.full_hi)
+    level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    if T.dropout:
+        survives = kept(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
@@ -273,7 +195,11 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
     else:
         p = weigh(raw, level, first_query, place.column, masked, sizes, band, scale, T)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if T.dropout:
+            dp = gl.where(survives, dp * seed[4], 0.0)
         ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, band, T)
+    if T.dropout:
+        p = gl.where(survives, p, 0.0)
     memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
     memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
     fence_async_shared()
@@ -281,104 +207,132 @@ def step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, scor
 
     p_all = memory.p.index(step % 2)
     ds_all = memory.ds.index(step % 2)
-    none = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)  # pyright: ignore[reportCallIssue]
+    start_dq = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)  # pyright: ignore[reportCallIssue]
     keys = k.slice(W * (COLUMNS // 2), COLUMNS // 2, 1)
-    dq_token = warpgroup_mma(ds_all.permute((1, 0)), keys, none, use_acc=False, is_async=True)
+    dq_token = warpgroup_mma(ds_all.permute((1, 0)), keys, start_dq, use_acc=False, is_async=True)
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W, T)
+    add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
-    memory.douts.release(step)
-    memory.queries.release(step)
+    memory.to.douts.release(step)
+    memory.to.queries.release(step)
     return dk, dv
 
 
 @gluon.jit
-def consume(grad_ptrs, strides, memory, sizes, band, scale, score_args, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+            SCORE: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
-    COLUMNS: gl.constexpr = T.columns // 2 if T.halves else T.columns
-    COLUMNS_V: gl.constexpr = T.columns_v // 2 if T.halves else T.columns_v
-    place = walk(sizes, band, T)
-    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
-    memory.keys.wait(0)
-    steps = place.tiles * T.group
-    for step in range(steps):
+    COLUMNS: gl.constexpr = T.columns_own
+    COLUMNS_V: gl.constexpr = T.columns_v_own
+    band, sums = work.band, grads[0]
+    seed = load_seed(score_args, T)
+    turn, begin = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = memory.to.tickets.read(turn, 4)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, begin, work, T)
+        dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
+        memory.to.keys.wait(turn)
+        if T.blanks:
+            blank_keys(memory, place, sizes, band, W, T)
+        store_wait(0)  # the gradients of the tile before
         if T.halves:
-            dk, dv = step_halves(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-        else:
-            dk, dv = step_keys(dk, dv, memory, grad_ptrs, step, place, sizes, band, scale, score_args, W, T, SCORE)
-    if T.deterministic and not T.copies_dq:
-        if steps > 0:
-            report_dq(grad_ptrs, steps - 1, W, place, sizes, T)
-    first = 0 if T.halves else W * 64
-    column = W if T.halves else 0
-    store_keys(grad_ptrs[1], strides[0], dk * scale, first, column * COLUMNS, place, sizes, T.head_dim)
-    store_keys(grad_ptrs[2], strides[1], dv, first, column * COLUMNS_V, place, sizes, T.head_dim_v)
+            for step in range(begin, place.visits.end):
+                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
+            if T.deterministic:
+                if place.visits.end > begin:
+                    report_dq(sums, place.visits.end - 1, W, place, sizes, T)
+        elif T.lag == 0:
+            for step in range(begin, place.visits.end):
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+        elif place.visits.end > begin:
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
+            for step in range(begin + 1, place.visits.end):
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+            dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
+            memory.to.scores.release(place.visits.end - 1)
+            add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, band, W, T)
+        memory.to.keys.release(turn)
+        if T.dropout:
+            dv *= seed[4]
+        store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
+        begin = place.visits.end
+        turn = turn + 1
+        ticket = memory.to.tickets.read(turn, 4)
+    store_wait(0)
 
 
 @gluon.jit
-def store_keys(ptr, strides, value, first, first_column, place, sizes, WIDTH: gl.constexpr):
-    """Write the gradient of 64 keys, from the tile's key `first` on, in the tensor's own type."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))[:, None]
-    column = first_column + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))[None, :]
-    ptr += head_offset(place.batch, place.head_kv, strides) + row_offset(place.column + first, strides)
-    at = ptr + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[3]
-    gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < sizes.k - place.column - first) & (column < WIDTH))
+def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
+    named_wait(8, 256)
+    first = place.column if T.halves else place.column + W * 64
+    column = W * T.columns_own if T.halves else 0
+    column_v = W * T.columns_v_own if T.halves else 0
+    if T.halves:
+        store_gradient(dv_desc, grads[2], memory.p if W == 0 else memory.ds, dv, column_v, first, T.head_dim_v, 0, 1, place, T)
+        store_wait(0)
+        store_gradient(dk_desc, grads[1], memory.p if W == 0 else memory.ds, dk, column, first, T.head_dim, 0, 1, place, T)
+        store_wait(0)
+        named_wait(8, 256)  # both write there
+    else:
+        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
+        store_gradient(dv_desc, grads[2], memory.ds, dv, column_v, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
+        memory.to.sums.claim(2 * place.visits.end + W)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, column, first, T.head_dim, 0, 1, place, T)
+
+
+@gluon.jit
+def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr,
+                   place, T: gl.constexpr):  # fmt: skip
+    """Write the gradient of 64 keys from `first` on, by the copy engine, through one of the PLACES that staging has.
+
+    Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
+    """
+    COLUMNS: gl.constexpr = value.shape[1]
+    staged = recast(staging, desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
+    staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
+    fence_async_shared()
+    if T.varlen:
+        if first + 64 > place.span_k:
+            store_part(staged.reshape([64, COLUMNS]), column, target[0], target[1], place.slab, place.head_kv,
+                       place.first_k + first, place.span_k - first, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [place.slab, place.head_kv, place.first_k + first, column], staged)
+    else:
+        tma_store(desc, [place.slab, place.head_kv, first, column], staged)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, grads, seqlen_q, seqlen_k, heads,
-                       left, right, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """One block: dk, dv of one key tile of one key/value head over all its query heads, and its share of dq.
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
+                       left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    grads = ((sum for dq as `rows.attention_rows` cleared it, dk, dv, and locks if T.deterministic), strides of dk, dv).
+    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq, count of tickets, locks if T.locked, as
+    `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as in
+    `visit.Work`.
     """
-    BLOCK_Q: gl.constexpr = T.block_q
-    COLUMNS: gl.constexpr = T.columns
-    COLUMNS_V: gl.constexpr = T.columns_v
-    STAGES: gl.constexpr = T.stages
-    STAGES_DOUT: gl.constexpr = T.stages_dout
-    COLUMNS_DQ: gl.constexpr = T.columns_dq
-    KEY_TILES: gl.constexpr = T.block_k // 64
-    DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
-    dtype: gl.constexpr = q_desc.dtype
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    sizes, band = Sizes(seqlen_q, seqlen_k, heads, heads), (left, right)
-    grad_ptrs, strides = grads[0], grads[1]
-    ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
-    p = ds
-    if T.halves:
-        p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
-    shares = ds
-    if T.copies_dq:
-        shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, COLUMNS_DQ // 4, 256], sum_desc.layout)
-    memory = Memory(
-        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, COLUMNS_V], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, COLUMNS], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES_DOUT, 1, 1, BLOCK_Q, COLUMNS_V], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout),
-        p,
-        ds,
-        shares,
-        make_channel(1, 2),
-        make_channel(STAGES, 2),
-        make_channel(STAGES_DOUT, 2),
-        make_channel(2, 1),
-    )
+    grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
+    if T.ragged:
+        tiles = region[2] * (heads // T.group)
+    else:
+        tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region)
+    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T)
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 0, T, SCORE)),
-            (consume, (grad_ptrs, strides, memory, sizes, band, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, sizes, band, T)),
-            (add_shares, (sum_desc, grad_ptrs, memory, sizes, band, T)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
+            (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

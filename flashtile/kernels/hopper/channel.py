@@ -90,11 +90,11 @@ class Channel:
 
 
 @gluon.jit
-def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A channel whose tiles are each released by CONSUMERS warpgroups. Fence before specialising warps."""
+def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
+    """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS. Fence before specialising warps."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=PRODUCERS)
         mbarrier.init(free.index(i), count=CONSUMERS)
     return Channel(full, free, STAGES)

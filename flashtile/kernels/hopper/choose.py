@@ -50,19 +50,32 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     full, causal = options(p)
     tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
+    if p.blocks is not None:  # nobody knows how long the lists are
+        return replace(tiles[0][0], resident=True, swizzle=1)
+    if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
+        return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, 16 if _width(p) == 64 else 4))
     timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
     return min(timed, key=lambda option: option[0])[1]
 
 
 def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:
-    """The tiles that its head dims allow: where `is_causal` does not hold, and where it does."""
-    width = max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
-    return FULL[width], CAUSAL[width]
+    """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
+    # with three warpgroups the random words of dropout spill, up to 1,300 bytes; blocks of a list have powers of two
+    pairs = p.dropout is not None or p.blocks is not None
+    full, causal = (
+        tuple((launch, key_us) for launch, key_us in tiles[_width(p)] if launch.groups == 2 or not pairs)
+        for tiles in (FULL, CAUSAL)
+    )
+    return full, causal
 
 
 def is_causal(p: AttentionProblem) -> bool:
     """Whether later query tiles are longer."""
-    return p.mask.clipped(p.seqlen_q, p.seqlen_k).right is not None
+    return p.band.right is not None
+
+
+def _width(p: AttentionProblem) -> int:
+    return max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
 
 
 def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:

@@ -9,7 +9,10 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.blank import blank_hidden, blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import kept
+from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -20,15 +23,15 @@ from flashtile.kernels.hopper.gluon import (
     pack,
     store_wait,
     tma_load,
-    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.work import Size, assign, turns, walk, within
-from flashtile.kernels.lib.exponential import LN2, LOG2E
-from flashtile.kernels.lib.score import added, bent, logits, unit
-from flashtile.spec.score import Position
+from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
+from flashtile.kernels.hopper.scores import exponentials, lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, turns, visit, walk, within
+from flashtile.kernels.lib.dropout import load_seed
+from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.score import bent, unit
 
 FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is; Triton uses the lower ones
 
@@ -54,14 +57,6 @@ class Memory:
         self.queries, self.keys, self.values = queries, keys, values
 
 
-class Place(NamedTuple):
-    """Where a warpgroup's queries lie."""
-
-    batch: gl.tensor
-    head: gl.tensor
-    row: gl.tensor  # the first of them
-
-
 class Rows(NamedTuple):
     """State of a warpgroup's 64 queries."""
 
@@ -72,26 +67,25 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, mem, size, T: gl.constexpr):
+def load(q_desc, k_desc, v_desc, mem, size, region, T: gl.constexpr):
     """Role: bring queries, keys and values of every tile into shared memory."""
-    tiles, heads = gl.cdiv(size.seqlen_q, T.block_q), size.batch * size.heads
     use = 0
-    for turn in range(turns(tiles * heads, T)):
-        tile, batch_head = assign(turn, tiles, heads, size.swizzle, T)
-        batch, head = batch_head // size.heads, batch_head % size.heads
-        head_kv = head // size.group
-        seen = walk(tile * T.block_q, T.block_q, size, T)
-        key = (seen.end - 1) * T.block_k
-        fill(k_desc, mem.k, mem.keys, use, batch, head_kv, key, T.columns, T.parts)
+    for turn in range(turns(size, T)):
+        at = assign(turn, size, region, T)
+        head_kv = at.head // size.group
+        own = sized(size, at.item)
+        seen, indices = visit(at, own, region, T)
+        key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
+        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
         if T.staged and turn > 0:  # the last products with the old queries are done when their last keys are let go of
             mem.keys.reclaim(use - 1)
-        load_queries(q_desc, mem, turn, batch, head, tile * T.block_q, T)
-        fill(v_desc, mem.v, mem.values, use, batch, head_kv, key, T.columns_v, T.parts_v)
+        load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
+        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         use += 1
-        for _ in range(seen.end - 1 - seen.first):
-            key -= T.block_k
-            fill(k_desc, mem.k, mem.keys, use, batch, head_kv, key, T.columns, T.parts)
-            fill(v_desc, mem.v, mem.values, use, batch, head_kv, key, T.columns_v, T.parts_v)
+        for n in range(seen.end - 1 - seen.first):
+            key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
+            fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
             use += 1
 
 
@@ -117,16 +111,18 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
 
 
 @gluon.jit
-def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """Role: attention of the GROUP-th 64 queries of every tile."""
-    tiles, heads = gl.cdiv(size.seqlen_q, T.block_q), size.batch * size.heads
     use = 0
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
-    tile, batch_head = assign(0, tiles, heads, size.swizzle, T)
-    for turn in range(turns(tiles * heads, T)):
-        at = Place(batch_head // size.heads, batch_head % size.heads, tile * T.block_q + GROUP * T.rows)
-        loaded = walk(tile * T.block_q, T.block_q, size, T)
+    scale, score_args, region = rest[0], rest[1], rest[2]
+    given = (load_seed(score_args, T), region[2])
+    job = assign(0, whole, region, T)
+    for turn in range(turns(whole, T)):
+        at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows)
+        size = sized(whole, at.item)
+        loaded, indices = visit(job, size, region, T)
         seen = loaded
         if T.skips:
             seen = within(walk(at.row, T.rows, size, T), loaded.end)
@@ -134,28 +130,33 @@ def consume(out_desc, lse_ptr, mem, size, scale, score_args, GROUP: gl.constexpr
                 skip(mem, use, GROUP, T)
                 use += 1
         mem.queries.wait(turn * T.groups + GROUP)
-        rows = begin(mem, use, seen.end - 1, at, size, scale, score_args, GROUP, T, SCORE)
+        tile = tile_at(indices, seen, seen.end - 1, size, T)
+        rows = begin(mem, use, tile, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
         use += 1
-        if T.right or T.pads_keys:
+        if T.masks_first:
             for n in range(seen.end - 1 - seen.high):
-                rows = step(rows, mem, use, seen.end - 2 - n, at, size, scale, score_args, GROUP, True, T, SCORE)
+                tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
+                rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
         for n in range(seen.high - seen.low):
-            rows = step(rows, mem, use, seen.high - 1 - n, at, size, scale, score_args, GROUP, False, T, SCORE)
+            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+            rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
             use += 1
         if T.left:
             for n in range(seen.low - seen.first):
-                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, GROUP, True, T, SCORE)
+                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
-        acc = add_values(rows, mem, use - 1, seen.first, size, T)
-        tile, batch_head = assign(turn + 1, tiles, heads, size.swizzle, T)  # divisions, here hidden under the product
+        if T.unseen and T.left and not T.asks:
+            blank_unseen(mem, use - 1, seen.first, size, T)
+        acc = add_values(rows, mem, use - 1, T)
+        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
         acc = settle(acc, T)
         mem.values.release(use - 1)
         if T.skips and T.left:
             for _ in range(seen.first - loaded.first):
                 skip(mem, use, GROUP, T)
                 use += 1
-        finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args, GROUP, T, SCORE)
+        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
         if not T.staged:
             store_wait(0)
             mem.queries.release(turn * T.groups + GROUP)
@@ -175,7 +176,8 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def begin(mem, use, tile, at, size, scale, score_args, given,
+          GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, without its values."""
     score = starts(tile, at, size, scale, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
@@ -184,19 +186,27 @@ def begin(mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, T: g
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, T.masked, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.masked, T, SCORE, MASK)
     top = gl.max(score, 1)
     if not T.masked:
         top = bent(top, scale, score_args, T, SCORE)
         score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
-    return Rows(empty(T), weigh(p, mem, T), top, lane_sums(p, T))
+    total = lane_sums(p, T)
+    if T.dropout:
+        p = gl.where(kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
+    weights = weigh(p, mem, T)
+    if T.asks:
+        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+    elif T.unseen:
+        blank_unseen(mem, use, tile, size, T)
+    return Rows(empty(T), weights, top, total)
 
 
 @gluon.jit
-def step(rows, mem, use, tile, at, size, scale, score_args,
-         GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step(rows, mem, use, tile, at, size, scale, score_args, given,
+         GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile; the values of the one before are added meanwhile.
 
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
@@ -207,11 +217,13 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, T)
-    acc = add_values(rows, mem, use - 1, tile + 1, size, T)
+    acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
+    if T.dropout:
+        survives = kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, MASKED, T, SCORE)
+    score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     top = row_max(score, T)
     if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
         top = bent(top, scale, score_args, T, SCORE)
@@ -224,37 +236,14 @@ def step(rows, mem, use, tile, at, size, scale, score_args,
         mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
     acc = settle(acc, T)
     mem.values.release(use - 1)
-    p = gl.exp2(score * factor - shift[:, None])
+    p = exponentials(score * factor - shift[:, None], T)
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-    return Rows(scaled(acc, decay, T), weigh(p, mem, T), top, total)
-
-
-@gluon.jit
-def finish(acc, rows, out_desc, lse_ptr, mem, at, size, scale, score_args,
-           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values."""
-    PARTS_V: gl.constexpr = T.parts_v
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
-    total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
-    safe = gl.where(total == 0.0, 1.0, total)
-    lse = (rows.top * (unit(scale, score_args, T, SCORE) * LOG2E) + gl.log2(safe)) * LN2
-    index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
-    gl.store(lse_ptr + (at.batch * size.heads + at.head).to(gl.int64) * size.seqlen_q + index, lse, mask=index < size.seqlen_q)
-    share = gl.convert_layout(1.0 / safe, row_layout(COLUMNS))[:, None]
-    if T.masked:
-        seen = gl.convert_layout(total, row_layout(COLUMNS))[:, None] != 0.0
-    if T.staged:
-        store_wait(0)
-    for part in gl.static_range(PARTS_V):
-        out = acc[part] * share
-        if T.masked:
-            out = gl.where(seen, out, 0.0)
-        mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS]).store(out.to(mem.out.dtype))
-    fence_async_shared()
-    for part in gl.static_range(PARTS_V):
-        tma_store(out_desc, [at.batch, at.head, at.row, part * COLUMNS], mem.out.index(GROUP * T.parts_v + part))
+    if T.dropout:
+        p = gl.where(survives, p, 0.0)
+    acc, weights = scaled(acc, decay, T), weigh(p, mem, T)
+    if MASKED and T.asks:
+        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+    return Rows(acc, weights, top, total)
 
 
 @gluon.jit
@@ -286,7 +275,7 @@ def multiply_keys(score, mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def add_values(rows, mem, use, tile, size, T: gl.constexpr):
+def add_values(rows, mem, use, T: gl.constexpr):
     """The accumulators plus probabilities times a value tile, under way."""
     PARTS_V: gl.constexpr = T.parts_v
     BLOCK_K: gl.constexpr = T.block_k
@@ -295,25 +284,29 @@ def add_values(rows, mem, use, tile, size, T: gl.constexpr):
     acc = ()
     for part in gl.static_range(PARTS_V):
         v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
-        if T.unseen:
-            blank_unseen(v, tile, size, T)
         acc = acc + (warpgroup_mma(rows.weights, v, rows.acc[part], is_async=True),)  # noqa: RUF005 (no unpacking here)
     return acc
 
 
 @gluon.jit
-def blank_unseen(v, tile, size, T: gl.constexpr):
-    """Zero the values that no query sees, in place: 0 times NaN is NaN. Warpgroups may do it to the same tile."""
+def blank_unseen(mem, use, tile, size, T: gl.constexpr):
+    """Zero the values that no query sees, in place: 0 times NaN is NaN. Warpgroups may do it to the same tile.
+
+    Such keys lie in the first and the last tile of a walk, and in no other.
+    """
+    PARTS_V: gl.constexpr = T.parts_v
     BLOCK_K: gl.constexpr = T.block_k
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    COLUMNS: gl.constexpr = T.columns_v
     first, end, start = 0, size.seqlen_k, tile * BLOCK_K
     if T.left:
         first = size.seqlen_k - size.seqlen_q - size.left
     if T.right:
-        end = size.seqlen_k + size.right
+        end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
     if (start < first) | (start + BLOCK_K > end):
-        key = start + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT))
-        v.store(gl.where(((key >= first) & (key < end))[:, None], v.load(LAYOUT), 0.0))
+        mem.values.wait(use)
+        for part in gl.static_range(PARTS_V):
+            v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
+            blank_rows(v, first - start, end - start)
         fence_async_shared()
 
 
@@ -352,105 +345,21 @@ def empty(T: gl.constexpr):
 
 
 @gluon.jit
-def starts(tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
-    BLOCK_K: gl.constexpr = T.block_k
-    ROWS: gl.constexpr = T.rows
-    score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
-    if T.adds > 0:
-        score = added(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
-    return score
-
-
-@gluon.jit
-def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
-    """The Position of a tile's scores, its indices clamped into the tensors so that a modifier may load by them.
-
-    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's: `ahead` is one addition.
-    """
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    shift = size.seqlen_k - size.seqlen_q
-    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), size.seqlen_q - 1)
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-    if MASKED:
-        key = gl.minimum(key, size.seqlen_k - 1)
-    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    L: gl.constexpr = parts.type.layout
-    query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    ahead = (tile * BLOCK_K - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
-    ahead = gl.convert_layout(ahead.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
-    return Position(at.batch, at.head, row[:, None], (row + shift)[:, None], key[None, :], ahead)
-
-
-@gluon.jit
-def shape_scores(score, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    if T.prescale:
-        score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
-    if MASKED:  # one limit on either side, relative to the tile: a single comparison per score and side
-        row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
-        column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-        start = tile * BLOCK_K
-        position = row + (size.seqlen_k - size.seqlen_q) - start
-        last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
-        if T.right:
-            last = gl.minimum(position + size.right, last)
-        keep = column[None, :] <= last[:, None]
-        if T.left:
-            keep = keep & (column[None, :] >= (position - size.left)[:, None])
-        score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
-    return score
-
-
-@gluon.jit
-def row_max(score, T: gl.constexpr):
-    """Maximum of each row; T.split_max: of its even and odd columns apart first, two chains instead of one."""
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    if T.split_max:
-        lanes = gl.max(gl.max(score.reshape([ROWS, BLOCK_K // 8, 4, 2]), 1), 2)
-        return gl.convert_layout(gl.max(lanes, 1), row_layout(BLOCK_K))
-    else:
-        return gl.max(score, 1)
-
-
-@gluon.jit
-def lane_sums(p, T: gl.constexpr):
-    """Sums within each thread: a row's four lanes are added up only at the end."""
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
 def weigh(p, mem, T: gl.constexpr):
     """Probabilities as the left operand of the product with the values."""
     COLUMNS: gl.constexpr = T.columns_v
     return gl.convert_layout(pack(p, mem.v.dtype), operand_layout(COLUMNS))
 
 
-@gluon.jit
-def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
-    """The exponent to subtract; finite for a row that has seen nothing so far."""
-    shift = top * factor
-    if MASKED or T.prescale:
-        shift = gl.where(top == float("-inf"), 0.0, shift)
-    return shift
-
-
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
-def attention_forward(q_desc, k_desc, v_desc, out_desc, lse_ptr, seqlen_q, seqlen_k, heads, group, left, right, swizzle,
-                      scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqlen_k, heads, group, left, right, swizzle,
+                      rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
     `swizzle` heads are computed together (see `work.assign`); it depends on the sizes, so it is no part of T.
-    lse is (batch, heads_q, seqlen_q), natural logarithm, float32, contiguous.
+    targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
+    contiguous. rest = (scale, arguments of modifiers, region); region = (the schedule, its records, where T.ragged; arguments
+    of predicates; the mask's block lists, or None).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
@@ -463,23 +372,23 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, lse_ptr, seqlen_q, seqle
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     mem = Memory(q, k, v, out, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
-    size = Size(q_desc.shape[0], heads, group, seqlen_q, seqlen_k, left, right, swizzle)
+    size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, mem, size, T)),
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 1, T, SCORE)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
     elif T.groups == 2:
         gl.warp_specialize([
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 1, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, mem, size, T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 0, T, SCORE)),
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 1, T, SCORE)),
-            (consume, (out_desc, lse_ptr, mem, size, scale, score_args, 2, T, SCORE)),
-            (load, (q_desc, k_desc, v_desc, mem, size, T)),
+            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, rest, 2, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

@@ -44,6 +44,10 @@ def _tma_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
 tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 
 
+# (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile; 3.9 renamed it
+recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
 @gluon.constexpr_function
 def _barrier(word: str, number: int, threads: int) -> str:
     return f"bar.{word} {number}, {threads}; mov.u32 $0, 0;"
@@ -76,6 +80,6 @@ def pack(x, DTYPE: gl.constexpr):
 
 
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "store_wait",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "store_wait",
     "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from heapq import heapreplace
 from math import ceil
 
 from flashtile.kernels.hopper.tile import ForwardLaunch
+from flashtile.kernels.lib.varlen import most_tiles
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.mask import key_range
 
@@ -58,4 +59,5 @@ def _order(costs: list[float], heads: int, swizzle: int) -> list[float]:
 
 
 def tile_count(problem: AttentionProblem, launch: ForwardLaunch) -> int:
-    return ceil(problem.seqlen_q / launch.block_q) * problem.batch * problem.heads_q
+    """Query tiles of all heads; where items differ in length the most that there can be."""
+    return most_tiles(problem.span_q, problem.batch, launch.block_q, problem.lengths.varlen) * problem.heads_q

@@ -1,13 +1,12 @@
 """A block's share of dq, on its way from registers to the sum of all blocks."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add
-from flashtile.kernels.hopper.order import adds_done, await_turn, report
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
+from flashtile.kernels.hopper.order import adds_done, await_turn, claim, report
 from flashtile.kernels.hopper.visit import walk
-from flashtile.kernels.lib.grid import padded_rows
 
 
 @gluon.jit
-def add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
@@ -19,48 +18,56 @@ def add_dq(dq, memory, grad_ptrs, head, start, step, place, sizes, band, W: gl.c
     shares = gl.convert_layout(shares, flat, assert_trivial=True)
     if T.copies_dq:
         use = 2 * step + W
-        memory.sums.claim(use)
+        memory.to.sums.claim(use)
         memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
         fence_async_shared()
-        memory.sums.hand_over(use)
+        memory.to.sums.hand_over(use)
     else:
+        head, start = place.at(step, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(grad_ptrs[3] + place_of_part, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[2] + place_of_part, reports_before(start, place, sizes, band, T))
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
-        gl.atomic_add(grad_ptrs[0] + at, shares, sem="relaxed")
+        gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
 
 @gluon.jit
-def add_shares(sum_desc, grad_ptrs, memory, sizes, band, T: gl.constexpr):
-    """The warp that adds what the consumers hand over to the sum, by the copy engine, and in turn if T.deterministic."""
-    place = walk(sizes, band, T)
+def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
+    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    uses = 2 * place.tiles * T.group
-    for use in range(uses):
-        head, start = place.at(use // 2, T)
-        W = use % 2
-        at = part_of(head, start, W, place, sizes, T)
-        memory.sums.wait(use)
-        if T.deterministic:
-            await_turn(grad_ptrs[3] + at, reports_before(start, place, sizes, band, T))
-        tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
-        store_wait(0)
-        memory.sums.release(use)
-        if T.deterministic:
-            adds_done(1)
-            if use > 0:
-                report_share(grad_ptrs, use - 1, place, sizes, T)
-    if T.deterministic:
-        adds_done(0)
-        if uses > 0:
-            report_share(grad_ptrs, uses - 1, place, sizes, T)
-
-
-@gluon.jit
-def report_share(grad_ptrs, use, place, sizes, T: gl.constexpr):
-    """Let the next block add where `add_shares` did."""
-    report_dq(grad_ptrs, use // 2, use % 2, place, sizes, T)
+    turn, step = gl.to_tensor(0), gl.to_tensor(0)
+    ticket = memory.to.tickets.read(turn, 1)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, step, work, T)
+        while step < place.visits.end:
+            head, start = place.at(step, T)
+            at = part_of(head, start, W, place, sizes, T)
+            first = at < 0
+            if T.deterministic:
+                before = reports_before(start, place, sizes, work.band, T)
+                await_turn(sum_ptrs[2] + at, before)
+                first = before == 0
+            memory.to.sums.wait(2 * step + W)
+            if not (T.clears or T.deterministic):
+                first = claim(sum_ptrs[2] + at) == 0
+            if T.clears:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            elif first:
+                tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            else:
+                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            store_wait(0)
+            memory.to.sums.release(2 * step + W)
+            if T.deterministic:
+                adds_done(0)
+                report(sum_ptrs[2] + at)
+            elif not T.clears:
+                if first:
+                    adds_done(0)
+                    report(sum_ptrs[2] + at)
+            step = step + 1
+        turn = turn + 1
+        ticket = memory.to.tickets.read(turn, 1)
 
 
 @gluon.jit
@@ -74,12 +81,12 @@ def reports_before(start, place, sizes, band, T: gl.constexpr):
 def part_of(head, start, part, place, sizes, T: gl.constexpr):
     """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
     PARTS: gl.constexpr = T.columns // T.columns_dq
-    head_rows = (place.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q)
+    head_rows = (place.slab * sizes.heads + head).to(gl.int64) * place.padded + place.first_row
     return (head_rows + start) // 64 * PARTS + part
 
 
 @gluon.jit
-def report_dq(grad_ptrs, step, part, place, sizes, T: gl.constexpr):
+def report_dq(sum_ptrs, step, part, place, sizes, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
     head, start = place.at(step, T)
-    report(grad_ptrs[3] + part_of(head, start, part, place, sizes, T))
+    report(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form
 from flashtile.spec.attention import AttentionProblem
 
@@ -25,6 +26,7 @@ class ForwardLaunch:
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
+    mixes: int = 0  # beside a curve, where lse need not be exact, one of so many (2, 4) exponentials is a polynomial; 0: none
 
     @property
     def block_q(self) -> int:
@@ -56,9 +58,20 @@ class ForwardTile:
     right: bool
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
+    ragged: bool  # items differ in length: blocks take their tiles from a schedule (lib/varlen.py)
+    varlen: bool  # items lie one after another
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
+    predicate: bool  # predicates narrow the mask
+    starts: int  # where their terms begin (`term_starts`)
+    blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int
+    head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
+    mixes: int  # beside a curve one of so many exponentials is a polynomial; 0: none
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
@@ -81,7 +94,17 @@ class ForwardTile:
     @property
     def masked(self) -> bool:
         """Whether any key tile needs a mask."""
-        return self.left or self.right or self.pads_keys
+        return self.left or self.masks_first
+
+    @property
+    def masks_first(self) -> bool:
+        """Whether the first key tiles of a walk may need a mask."""
+        return self.right or self.pads_keys or self.asks
+
+    @property
+    def asks(self) -> bool:
+        """Whether hidden keys may lie anywhere, as predicates or lists say."""
+        return self.predicate or self.blocks_q > 0
 
 
 def columns_of(head_dim: int) -> int:
@@ -101,7 +124,7 @@ def cut(head_dim: int) -> tuple[int, int]:
 def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    band = p.band
     columns, parts = cut(p.head_dim)
     columns_v, parts_v = cut(p.head_dim_v)
     return ForwardTile(
@@ -114,15 +137,26 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         stages=launch.stages,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=p.seqlen_k % launch.block_k != 0,
+        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
+        ragged=p.lengths.ragged,
+        varlen=p.lengths.varlen,
+        sink=p.sink is not None,
+        dropout=p.dropout is not None,
+        modifiers=len(p.score),
+        predicate=bool(p.where),
+        starts=term_starts(p),
+        blocks_q=p.blocks.block_q if p.blocks is not None else 0,
+        blocks_k=p.blocks.block_k if p.blocks is not None else 0,
+        head_dim_v=p.head_dim_v,
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
+        mixes=launch.mixes if form.curved and not p.returns_lse else 0,
         exact=False,
         last_first=band.right is not None,
-        zigzag=launch.resident and band.right is not None,
-        skips=(band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
+        zigzag=launch.resident and (band.right is not None or p.lengths.ragged),
+        skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),
@@ -133,9 +167,10 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 
 def has_unseen_keys(problem: AttentionProblem) -> bool:
-    """Whether some key is hidden from every query."""
-    p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    """Whether some key may be hidden from every query."""
+    p, band = problem, problem.band
+    if p.lengths.ragged:
+        return True
     first = 0 if band.left is None else p.shift - band.left
     end = p.seqlen_k if band.right is None else p.seqlen_q - 1 + p.shift + band.right + 1
     return first > 0 or end < p.seqlen_k

@@ -7,6 +7,7 @@ from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
 from flashtile.kernels.lib.score import Form
+from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
@@ -22,6 +23,9 @@ class BackwardLaunch:
     stages_dout: int = 2
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     swizzle: int = 4  # heads that go together, for the L2 cache
+    lag: int = 1  # steps by which dq comes after its ds: with 1, a consumer may be a step ahead of the other
+    resident: bool = True  # as many blocks as SMs, which take one tile after another
+    clears: bool = False  # dq's sum is cleared before, instead of storing the first share of a part
 
     @property
     def block_k(self) -> int:
@@ -34,6 +38,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
+        words += [f"lag={self.lag} resident={self.resident} clears={self.clears}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -59,7 +64,16 @@ class BackwardTile:
     folds: bool  # the matrix unit adds level and delta
     deterministic: bool
     swizzle: int
+    ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
+    varlen: bool  # items lie one after another
+    blanks: bool  # some query or key may see nothing: what lies there may be NaN
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    lag: int = 1
+    resident: bool = True
+    clears: bool = False  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
@@ -76,9 +90,24 @@ class BackwardTile:
         return not self.halves
 
     @property
+    def locked(self) -> bool:
+        """Whether every part of dq's sum has a lock: see `order`."""
+        return self.deterministic or not self.clears
+
+    @property
     def columns_dq(self) -> int:
         """Columns of a part of dq: each consumer makes half of the columns or of the queries, from all keys."""
         return self.columns // 2 if self.block_q == 64 else self.columns
+
+    @property
+    def columns_own(self) -> int:
+        """Columns of dk that a consumer has."""
+        return self.columns // 2 if self.halves else self.columns
+
+    @property
+    def columns_v_own(self) -> int:
+        """Columns of dv that a consumer has."""
+        return self.columns_v // 2 if self.halves else self.columns_v
 
     @property
     def last_first(self) -> bool:
@@ -96,15 +125,19 @@ BACKWARD = {
 
 def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
-    if not problem.deterministic:
-        return launch
-    # as many heads at a time as fill the device: then blocks end in the order in which the next ones have to begin
+    if problem.dropout is not None and launch.block_q > GROUP_ROWS:  # the random words of 128 queries spill in the loop
+        launch = replace(launch, block_q=GROUP_ROWS)
+    return ordered(launch, problem, device) if problem.deterministic else launch
+
+
+def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -> BackwardLaunch:
+    """The same with as many heads at a time as fill the device: tiles end in the order in which the next ones have to begin."""
     return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)))
 
 
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
+    band = p.band
     modified = form.prescale or form.curved or form.adds > 0
     return BackwardTile(
         block_q=launch.block_q,
@@ -117,28 +150,39 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         group=p.group,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=p.seqlen_k % launch.block_k != 0,
+        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
         modified=modified,
-        folds=not modified,
+        folds=not modified and p.dropout is None and not launch.halves,
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
+        ragged=p.lengths.ragged,
+        varlen=p.lengths.varlen,
+        blanks=unseen(p),
+        sink=p.sink is not None,
+        dropout=p.dropout is not None,
+        modifiers=len(p.score),
         halves=launch.halves,
+        lag=launch.lag,
+        resident=launch.resident,
+        clears=launch.clears or launch.halves,
     )
 
 
-def backward_blocks(problem: AttentionProblem, launch: BackwardLaunch) -> int:
-    return ceil(problem.seqlen_k / launch.block_k) * problem.batch * problem.heads_kv
+def backward_tiles(problem: AttentionProblem, launch: BackwardLaunch) -> int:
+    """Key tiles of all heads; where items differ in length the most that there can be."""
+    return most_tiles(problem.span_k, problem.batch, launch.block_k, problem.lengths.varlen) * problem.heads_kv
 
 
 def padded_queries(problem: AttentionProblem) -> int:
-    return ceil(problem.seqlen_q / PADDED_ROWS) * PADDED_ROWS
+    """Queries of a head in the buffers that pad each item to PADDED_ROWS."""
+    return padded_total(problem.span_q, problem.batch, problem.lengths.varlen)
 
 
 def unseen(problem: AttentionProblem) -> bool:
-    """Whether some query or key sees nothing: what lies there may be NaN, and the products would spread it."""
+    """Whether some query or key may see nothing: what lies there may be NaN, and the products would spread it."""
     p = problem
-    band = p.mask.clipped(p.seqlen_q, p.seqlen_k)
-    return has_unseen_keys(p) or (band.right is not None and p.shift + band.right < 0)
+    blind = (p.band.right is not None and p.shift + p.band.right < 0) or (p.band.left is not None and p.band.left < 0)
+    return has_unseen_keys(p) or blind

@@ -1,41 +1,82 @@
 """Which queries a block of the backward visits, and which blocks have visited them before."""
 
+from typing import NamedTuple
+
 from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
-from flashtile.kernels.lib.grid import assign
+from flashtile.kernels.lib.grid import Sizes, padded_rows
 from flashtile.kernels.lib.mask import key_range
+from flashtile.kernels.lib.varlen import first_padded, slab, tile_of
+
+
+class Work(NamedTuple):
+    """What all blocks share."""
+
+    tiles: gl.tensor  # of keys, of all heads; where items differ in length, as many as there could be
+    sizes: Sizes
+    band: tuple[gl.tensor, gl.tensor]
+    region: tuple  # schedule, queries of a head in padded buffers, tiles of a head that the schedule has; or Nones
 
 
 @aggregate
-class Walk:
-    """The key tile of a program and the query tiles that see it, for one query head of the group after another."""
+class Visits:
+    """The queries that a key tile visits, for one query head of the group after another."""
 
-    tile: gl.tensor
-    column: gl.tensor
-    batch: gl.tensor
-    head_kv: gl.tensor
     lo: gl.tensor
     full_lo: gl.tensor
     full_hi: gl.tensor
-    tiles: gl.tensor
+    tiles: gl.tensor  # of one query head
+    begin: gl.tensor  # steps are counted over all key tiles of a block
+    end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, tile, column, batch, head_kv, lo, full_lo, full_hi, tiles):
-        self.tile = tile
-        self.column = column
-        self.batch = batch
-        self.head_kv = head_kv
+    def __init__(self, lo, full_lo, full_hi, tiles, begin, end):
         self.lo = lo
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.tiles = tiles
+        self.begin = begin
+        self.end = end
+
+
+@aggregate
+class Walk:
+    """A key tile and the query tiles that see it."""
+
+    tile: gl.tensor
+    column: gl.tensor
+    batch: gl.tensor
+    slab: gl.tensor  # the item's place in the tensors' first axis
+    first_q: gl.tensor  # its first query and key in their second
+    first_k: gl.tensor
+    span_k: gl.tensor  # keys that belong to it
+    first_row: gl.tensor  # its first query in buffers that pad every item, and how many a head has there
+    padded: gl.tensor
+    head_kv: gl.tensor
+    visits: Visits
+
+    @gluon.constexpr_function
+    def __init__(self, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, visits):
+        self.tile = tile
+        self.column = column
+        self.batch = batch
+        self.slab = slab
+        self.first_q = first_q
+        self.first_k = first_k
+        self.span_k = span_k
+        self.first_row = first_row
+        self.padded = padded
+        self.head_kv = head_kv
+        self.visits = visits
 
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step."""
+        visits = self.visits
         if T.group == 1:
-            return self.head_kv, self.lo + step * T.block_q
+            return self.head_kv, visits.lo - visits.begin * T.block_q + step * T.block_q
         else:
-            return self.head_kv * T.group + step // self.tiles, self.lo + step % self.tiles * T.block_q
+            done = step - visits.begin
+            return self.head_kv * T.group + done // visits.tiles, visits.lo + done % visits.tiles * T.block_q
 
     @gluon.jit
     def turn(self, start, sizes, band, T: gl.constexpr):
@@ -57,18 +98,51 @@ class Walk:
 
 
 @gluon.jit
-def walk(sizes, band, T: gl.constexpr):
+def walk(ticket, begin, work, T: gl.constexpr):
+    """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item)."""
+    whole, band, region = work.sizes, work.band, work.region
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
-    tile, batch_head = assign(gl.cdiv(sizes.k, BLOCK_K), T.swizzle, T.last_first)
-    heads_kv = sizes.heads // T.group
+    heads_kv = whole.heads // T.group
+    tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], whole.k, whole.q, whole.k, heads_kv, BLOCK_K, T)
+    sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, sizes.q, band[1], band[0], T.right, T.left, BLOCK_Q)
+    queries = sizes.q
+    if T.ragged:
+        queries = gl.where(column < sizes.k, sizes.q, 0)
+    lo, full_lo, full_hi, hi = key_range(first, last, queries, band[1], band[0], T.right, T.left, BLOCK_Q)
     if T.pads_keys:  # keys beyond the end: no tile of queries is free of masking
         if column + BLOCK_K > sizes.k:
             full_lo = hi
             full_hi = hi
-    lo = gl.to_tensor(lo)
-    return Walk(tile, column, batch_head // heads_kv, batch_head % heads_kv, lo, gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+    padded = padded_rows(whole.q)
+    if T.varlen:
+        padded = region[1]
+    tiles = gl.cdiv(hi - lo, BLOCK_Q)
+    visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + tiles * T.group)
+    place = Walk(tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k, first_padded(item, T),
+                 gl.to_tensor(padded), head_kv, visits)  # fmt: skip
+    return place, sizes
+
+
+@gluon.jit
+def queries_that_see(sizes, band, T: gl.constexpr):
+    """(first, end) of an item's queries that see any key."""
+    first, end = sizes.q * 0, sizes.q
+    if T.right:
+        first = gl.maximum(sizes.q - sizes.k - band[1], 0)
+    if T.left:
+        end = gl.minimum(sizes.q, sizes.q + band[0])
+    return first, end
+
+
+@gluon.jit
+def keys_seen(sizes, band, T: gl.constexpr):
+    """(first, end) of an item's keys that any query sees."""
+    first, end = sizes.k * 0, sizes.k
+    if T.left:
+        first = gl.maximum(sizes.k - sizes.q - band[0], 0)
+    if T.right:
+        end = gl.minimum(sizes.k, sizes.k + band[1])
+    return first, end

@@ -3,20 +3,32 @@
 from typing import NamedTuple
 
 from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.mask import key_range
+from flashtile.kernels.lib.varlen import RECORD, Item, slab
 
 
 class Size(NamedTuple):
-    """Runtime integers: the problem's, left and right bounding the band, and how many heads go together."""
+    """Runtime integers: the problem's, or an item's; left and right bound the band."""
 
-    batch: gl.tensor
+    items: gl.tensor  # of the batch, or 1 where a schedule lists the tiles of all items
+    tiles: gl.tensor  # of queries, for one head of them
     heads: gl.tensor
     group: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     left: gl.tensor
     right: gl.tensor
-    swizzle: gl.tensor
+    swizzle: gl.tensor  # heads that go together
+
+
+class Job(NamedTuple):
+    """A query tile of a block: its head, its first query, and the item that it belongs to."""
+
+    item: Item
+    slab: gl.tensor  # the item's place in the tensors' first axis
+    head: gl.tensor
+    row: gl.tensor
 
 
 class Walk(NamedTuple):
@@ -42,27 +54,53 @@ def rank(turn, T: gl.constexpr):
 
 
 @gluon.jit
-def turns(tiles, T: gl.constexpr):
+def measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, batch, region, T: gl.constexpr):
+    """The Size of a problem; where T.ragged its schedule knows how many tiles there are."""
+    if T.ragged:
+        return Size(1, gl.load(region[0] + region[1] * RECORD), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
+    else:
+        return Size(batch, gl.cdiv(seqlen_q, T.block_q), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
+
+
+@gluon.jit
+def turns(size, T: gl.constexpr):
     """How many turns this block takes: in each every block gets a tile, in the last one those that come first."""
+    tiles = size.tiles * size.items * size.heads
     whole = tiles // gl.num_programs(0)
     return whole + gl.where(rank(whole, T) < tiles % gl.num_programs(0), 1, 0)
 
 
 @gluon.jit
-def assign(turn, tiles, heads, swizzle, T: gl.constexpr):
-    """(tile, batch * head) of a block's turn.
+def assign(turn, size, region, T: gl.constexpr):
+    """The Job of a block's turn; region = (schedule, its records) where T.ragged.
 
     `swizzle` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
     them come first.
     """
+    heads = size.items * size.heads
     place = turn * gl.num_programs(0) + rank(turn, T)
-    span = tiles * swizzle
-    first = place // span * swizzle
-    together = gl.maximum(gl.minimum(heads - first, swizzle), 1)
-    tile = place % span // together
-    if T.last_first:
-        tile = tiles - 1 - tile
-    return tile, first + place % span % together
+    span = size.tiles * size.swizzle
+    first = place // span * size.swizzle
+    together = gl.maximum(gl.minimum(heads - first, size.swizzle), 1)
+    tile, head = place % span // together, first + place % span % together
+    if T.ragged:
+        record = region[0] + gl.minimum(tile, region[1] - 1) * RECORD  # nobody computes the turn behind the last one
+        item = Item(
+            gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
+            gl.load(record + 5), gl.load(record + 6), gl.load(record + 7),
+        )  # fmt: skip
+        return Job(item, slab(item, T), head, gl.load(record) * T.block_q)
+    else:
+        if T.last_first:
+            tile = size.tiles - 1 - tile
+        item = Item(head // size.heads, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
+        return Job(item, item.batch, head % size.heads, tile * T.block_q)
+
+
+@gluon.jit
+def sized(size, item):
+    """The Size of an item."""
+    return Size(1, size.tiles, size.heads, size.group, item.q, item.k, size.left, size.right, size.swizzle)
 
 
 @gluon.jit
@@ -78,7 +116,33 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     end = gl.maximum(gl.cdiv(gl.where(row < size.seqlen_q, hi, 0), BLOCK_K), first + 1)
     low = gl.minimum(gl.cdiv(full_lo, BLOCK_K), end - 1)
     high = gl.minimum(gl.maximum(full_hi // BLOCK_K, low), end - 1)
+    if T.predicate:  # any tile may be visible in part
+        low = first
+        high = first
     return Walk(first, low, high, end)
+
+
+@gluon.jit
+def visit(at, size, region, T: gl.constexpr):
+    """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name."""
+    if T.blocks_q > 0:
+        PER: gl.constexpr = T.blocks_k // T.block_k
+        indices, partial, visited = block_list(region[3], at.item.batch, at.head, at.row // T.blocks_q)
+        end = gl.maximum(visited * PER, 1)  # a tile of a list without blocks is hidden by the mask
+        return Walk(0, 0, end - gl.maximum(partial * PER, 1), end), indices
+    else:
+        return walk(at.row, T.block_q, size, T), 0
+
+
+@gluon.jit
+def tile_at(indices, seen, n, size, T: gl.constexpr):
+    """The n-th key tile of a walk, which goes down: of a list, those visible in part come first."""
+    if T.blocks_q > 0:
+        tile = block_start(indices, seen.end - 1 - n, T.blocks_k, T.block_k) // T.block_k
+        tiles = gl.cdiv(size.seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k)
+        return gl.maximum(gl.minimum(tile, tiles - 1), 0)  # an empty list may hold anything
+    else:
+        return n
 
 
 @gluon.jit

@@ -27,17 +27,21 @@ def padded_rows(seqlen_q):
 
 @jit
 def assign(tiles, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(tile, head) of this program in a one-dimensional grid of `tiles` per head; head counts over batch and heads.
+    """(tile, head) of this program in a one-dimensional grid of `tiles` per head; head counts over batch and heads."""
+    return seat(tl.program_id(0), tiles, tl.num_programs(0) // tiles, SWIZZLE, LAST_FIRST)
+
+
+@jit
+def seat(number, tiles, heads, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, head) of a number in the order in which tiles are computed.
 
     SWIZZLE heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all
     of them start before the short ones. LAST_FIRST begins with the last tile, the longest one under a causal mask.
     """
-    program = tl.program_id(0)
-    heads = tl.num_programs(0) // tiles
     span = tiles * SWIZZLE
-    first = program // span * SWIZZLE
+    first = number // span * SWIZZLE
     heads_here = tl.minimum(heads - first, SWIZZLE)
-    rest = program % span
+    rest = number % span
     tile = rest // heads_here
     if LAST_FIRST:
         tile = tiles - 1 - tile

@@ -87,6 +87,17 @@ def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
     return described.grad and (not spec.kind.captured[tensor].broadcast or described.shape[2:] == (1, 1))
 
 
+def uneven_refusals(p: AttentionProblem) -> list[str]:
+    """Reasons against broadcast tensors where items differ in length."""
+    reasons: list[str] = []
+    for spec in p.score if p.lengths.ragged else ():
+        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+            if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
+                reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
+                               "key; supported is one number per item and head")  # fmt: skip
+    return reasons
+
+
 @jit
 def locate(batch, head, row, key, sizes, MASKED: tl.constexpr = True):
     """The Position of a tile, its indices clamped into the tensors so that a modifier may load by them.

@@ -45,7 +45,7 @@ def fold(rows, score, keep, survives, v, scale, score_args, MASKED: tl.constexpr
         score = bent(score, scale, score_args, T, SCORE)
     top = tl.maximum(rows.top, top)
     pivot = top
-    if MASKED or T.prescale:
+    if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
         pivot = tl.where(top == float("-inf"), 0.0, top)
     if T.prescale:
         decay = exp(rows.top - pivot, T)

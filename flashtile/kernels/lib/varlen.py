@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._triton import constexpr, jit, tl
-from flashtile.kernels.lib.grid import ROWS, assign
+from flashtile.kernels.lib.grid import ROWS, seat
+from flashtile.plan.call import Buffer, KernelCall, Pointer
+from flashtile.spec.attention import AttentionProblem
 
 RECORD = constexpr(8)  # tile, then the fields of Item
 
@@ -48,37 +50,45 @@ def bounds(index, cu_ptr, used_ptr, seqlen, batch, VARLEN: tl.constexpr):
     return first, span, length
 
 
+@jit
+def tiles_and_work(
+    item, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, VARLEN: tl.constexpr
+):
+    """(tiles, work of the longest of them) of the items `item`, in queries or keys that a tile visits."""
+    _, span_q, q = bounds(item, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
+    _, span_k, k = bounds(item, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
+    if OVER_KEYS:
+        return tl.cdiv(span_k, BLOCK), tl.where(k > 0, q, 0)
+    else:
+        return tl.cdiv(span_q, BLOCK), tl.where(q > 0, k, 0)
+
+
 @jit(do_not_specialize=["seqlen_q", "seqlen_k", "batch", "count"])
 def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr,
-                   REVERSED: tl.constexpr, VARLEN: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                   REVERSED: tl.constexpr, SLOPED: tl.constexpr, VARLEN: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """The schedule of `count` records for tiles of BLOCK queries, or keys if OVER_KEYS. One program per item, and one more.
 
     lengths_ptrs = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None where absent. An item's tiles stand in order,
-    or in reverse. Program i finds its place by adding up the tiles of all items that come before item i.
+    or in reverse, the longest first: if SLOPED, under a causal mask, each visits BLOCK less than the one before. Program i
+    finds the place of its tiles by counting, item by item, the tiles that take longer. Behind the records stands one number
+    more: how many of them are tiles.
     """
     item = tl.program_id(0)
     first_q, span_q, length_q = bounds(item, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
     first_k, span_k, length_k = bounds(item, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
-    mine = tl.cdiv(span_k if OVER_KEYS else span_q, BLOCK)
-    work = tl.where(length_q > 0, length_k, 0)
-    if OVER_KEYS:
-        work = tl.where(length_k > 0, length_q, 0)
-    place = item * 0
-    every = item * 0
-    for start in tl.range(0, batch + 1, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        _, other_span_q, other_q = bounds(other, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
-        _, other_span_k, other_k = bounds(other, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
-        tiles = tl.cdiv(other_span_k if OVER_KEYS else other_span_q, BLOCK)
-        longer = tl.where(other_q > 0, other_k, 0)
-        if OVER_KEYS:
-            longer = tl.where(other_k > 0, other_q, 0)
-        before = (longer > work) | ((longer == work) & (other < item))
-        place += tl.sum(tl.where(before, tiles, 0))
-        every += tl.sum(tiles)
+    mine, work = tiles_and_work(item, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
     for start in tl.range(0, mine, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        at = place + (mine - 1 - tile if REVERSED else tile)
+        before = mine - 1 - tile if REVERSED else tile  # tiles of this item
+        cost = work - before * BLOCK if SLOPED else work + before * 0
+        at = before if not SLOPED else before * 0
+        for first in tl.range(0, batch + 1, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            tiles, longest = tiles_and_work(other, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
+            gap = longest[None, :] - cost[:, None]
+            gap += tl.where(other < item, 1, 0)[None, :]  # of equals the first item's comes first
+            longer = tl.where(gap > 0, tl.cdiv(gap, BLOCK) if SLOPED else tiles[None, :], 0)
+            at += tl.sum(tl.minimum(longer, tiles[None, :]), 1)
         here = (tile < mine) & (at < count)
         record = schedule_ptr + at * RECORD
         tl.store(record, tile, mask=here)
@@ -86,6 +96,12 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
         for i in tl.static_range(7):
             tl.store(record + (1 + i), tile * 0 + fields[i], mask=here)
     if item == batch:
+        every = item * 0
+        for first in tl.range(0, batch + 1, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            tiles, _ = tiles_and_work(other, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
+            every += tl.sum(tiles)
+        tl.store(schedule_ptr + count * RECORD, tl.minimum(every, count))
         for start in tl.range(every * RECORD, count * RECORD, CHUNK):
             at = start + tl.arange(0, CHUNK)
             tl.store(schedule_ptr + at, at * 0, mask=at < count * RECORD)
@@ -93,13 +109,19 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
 
 @jit
 def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
-    """(tile, head, Item, unit) of this program; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+    """`tile_of` this program."""
+    return tile_of(tl.program_id(0), tl.num_programs(0), schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK, T)
 
-    unit counts programs: those of one head, and of one item where all are alike, stand together.
+
+@jit
+def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+    """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
+
+    unit counts tiles: those of one head, and of one item where all are alike, stand together.
     """
     if T.ragged:
-        slots = tl.num_programs(0) // heads
-        slot, head = assign(slots, T.swizzle, False)
+        slots = tiles // heads
+        slot, head = seat(number, slots, heads, T.swizzle, False)
         record = schedule_ptr + slot * RECORD
         tile = tl.load(record)
         item = Item(
@@ -108,11 +130,11 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
         )  # fmt: skip
         return tile, head, item, head * slots + slot
     else:
-        tiles = tl.cdiv(seqlen, BLOCK)
-        tile, batch_head = assign(tiles, T.swizzle, T.last_first)
+        per_head = tl.cdiv(seqlen, BLOCK)
+        tile, batch_head = seat(number, per_head, tiles // per_head, T.swizzle, T.last_first)
         batch, head = batch_head // heads, batch_head % heads
         item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_k, seqlen_k)
-        return tile, head, item, batch_head * tiles + tile
+        return tile, head, item, batch_head * per_head + tile
 
 
 @jit
@@ -142,3 +164,33 @@ def padded_total(seqlen: int, items: int, varlen: bool) -> int:
 def most_tiles(seqlen: int, items: int, block: int, varlen: bool) -> int:
     """Tiles along an axis of `seqlen` tokens, whatever the items' lengths; each may leave one tile begun."""
     return seqlen // block + items + 1 if varlen else -(-seqlen // block) * items
+
+
+class Schedules:
+    """The schedules that the passes of a plan take their tiles from, each made once."""
+
+    def __init__(self, p: AttentionProblem):
+        self.problem, self.made = p, dict[tuple[bool, int], Pointer]()
+        self.buffers: list[Buffer] = []
+        self.calls: list[KernelCall] = []
+
+    def of(self, block: int, over_keys: bool = False) -> Pointer | None:
+        """The schedule of tiles of `block` queries, or keys; None where all items are alike."""
+        p = self.problem
+        if not p.lengths.ragged:
+            return None
+        key = over_keys, block
+        if key not in self.made:
+            count = most_tiles(p.span_k if over_keys else p.span_q, p.batch, block, p.lengths.varlen)
+            record = RECORD if isinstance(RECORD, int) else int(RECORD.value)
+            self.made[key] = Pointer(f"schedule.{len(self.made)}")
+            self.buffers.append(Buffer(self.made[key].name, (count * record + 1,), "int32", "scratch"))
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
+            constants = dict(
+                BLOCK=block, OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
+                SLOPED=p.band.right is not None, VARLEN=p.lengths.varlen, CHUNK=64,
+            )  # fmt: skip
+            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
+            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
+        return self.made[key]

@@ -10,8 +10,9 @@ from typing import Any
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.available import unavailable
 from flashtile.kernels.lib.mask import predicates
-from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, sums_per_head
-from flashtile.kernels.lib.varlen import RECORD, most_tiles, padded_total, schedule_tiles
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, sums_per_head, uneven_refusals
+from flashtile.kernels.lib.sums import sum_partials
+from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.candidates import shared_bytes
@@ -49,8 +50,7 @@ class TritonBackend:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
-        if problem.lengths.ragged:
-            reasons += _uneven(problem)
+        reasons += uneven_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
                 reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
@@ -66,11 +66,11 @@ class TritonBackend:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem
         launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
-        schedules = _Schedules(p)
+        schedules = Schedules(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
             (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
-            tail=(p.scale_value, score_args(p), _region(p, schedules.of("forward", launch))),
+            tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
         return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
@@ -99,18 +99,18 @@ class TritonBackend:
         query_launch = launches.get("queries") or choose(p, device, "queries")
         sink_sums = _sink_partials(p, query_launch)
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
-        schedules = _Schedules(p)
+        schedules = Schedules(p)
         delta = _call(
             attention_delta, p, device, DELTA, "queries",
             (("out", "dout", "lse", dlse, stats), "rows"), ("out", "dout", dlse or "lse", "rows"),
-            tail=(schedules.of("queries", DELTA),), score=False,
+            tail=(_schedule(schedules, "queries", DELTA),), score=False,
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
         corrects = p.precision != "tf32" if _exact(p) else sums_per_head(p)
         if captured or sink_sums or wide or (not fused and "q" in gradients.wanted):
-            schedule = schedules.of("queries", query_launch)
+            schedule = _schedule(schedules, "queries", query_launch)
             capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
@@ -128,7 +128,7 @@ class TritonBackend:
             strides = ("q", "k", "v", "dout", outputs[0] or "q", "rows", outputs[1] or "k", outputs[2] or "v")
             calls.append(_call(
                 bwd.attention_backward_keys, p, device, key_launch, key_pass, (inputs, outputs), strides,
-                tail=(p.scale_value, score_args(p), _region(p, schedules.of(key_pass, key_launch), True)),
+                tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, key_pass, key_launch), True)),
             ))  # fmt: skip
             notes.append(f"keys pass tile {key_launch.spell()}")
         if sums_dq:
@@ -143,7 +143,7 @@ class TritonBackend:
             size = prod(shape)
             target = gradient if size == rows else partial.name.replace("partial.", "sums.")
             args = (Pointer(partial.name), schedule, Pointer(target), partial.shape[1], p.heads_q)
-            calls.append(KernelCall(bwd.sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
+            calls.append(KernelCall(sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
             if size < rows:  # one number for several heads or batch entries
                 buffers += (Buffer(target, (rows,), partial.dtype, "scratch"),)
                 own, length = (size, 1) if shape[1] == 1 else (1, size)
@@ -159,17 +159,6 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
-
-
-def _uneven(p: AttentionProblem) -> list[str]:
-    """Reasons against broadcast tensors where items differ in length."""
-    reasons: list[str] = []
-    for spec in p.score:
-        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
-            if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
-                reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
-                               "key; supported is one number per item and head")  # fmt: skip
-    return reasons
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
@@ -246,34 +235,10 @@ def _tiles(p: AttentionProblem, launch: Launch, which: Pass) -> int:
     return most_tiles(length, p.batch, block, p.lengths.varlen)
 
 
-class _Schedules:
-    """The schedules that the passes of a plan take their tiles from, each made once."""
-
-    def __init__(self, p: AttentionProblem):
-        self.problem, self.made = p, dict[Any, Pointer]()
-        self.buffers: list[Buffer] = []
-        self.calls: list[KernelCall] = []
-
-    def of(self, which: Pass, launch: Launch) -> Pointer | None:
-        """The schedule of a pass; None where all items are alike."""
-        p = self.problem
-        if not p.lengths.ragged:
-            return None
-        over_keys = which in ("keys", "fused")
-        key = over_keys, launch.block_k if over_keys else launch.block_q
-        if key not in self.made:
-            count = _tiles(p, launch, which)
-            self.made[key] = Pointer(f"schedule.{len(self.made)}")
-            self.buffers.append(Buffer(self.made[key].name, (count, getattr(RECORD, "value", RECORD)), "int32", "scratch"))
-            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-            lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
-            constants = dict(
-                BLOCK=key[1], OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
-                VARLEN=p.lengths.varlen, CHUNK=256,
-            )  # fmt: skip
-            args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
-            self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))
-        return self.made[key]
+def _schedule(schedules: Schedules, which: Pass, launch: Launch) -> Pointer | None:
+    """The schedule of a pass; None where all items are alike."""
+    over_keys = which in ("keys", "fused")
+    return schedules.of(launch.block_k if over_keys else launch.block_q, over_keys)
 
 
 def _pointer(name: Any) -> Any:

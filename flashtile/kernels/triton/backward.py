@@ -9,6 +9,7 @@ float64 always: it corrects delta.
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
@@ -33,8 +34,7 @@ from flashtile.kernels.lib.product import (
     transposed,
 )  # fmt: skip
 from flashtile.kernels.lib.score import capture, locate, probabilities, store_totals
-from flashtile.kernels.lib.varlen import RECORD, assign_tile, slab
-from flashtile.kernels.triton.blocks import block_list, block_start
+from flashtile.kernels.lib.varlen import assign_tile, slab
 from flashtile.kernels.triton.rows import by_head, load_dlse, load_rows, rows_offset
 
 
@@ -403,23 +403,3 @@ def attention_convert(source_ptr, target_ptr, strides, seqlen_q, heads, scale, T
     target = target_ptr + head_offset(batch, head, strides[1]) + row_offset(row, strides[1])
     value = load_tile(source, strides[0], 0, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns, True)
     store_tile(target, strides[1], value * scale, seqlen_q - row, T.head_dim, BLOCK_Q, T.columns)
-
-
-@jit(do_not_specialize=["count", "heads"])
-def sum_partials(source_ptr, schedule_ptr, target_ptr, count, heads, BLOCK: tl.constexpr):
-    """target[i] = the sum of source[i, :count], in a fixed order, for i over items and heads.
-
-    With a schedule source is (heads, count), a number for each record, and those of the item are summed.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    source = source_ptr + row * count
-    if schedule_ptr is not None:
-        source = source_ptr + row % heads * count
-    total = tl.zeros([BLOCK], source_ptr.dtype.element_ty)
-    for start in tl.range(0, count, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mine = column < count
-        if schedule_ptr is not None:
-            mine = mine & (tl.load(schedule_ptr + column * RECORD + 1, mask=mine, other=-1) == row // heads)
-        total += tl.load(source + column, mask=mine, other=0.0)
-    tl.store(target_ptr + row, tl.sum(total).to(target_ptr.dtype.element_ty))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import exp
 from flashtile.kernels.lib.grid import Sizes
@@ -12,7 +13,6 @@ from flashtile.kernels.lib.product import aligned_parts, score_product, transpos
 from flashtile.kernels.lib.score import locate, logits, unit
 from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold
 from flashtile.kernels.lib.varlen import assign_tile, slab
-from flashtile.kernels.triton.blocks import block_list, block_start
 
 
 @jit

@@ -1,0 +1,66 @@
+"""Rows of shared memory that nothing may depend on: 0 times NaN is NaN."""
+
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
+from flashtile.kernels.lib.grid import Sizes
+from flashtile.kernels.lib.mask import seen
+from flashtile.kernels.lib.score import locate
+
+
+@gluon.jit
+def blank_rows(tile, first, end):
+    """Zero the rows of a tile outside first <= row < end, in place. Fence before the matrix unit reads it.
+
+    Several warpgroups may do the same to a tile: whoever reads it meanwhile finds what will stand there.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    tile.store(gl.where(((row >= first) & (row < end))[:, None], tile.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def blank_strips(tile, first, end):
+    """As `blank_rows`, by a single warp, which has few registers."""
+    ROWS: gl.constexpr = tile.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    for start in gl.static_range(0, ROWS, 8):
+        if (start < first) | (start + 8 > end):
+            strip = tile.slice(start, 8)
+            row = start + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            strip.store(gl.where(((row >= first) & (row < end))[:, None], strip.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """Zero the values of a tile that no query of the block sees, if any value there is not finite.
+
+    Which they are is known by asking the mask for all queries of the block: so it is asked only where it matters, a few
+    keys at a time, for the accumulators are in the registers.
+    """
+    PARTS_V: gl.constexpr = T.parts_v
+    BLOCK_K: gl.constexpr = T.block_k
+    COLUMNS: gl.constexpr = T.columns_v
+    STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
+    INFINITE: gl.constexpr = 0x7F80 if mem.v.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
+    QUERIES: gl.constexpr = 128 if T.groups == 2 else 256  # pyright: ignore[reportAssignmentType]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    SCORES: gl.constexpr = gl.BlockedLayout([1, STRIP], [32, 1], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    mem.values.wait(use)
+    largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
+    for part in gl.static_range(PARTS_V):
+        v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
+        for first in gl.static_range(0, BLOCK_K, STRIP):
+            largest = gl.maximum(largest, v.slice(first, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
+    if gl.max(gl.max(largest, 1), 0) >= INFINITE:
+        sizes = Sizes(size.seqlen_q, size.seqlen_k, size.heads, size.group)
+        row = at.row - GROUP * T.rows + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))[:, None]
+        for first in gl.static_range(0, BLOCK_K, STRIP):
+            key = tile * BLOCK_K + first + gl.arange(0, STRIP, gl.SliceLayout(0, SCORES))[None, :]
+            position = locate(at.item.batch, at.head, row, key, sizes)
+            keep = seen(position, row, key, sizes, (size.left, size.right, mask_args), True, T, MASK)
+            keep = (keep & (row < at.row + (T.groups - GROUP) * T.rows)).to(gl.int32)
+            wanted = gl.convert_layout(gl.max(keep, 0), gl.SliceLayout(1, LAYOUT))[:, None] > 0
+            for part in gl.static_range(PARTS_V):
+                strip = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
+                strip.store(gl.where(wanted, strip.load(LAYOUT), 0.0))
+        fence_async_shared()

@@ -1,0 +1,84 @@
+"""The warp that loads for the backward."""
+
+from flashtile.kernels.hopper.blank import blank_strips
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
+from flashtile.kernels.hopper.ticket import spread, take
+from flashtile.kernels.hopper.visit import queries_that_see, walk
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work, T: gl.constexpr):
+    """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step."""
+    KEY_TILES: gl.constexpr = T.block_k // 64
+    turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    if T.resident:
+        ticket = spread(take(counter_ptr))
+    else:
+        ticket = gl.program_id(0)
+    memory.to.tickets.publish(turn, ticket)
+    while ticket < work.tiles:
+        place, sizes = walk(ticket, step, work, T)
+        bar = memory.to.keys.acquire(turn, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for i in gl.static_range(KEY_TILES):
+            key = place.first_k + place.column + i * 64
+            tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
+            tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
+        taken = work.tiles
+        if T.resident:
+            taken = take(counter_ptr)
+        first, end = queries_that_see(sizes, work.band, T)
+        while step < place.visits.end:
+            if T.blanks:
+                start = place.at(step, T)[1]
+                if (start < first) | (start + T.block_q > end):
+                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, T)
+                    edges = edges + 1
+                else:
+                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+            else:
+                load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+            step = step + 1
+        ticket = spread(taken) if T.resident else taken
+        turn = turn + 1
+        memory.to.tickets.publish(turn, ticket)
+
+
+@gluon.jit
+def load_step(q_desc, dout_desc, rows_desc, memory, place, step, T: gl.constexpr):
+    """Load queries, their rows and dout of a step."""
+    head, start = place.at(step, T)
+    bar = memory.to.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    bar = memory.to.douts.acquire(step, dout_desc.block_type.nbytes)
+    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+
+
+@gluon.jit
+def load_queries(q_desc, rows_desc, memory, place, step, bar, T: gl.constexpr):
+    """Load queries and their rows."""
+    head, start = place.at(step, T)
+    row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
+    tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+    tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+
+
+@gluon.jit
+def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, T: gl.constexpr):
+    """As `load_step`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
+
+    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv.
+    """
+    head, start = place.at(step, T)
+    memory.to.queries.claim(step)
+    memory.to.douts.claim(step)
+    bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
+    bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
+    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+    memory.to.edges.wait(edge)
+    blank_strips(memory.q.index(memory.to.queries.at(step)).reshape([T.block_q, T.columns]), first, end)
+    blank_strips(memory.dout.index(memory.to.douts.at(step)).reshape([T.block_q, T.columns_v]), first, end)
+    fence_async_shared()
+    memory.to.queries.hand_over(step)
+    memory.to.douts.hand_over(step)

@@ -1,0 +1,66 @@
+"""The end of a query tile: out and lse, from registers to memory."""
+
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_store
+from flashtile.kernels.hopper.layouts import row_layout
+from flashtile.kernels.hopper.partial import store_part
+from flashtile.kernels.lib.exponential import LN2, LOG2E
+from flashtile.kernels.lib.score import unit
+
+
+@gluon.jit
+def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
+           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
+
+    targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
+    """
+    PARTS_V: gl.constexpr = T.parts_v
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    COLUMNS: gl.constexpr = T.columns_v
+    total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
+    level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
+    index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    seen = total != 0.0
+    if T.ragged:
+        seen = seen & (index < size.seqlen_q)
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    if T.sink:  # one more key, whose value is zero
+        sink = gl.load(targets[1] + at.head.to(gl.int64) * targets[3][1][0]).to(gl.float32) * LOG2E
+        top = gl.maximum(level, sink)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        total = total * gl.exp2(level - top) + gl.exp2(sink - top)
+        share = gl.exp2(level - top) / gl.where(total == 0.0, 1.0, total)
+        level = gl.where(total == 0.0, float("-inf"), top)
+    lse = (level + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
+    if T.ragged:
+        lse = gl.where(index < size.seqlen_q, lse, float("-inf"))
+    token = at.item.first_q + index
+    head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
+    gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
+    if T.dropout:
+        share *= seed[4]
+    share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
+    if T.masked:
+        seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
+    if T.staged:
+        store_wait(0)
+    for part in gl.static_range(PARTS_V):
+        out = acc[part] * share
+        if T.masked:
+            out = gl.where(seen, out, 0.0)
+        mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS]).store(out.to(mem.out.dtype))
+    fence_async_shared()
+    if T.varlen:
+        if at.row + ROWS > at.item.span_q:  # other items' rows follow
+            for part in gl.static_range(PARTS_V):
+                tile = mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS])
+                store_part(tile, part * COLUMNS, targets[2], targets[3][0], at.slab, at.head, at.item.first_q + at.row,
+                           at.item.span_q - at.row, T.head_dim_v)  # fmt: skip
+        else:
+            for part in gl.static_range(PARTS_V):
+                tma_store(out_desc, [at.slab, at.head, at.item.first_q + at.row, part * COLUMNS],
+                          mem.out.index(GROUP * T.parts_v + part))  # fmt: skip
+    else:
+        for part in gl.static_range(PARTS_V):
+            tma_store(out_desc, [at.slab, at.head, at.row, part * COLUMNS], mem.out.index(GROUP * T.parts_v + part))

@@ -1,0 +1,91 @@
+"""Shared memory of a block of the backward, and the channels that fill it."""
+
+from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets
+
+
+@aggregate
+class Channels:
+    """How the roles of a block hand tiles to one another."""
+
+    tickets: Tickets
+    keys: Channel
+    queries: Channel
+    douts: Channel
+    scores: Channel  # the consumers' ds, to both
+    sums: Channel  # their shares of dq, to the warps that add them
+    edges: Channel  # by which the loader waits for tiles itself
+
+    @gluon.constexpr_function
+    def __init__(self, tickets, keys, queries, douts, scores, sums, edges):
+        self.tickets = tickets
+        self.keys = keys
+        self.queries = queries
+        self.douts = douts
+        self.scores = scores
+        self.sums = sums
+        self.edges = edges
+
+
+@aggregate
+class Memory:
+    """The tiles, and their channels."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor  # level and delta of every stage
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    shares: gl.shared_memory_descriptor
+    to: Channels
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, to):
+        self.k = k
+        self.v = v
+        self.q = q
+        self.dout = dout
+        self.rows = rows
+        self.p = p
+        self.ds = ds
+        self.shares = shares
+        self.to = to
+
+
+@gluon.jit
+def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.constexpr):
+    """Memory of a block. Fence before specialising warps."""
+    BLOCK_Q: gl.constexpr = T.block_q
+    KEY_TILES: gl.constexpr = T.block_k // 64
+    DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
+    dtype: gl.constexpr = q_desc.dtype
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
+    ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    p = ds
+    if T.halves:
+        p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    shares = ds
+    if T.copies_dq:
+        shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+    return Memory(
+        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [T.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [T.stages_dout, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * T.stages, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        p,
+        ds,
+        shares,
+        Channels(
+            make_tickets(2 if T.halves else 4),
+            make_channel(1, 2),
+            make_channel(T.stages, 2),
+            make_channel(T.stages_dout, 2),
+            make_channel(2, 2, 2),
+            make_channel(2, 1),
+            make_channel(1, 1),
+        ),
+    )

@@ -1,0 +1,135 @@
+"""A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
+
+from flashtile._triton import tl
+from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
+from flashtile.kernels.lib.mask import holds
+from flashtile.kernels.lib.score import added, bent, logits
+from flashtile.spec.score import Position
+
+
+@gluon.jit
+def starts(tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
+    BLOCK_K: gl.constexpr = T.block_k
+    ROWS: gl.constexpr = T.rows
+    score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    if T.adds > 0:
+        score = added(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
+    return score
+
+
+@gluon.jit
+def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
+    """The Position of a tile's scores, its indices clamped into the tensors so that a modifier may load by them.
+
+    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's: `ahead` is one addition.
+    """
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    shift = size.seqlen_k - size.seqlen_q
+    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), gl.maximum(size.seqlen_q - 1, 0))
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    if MASKED:
+        key = gl.minimum(key, gl.maximum(size.seqlen_k - 1, 0))  # of no keys, too, a tile is visited
+    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    L: gl.constexpr = parts.type.layout
+    query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    ahead = (tile * BLOCK_K - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
+    ahead = gl.convert_layout(ahead.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
+    return Position(at.item.batch, at.head, row[:, None], (row + shift)[:, None], key[None, :], ahead)
+
+
+@gluon.jit
+def shape_scores(score, tile, at, size, scale, score_args, mask_args,
+                 MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
+    if T.prescale:
+        score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
+    if MASKED:
+        keep = sees(tile, at, size, mask_args, T, MASK)
+        score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
+    return score
+
+
+@gluon.jit
+def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
+    """Which keys of a tile a warpgroup's queries see."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    # one limit on either side, relative to the tile: a single comparison per score and side
+    row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    start = tile * BLOCK_K
+    position = row + (size.seqlen_k - size.seqlen_q) - start
+    last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
+    if T.right:
+        last = gl.minimum(position + size.right, last)
+    keep = column[None, :] <= last[:, None]
+    if T.left:
+        keep = keep & (column[None, :] >= (position - size.left)[:, None])
+    if T.predicate:
+        keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
+    return keep
+
+
+@gluon.jit
+def row_max(score, T: gl.constexpr):
+    """Maximum of each row; T.split_max: of its even and odd columns apart first, two chains instead of one."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    if T.split_max:
+        lanes = gl.max(gl.max(score.reshape([ROWS, BLOCK_K // 8, 4, 2]), 1), 2)
+        return gl.convert_layout(gl.max(lanes, 1), row_layout(BLOCK_K))
+    else:
+        return gl.max(score, 1)
+
+
+@gluon.jit
+def lane_sums(p, T: gl.constexpr):
+    """Sums within each thread: a row's four lanes are added up only at the end."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
+    """The exponent to subtract; finite for a row that has seen nothing so far."""
+    shift = top * factor
+    if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
+        shift = gl.where(top == float("-inf"), 0.0, shift)
+    return shift
+
+
+@gluon.jit
+def exponentials(x, T: gl.constexpr):
+    """2^x of a tile, x <= 0; of T.mixes columns one by a polynomial, for a curve and 2^x share one slow unit."""
+    if T.mixes > 0:
+        ROWS: gl.constexpr = T.rows
+        BLOCK_K: gl.constexpr = T.block_k
+        rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
+        if T.mixes == 4:
+            more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
+            share = gl.join(gl.exp2(more), polynomial(share)).permute([0, 1, 3, 2]).reshape(rest.shape)
+            share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
+        else:
+            share = polynomial(share)
+        made = gl.join(gl.exp2(rest), share).permute([0, 1, 3, 2]).reshape([ROWS, BLOCK_K])
+        return gl.convert_layout(made, x.type.layout, assert_trivial=True)
+    else:
+        return gl.exp2(x)
+
+
+@gluon.jit
+def polynomial(x):
+    """2^x, x <= 0, to 7.5e-5: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
+    x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    whole = x + 12582912.0  # 1.5 * 2^23: the last of the sum's bits are the nearest integer
+    rest = x - (whole - 12582912.0)
+    fit = 0.99992807 + rest * (0.69326099 + rest * (0.24261112 + rest * 0.05517166))
+    power = (whole.to(gl.int32, bitcast=True) << 23) + 0x3F800000
+    return fit * power.to(gl.float32, bitcast=True)

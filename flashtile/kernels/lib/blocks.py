@@ -1,0 +1,24 @@
+"""The walk along a mask's lists of blocks."""
+
+from __future__ import annotations
+
+from flashtile._triton import jit, tl
+
+
+@jit
+def block_list(blocks, batch, head, line):
+    """(pointer to the indices, how many blocks are visible in part, how many in part or whole) of a row or column of blocks.
+
+    blocks = (counts, their strides, indices, their strides).
+    """
+    batch, head, line = batch.to(tl.int64), head.to(tl.int64), line.to(tl.int64)
+    counts = blocks[0] + batch * blocks[1][0] + head * blocks[1][1] + line * blocks[1][2]
+    partial, whole = tl.load(counts), tl.load(counts + 1)
+    return blocks[2] + batch * blocks[3][0] + head * blocks[3][1] + line * blocks[3][2], partial, partial + whole
+
+
+@jit
+def block_start(indices, step, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the tile of BLOCK that is the `step`-th of a list of blocks of SIZE starts."""
+    PER: tl.constexpr = SIZE // BLOCK
+    return tl.load(indices + step // PER) * SIZE + step % PER * BLOCK

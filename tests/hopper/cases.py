@@ -1,0 +1,33 @@
+"""Cases that Hopper's kernels run in the emulator: those of the one list that they take, and longer ones of several tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.cases import CASES, Case
+
+
+def _longer() -> Iterator[Case]:
+    uneven = Case(
+        "varlen", seqlen_q=600, seqlen_k=640, heads_q=2, heads_kv=1, head_dim=64, dtype="fp16",
+        cu_q=(0, 333, 333, 340, 590), cu_k=(0, 300, 310, 310, 600),
+    )  # fmt: skip
+    for head_dim, head_dim_v in ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256)):
+        wide = replace(uneven, name=f"varlen-{head_dim}", head_dim=head_dim, head_dim_v=head_dim_v)
+        yield replace(wide, name=f"{wide.name}-causal", causal=True, sink="fp32")
+        yield replace(wide, name=f"{wide.name}-window", window=(70, 30))
+        yield replace(wide, name=f"{wide.name}-dropout", causal=True, dropout=0.3)
+    yield replace(uneven, name="varlen-full", heads_q=3, heads_kv=3)
+    masked = Case("mask", batch=2, seqlen_q=300, seqlen_k=400, heads_q=2, heads_kv=1, head_dim=64, dtype="fp16")
+    masks = (64, "table"), (128, "table"), (256, "table"), (64, "holes"), (96, "document-causal"), (128, "holes")
+    for head_dim, mask in masks:
+        dtype = "bf16" if head_dim == 128 else "fp16"
+        yield replace(masked, name=f"mask-{mask}-{head_dim}", head_dim=head_dim, mask=mask, dtype=dtype)
+    padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
+    yield replace(padded, name="padded-causal", causal=True)
+    yield replace(padded, name="padded-left", window=(100, None), sink="bf16", score=("softcap",))
+
+
+CASES_HERE: tuple[Case, ...] = (*(case for case in CASES if case.dtype != "fp32" and case.head_dim % 8 == 0), *(
+    replace(case, name=f"longer-{case.name}") for case in _longer()))  # fmt: skip

@@ -1,0 +1,53 @@
+"""Runs cases of the one case list on Hopper's kernels in the emulator and prints, as JSON, what breaks the accuracy rule.
+
+python -m tests.hopper.emulated_cases FORWARD|BACKWARD NAME ...
+
+A line is {"case": name, "breaches": [...]}, {"case": name, "refusal": reasons} or, where the run ended early, {"case": name,
+"failure": ...}. FORWARD: out and lse alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.hopper.emulated import poisoned  # installs the emulator
+
+# isort: split
+
+import flashtile.torch.attention
+from flashtile.errors import NotSupported
+from flashtile.plan.device import H100
+from tests.hopper.assess import assess
+from tests.hopper.cases import CASES_HERE
+
+SMALL = replace(H100, sm_count=3)  # so that a block computes more than one tile
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = {case.name: case for case in CASES_HERE}
+    for name in sys.argv[2:]:
+        found: dict[str, Any] = {"case": name}
+        try:
+            with (
+                patch.object(torch, "empty_strided", poisoned),
+                patch.object(flashtile.torch.attention, "device_of", lambda _: SMALL),
+            ):
+                found["breaches"] = assess(cases[name], torch.device("cpu"), sys.argv[1] == "BACKWARD")
+        except NotSupported as refusal:
+            found["refusal"] = refusal.reasons["hopper"]
+        except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
+            found["failure"] = f"{type(problem).__name__}: {problem}"
+            traceback.print_exc()
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

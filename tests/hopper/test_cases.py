@@ -1,0 +1,65 @@
+"""Hopper's kernels on the one case list and on longer cases, in the emulator: whatever the backend does not refuse is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile.errors import NotSupported
+from tests.cases import Case
+from tests.hopper.assess import assess
+from tests.hopper.cases import CASES_HERE
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = 4  # processes that share the cases
+# Of cases whose name begins so some run: a refusal of all of them would go unnoticed otherwise.
+RUN = {
+    "FORWARD": ("varlen-", "padded-", "sink-", "dropout-", "bias-", "longer-mask-table-128", "longer-varlen-256-causal"),
+    "BACKWARD": ("varlen-fp16-fused", "longer-varlen-128-dropout", "longer-padded-left"),
+}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
+def test_what_is_not_refused_is_right(direction: str, part: int) -> None:
+    names = [case.name for case in CASES_HERE][part::PARTS]
+    results = emulate(direction, names)
+    wrong = [f"{r['case']}: {r.get('failure') or r['breaches']}" for r in results if r.get("failure") or r.get("breaches")]
+    assert not wrong, "\n".join(wrong)
+    assert [r["case"] for r in results] == names
+
+
+@pytest.mark.parametrize("direction", RUN)
+def test_features_are_not_refused(direction: str) -> None:
+    first = [next(case.name for case in CASES_HERE if case.name.startswith(start)) for start in RUN[direction]]
+    assert not [r for r in emulate(direction, first) if "breaches" not in r]
+
+
+def emulate(direction: str, names: list[str]) -> list[dict[str, object]]:
+    """What `emulated_cases` says of each case."""
+    if not names:
+        return []
+    command = [sys.executable, "-m", "tests.hopper.emulated_cases", direction, *names]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
+@pytest.mark.parametrize("case", CASES_HERE, ids=lambda case: case.name)
+def test_what_is_not_refused_is_right_on_a_gpu(device: torch.device, case: Case, direction: str) -> None:
+    try:
+        wrong = assess(case, device, direction == "BACKWARD")
+    except NotSupported as refusal:
+        pytest.skip("; ".join(refusal.reasons["hopper"]))
+    assert not wrong, "\n".join(wrong)
