@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flashtile.predicate.document import Document
     from flashtile.predicate.key_padding import KeyPadding
     from flashtile.predicate.prefix import Prefix
+    from flashtile.predicate.stored import Stored
     from flashtile.score.alibi import Alibi
     from flashtile.score.bias import Bias
     from flashtile.score.softcap import Softcap
@@ -51,6 +52,7 @@ _HOMES = {
     "Prefix": "flashtile.predicate.prefix",
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
+    "Stored": "flashtile.predicate.stored",
     "attention": "flashtile.torch.attention",
     "attention_kvpacked": "flashtile.torch.layouts",
     "attention_qkvpacked": "flashtile.torch.layouts",
@@ -79,6 +81,7 @@ __all__ = [
     "Prefix",
     "Score",
     "Softcap",
+    "Stored",
     "attention",
     "attention_kvpacked",
     "attention_qkvpacked",

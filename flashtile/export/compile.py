@@ -43,12 +43,26 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
-    """The compiled kernel of one call, specialised as a launch on dense, aligned tensors would be."""
+@dataclass(frozen=True)
+class Signature:
+    """A call as Triton's compiler sees it: types by name, compile-time values and hints by the path to an argument.
+
+    `runtime` lists what a launch passes, in order, with its type: numbers, Pointer and Descriptor.
+    """
+
+    types: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    divisible: dict[tuple[int, ...], Any]
+    runtime: tuple[tuple[Any, str], ...]
+
+
+def signature_of(call: KernelCall, plan: Plan) -> Signature:
+    """The call, specialised as a launch on dense, aligned tensors would be."""
     buffers = {b.name: b for b in plan.buffers}
-    signature: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}
+    runtime: list[tuple[Any, str]] = []
 
     def describe(arg: Any, path: tuple[int, ...], specialise: bool = True) -> Any:
         if isinstance(arg, Strides):
@@ -56,30 +70,38 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
             arg = arg.of(shape, contiguous(shape))
         if isinstance(arg, tuple):
             return tuple(describe(a, (*path, i)) for i, a in enumerate(arg))
+        if arg is None or (arg == 1 and specialise and not isinstance(arg, float)):
+            constants[path] = arg
+            return "constexpr"
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
             dtype = buffers[arg.name].dtype
-            return "*" + INTEGERS.get(dtype, dtype)
-        if isinstance(arg, Descriptor):
-            return descriptor_type(arg, buffers[arg.name].dtype)
-        if isinstance(arg, float):
-            return "fp32"
-        if arg is None or (arg == 1 and specialise):
-            constants[path] = arg
-            return "constexpr"
-        if arg % 16 == 0 and specialise:
-            divisible[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= arg < 2**31 else "i64"
+            kind = "*" + INTEGERS.get(dtype, dtype)
+        elif isinstance(arg, Descriptor):
+            kind = descriptor_type(arg, buffers[arg.name].dtype)
+        elif isinstance(arg, float):
+            kind = "fp32"
+        else:
+            if arg % 16 == 0 and specialise:
+                divisible[path] = [["tt.divisibility", 16]]
+            kind = "i32" if -(2**31) <= arg < 2**31 else "i64"
+        runtime.append((arg, kind))
+        return kind
 
     names = call.kernel.arg_names
     for i, arg in enumerate(call.args):
-        signature[names[i]] = describe(arg, (i,), not call.kernel.params[i].do_not_specialize)
+        types[names[i]] = describe(arg, (i,), not call.kernel.params[i].do_not_specialize)
     for name, value in call.constants:
-        signature[name] = "constexpr"
+        types[name] = "constexpr"
         constants[(names.index(name),)] = value
-    source = source_class(call.kernel)(call.kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = call.options
-    return triton.compile(source, target=gpu_target(device), options=options)
+    return Signature(types, constants, divisible, tuple(runtime))
+
+
+def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
+    """The compiled kernel of one call, specialised as a launch on dense, aligned tensors would be."""
+    found = signature_of(call, plan)
+    source = source_class(call.kernel)(call.kernel, signature=found.types, constexprs=found.constants, attrs=found.divisible)
+    return triton.compile(source, target=gpu_target(device), options=call.options)
 
 
 def descriptor_type(descriptor: Descriptor, dtype: str) -> str:
