@@ -201,6 +201,10 @@ def mha(
     ways = {"triton": "fused", "triton_split": "split", "xla": "xla"}
     if backward_pass_impl not in ways:
         raise InvalidProblem(f"backward_pass_impl is {backward_pass_impl!r}; it must be one of {', '.join(ways)}.")
+    own = dict(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages, grid=grid)
+    for name, value in {**own, "interpret": interpret or None, "debug": debug or None}.items():
+        if value is not None:
+            raise InvalidProblem(f"{name} is {value!r}; it must be left out: tiles and launches are chosen here.")
     return dot_product_attention(q, k, v, scale=sm_scale, is_causal=causal, backward=ways[backward_pass_impl])
 
 
@@ -250,7 +254,8 @@ class Call:
 
 def attend(
     q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
-    implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any], longest: tuple[Any, Any] = (None, None),
+    implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
+    longest: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any]:  # fmt: skip
     """(out, lse) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
     if implementation not in IMPLEMENTATIONS:
@@ -264,8 +269,7 @@ def attend(
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
     call = Call(problem, implementation, rest.backward)
     given = [arrays[b.name] for b in input_buffers(problem)]
-    out, lse = _attend(call, *varying_like(given, given))
-    return out, lse
+    return _compiled(call, *varying_like(given, given))
 
 
 def _describe(
@@ -418,7 +422,7 @@ def _pull(call: Call, saved: _Saved, arriving: tuple[Any, Any]) -> tuple[Any, ..
     keeps = call.backward != "xla"
     step = Backward(problem, gradients, None if plain else call.implementation, backward, keeps)  # pyright: ignore[reportArgumentType]
     known = dict(zip(names, saved.given, strict=True), out=out, lse=saved.made[1], dout=dout, dlse=dlse)
-    known |= {"stats": made for made in saved.made[2:]}
+    known |= dict(zip(("stats",), saved.made[2:], strict=False))
     made = run_mapped(step, "xla" if plain else call.implementation, *(known[b.name] for b in step.inputs()))
     found = dict(zip((b.name for b in step.outputs()), made, strict=True))
     grads = (found.get(f"d{name}") for name in names)
@@ -435,3 +439,4 @@ def _wanting(p: AttentionProblem, perturbed: set[str]) -> AttentionProblem:
 
 
 _attend.defvjp(_save, _pull, symbolic_zeros=True)
+_compiled = jax.jit(_attend, static_argnums=0)  # one program where a call stands outside of jit

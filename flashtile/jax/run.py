@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -100,11 +101,16 @@ plan_p.multiple_results = True
 
 
 @plan_p.def_abstract_eval
-def _abstract(*avals: Any, step: Step) -> list[Any]:
+def _abstract(*avals: Any, step: Step, guarded: bool) -> list[Any]:
     return [jax.core.ShapedArray(b.shape, JAX_DTYPES[b.dtype]) for b in step.outputs()]
 
 
-def _lower_cuda(ctx: Any, *operands: Any, step: Step) -> Any:
+@plan_p.def_impl
+def _evaluate(*given: Any, **parameters: Any) -> Any:
+    return jax.jit(partial(plan_p.bind, **parameters))(*given)
+
+
+def _lower_cuda(ctx: Any, *operands: Any, step: Step, guarded: bool) -> Any:
     device = device_here()
     plan = step.plan(device)
     order = [b.name for b in step.inputs()]
@@ -119,7 +125,10 @@ def _lower_cuda(ctx: Any, *operands: Any, step: Step) -> Any:
     return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
 
 
-def _lower_elsewhere(ctx: Any, *operands: Any, step: Step) -> Any:
+def _lower_elsewhere(ctx: Any, *operands: Any, step: Step, guarded: bool) -> Any:
+    if guarded:  # of a program for several platforms: nobody comes here on this one
+        zeros = lambda *_: [jnp.zeros(b.shape, JAX_DTYPES[b.dtype]) for b in step.outputs()]  # noqa: E731
+        return mlir.lower_fun(zeros, multiple_results=True)(ctx, *operands)
     platforms = ", ".join(ctx.module_context.platforms)
     reason = f"arrays are on {platforms}; these kernels need an NVIDIA GPU (implementation=None or 'xla' runs here)"
     raise NotSupported(repr(step), {"triton": [reason], "hopper": [reason], "xla": step.plain_refusals()})
@@ -140,9 +149,9 @@ def _axes(array: Any) -> frozenset[Any]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
-def kernels(step: Step, *given: Any) -> list[Any]:
-    """The step by a backend's kernels."""
-    return varying_like(plan_p.bind(*given, step=step), given)
+def kernels(step: Step, *given: Any, guarded: bool = False) -> list[Any]:
+    """The step by a backend's kernels; `guarded` where other platforms have their own branch."""
+    return varying_like(plan_p.bind(*given, step=step, guarded=guarded), given)
 
 
 def plain(step: Step, *given: Any) -> list[Any]:
@@ -160,5 +169,6 @@ def run(step: Step, implementation: str | None, *given: Any) -> list[Any]:
         return plain(step, *given)
     if implementation is not None or step.plain_refusals():
         return kernels(step, *given)
-    on_gpu, elsewhere = (lambda *a, f=f: tuple(f(step, *a)) for f in (kernels, plain))
+    on_gpu = lambda *a: tuple(kernels(step, *a, guarded=True))  # noqa: E731
+    elsewhere = lambda *a: tuple(plain(step, *a))  # noqa: E731
     return list(jax.lax.platform_dependent(*given, cuda=on_gpu, default=elsewhere))
