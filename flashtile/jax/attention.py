@@ -15,6 +15,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
+from flashtile.jax.saved import Saved
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
@@ -378,16 +379,6 @@ def _band(is_causal: Any, window: Any) -> Band:
 # -- differentiation ------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["given", "made"], meta_fields=["perturbed"])
-@dataclass(frozen=True)
-class _Saved:
-    """What the backward is told by the forward; `perturbed`: which inputs a gradient may be wanted of."""
-
-    given: tuple[Any, ...]
-    made: tuple[Any, ...]
-    perturbed: tuple[bool, ...]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *given: Any) -> tuple[Any, Any]:
     return _forward(call, given)[:2]
@@ -403,10 +394,10 @@ def _save(call: Call, *primals: Any) -> Any:
     made = _forward(call, given)
     if call.backward == "xla":  # of kernels' rows that knows nothing
         made = made[:2]
-    return made[:2], _Saved(given, made, tuple(primal.perturbed for primal in primals))
+    return made[:2], Saved(given, made, tuple(primal.perturbed for primal in primals))
 
 
-def _pull(call: Call, saved: _Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:
+def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:
     dout, dlse = (None if isinstance(grad, SymbolicZero) else grad for grad in arriving)
     names = [b.name for b in input_buffers(call.problem)]
     perturbed = {name for name, flag in zip(names, saved.perturbed, strict=True) if flag}

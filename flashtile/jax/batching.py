@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,16 +31,23 @@ def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any
             made = call(*wide)
             outputs = tuple(_parted(each, b.name, x, size) for b, x in zip(step.outputs(), made, strict=True))
             return outputs, (True,) * len(outputs)
-        moving = [x for x, is_batched in zip(given, batched, strict=True) if is_batched]
+        return one_by_one(call)(size, batched, *given)
 
+    return tuple(call(*given))
+
+
+def one_by_one(call: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """The rule of `custom_vmap` that walks the mapped axis."""
+
+    def rule(size: int, batched: Sequence[bool], *given: Any) -> Any:
         def one(part: Sequence[Any]) -> tuple[Any, ...]:
             rest = iter(part)
             return call(*(next(rest) if b else x for x, b in zip(given, batched, strict=True)))
 
-        outputs = jax.lax.map(one, moving)
+        outputs = jax.lax.map(one, [x for x, is_batched in zip(given, batched, strict=True) if is_batched])
         return outputs, (True,) * len(outputs)
 
-    return tuple(call(*given))
+    return rule
 
 
 def joins_batch(step: Forward | Backward, batched: set[str]) -> bool:

@@ -157,7 +157,7 @@ def _descriptor(triton: Any, arg: Descriptor, buffer: Buffer, said: Mapping[str,
     """A descriptor's parameters: the map, which the handler encodes at the launch, then shape and strides."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    assert not (said.get("fp4_padded") or said.get("is_im2col"))
+    assert not any(map(said.get, ("fp4_padded", "is_im2col")))
     strides = contiguous(buffer.shape)
     shape, steps = [buffer.shape[axis] for axis in arg.axes], [strides[axis] for axis in arg.axes]
     described = triton.create_tma_descriptor_parameter(

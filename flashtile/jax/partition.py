@@ -127,7 +127,7 @@ def _summed(step: Forward | Backward, axes: dict[str, Any], name: str, own: Role
     over: list[str] = []
     if "batch" not in own:
         over += axes.get("batch", ())
-    if HEADS not in own and (name in ("dk", "dv") and "kv" not in axes or name.startswith("dscore.")):
+    if HEADS not in own and ((name in ("dk", "dv") and "kv" not in axes) or name.startswith("dscore.")):
         over += axes.get(HEADS, ())
     return jax.lax.psum(x, tuple(over)) if over else x
 

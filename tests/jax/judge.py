@@ -23,7 +23,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One call. leaves: shapes of differentiable arrays besides q, k, v; a bias is spelled by its axes, 1 or a letter of bnts."""
+    """One call; a bias and a mask are spelled by their axes, each 1 or a letter of bnts."""
 
     name: str
     batch: int = 2

@@ -1,4 +1,4 @@
-"""Attention by its definition in plain JAX, differentiated by JAX: with float64 arrays the truth, with others what plain JAX makes."""
+"""Attention by its definition in plain JAX, differentiated by JAX; with float64 arrays the truth."""
 
 from __future__ import annotations
 

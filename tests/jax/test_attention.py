@@ -52,7 +52,8 @@ def test_residual_is_that_of_jax_nn() -> None:
 def test_three_axes() -> None:
     leaves = {name: x[0] for name, x in CASES[0].leaves().items()}
     out, lse = dot_product_attention(leaves["q"], leaves["k"], leaves["v"], return_residual=True)
-    assert out.shape == leaves["q"].shape and lse.shape == leaves["q"].shape[:2]
+    assert out.shape == leaves["q"].shape
+    assert lse.shape == leaves["q"].shape[:2]
     np.testing.assert_allclose(out, jax.nn.dot_product_attention(leaves["q"], leaves["k"], leaves["v"]), atol=1e-5)
 
 
@@ -164,7 +165,8 @@ def test_varlen_is_item_by_item(options: dict[str, bool]) -> None:
     want, (exact, exact_lse) = jax.grad(theirs, range(5), has_aux=True)(*leaves)
     np.testing.assert_allclose(out[:60], exact, atol=2e-5)
     np.testing.assert_allclose(lse[:60], exact_lse, atol=2e-5)
-    assert not out[60:].any() and (lse[60:] == -jnp.inf).all()
+    assert not out[60:].any()
+    assert (lse[60:] == -jnp.inf).all()
     for mine, theirs_ in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs_, atol=1e-4, rtol=1e-4)
 
@@ -183,7 +185,8 @@ def test_a_key_seeds_dropout() -> None:
     q, k, v = (CASES[0].leaves()[n] for n in "qkv")
     call = jax.jit(lambda key: dot_product_attention(q, k, v, dropout=Dropout(0.5, key)))
     first, again, other = call(jax.random.key(1)), call(jax.random.key(1)), call(jax.random.key(2))
-    assert (first == again).all() and (first != other).any()
+    assert (first == again).all()
+    assert (first != other).any()
 
 
 @pytest.mark.parametrize("implementation", ["triton", "triton_split", "xla"])
@@ -198,4 +201,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int]) -> None:
     batch, seqlen_q, seqlen_k = sizes
     case = Case("", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     got = evaluate(case.ours, case.leaves(), case.cotangents())
-    assert not got["out"].any() and (got["lse"] == -np.inf).all() and not got["dq"].any() and not got["dv"].any()
+    assert not got["out"].any()
+    assert (got["lse"] == -np.inf).all()
+    assert not got["dq"].any()
+    assert not got["dv"].any()
