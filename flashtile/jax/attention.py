@@ -123,13 +123,13 @@ def dot_product_attention(
             raise InvalidProblem(f"mask is {mask.dtype}; it must be bool, True where a score counts (bias adds numbers).")
         attend_to = _both(attend_to, Stored(_wide("mask", mask)))
     score = rest.modifiers(None if bias is None else Bias(_wide("bias", bias)))
-    if pads is not None:
-        counts = (jnp.arange(query.shape[1]) < pads[:, None])[:, :, None]
+    counts = None if pads is None else (jnp.arange(query.shape[1]) < pads[:, None])[:, :, None]
+    if counts is not None:
         query = jnp.where(counts[..., None], query, 0)
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
     out, lse = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
     lse = jnp.swapaxes(lse, 1, 2)
-    if pads is not None:
+    if counts is not None:
         out, lse = jnp.where(counts[..., None], out, 0), jnp.where(counts, lse, -jnp.inf)
     if squeezed:
         out, lse = out[0], lse[0]
@@ -371,9 +371,10 @@ def _both(mask: Any, other: Any) -> Any:
 def _band(is_causal: Any, window: Any) -> Band:
     if not isinstance(is_causal, bool):
         raise InvalidProblem(f"is_causal is {is_causal!r}; it must be True or False.")
+    pair: Any = window
     if isinstance(window, int) and not isinstance(window, bool):
-        window = (window, window)
-    return make_mask(is_causal, window, None)
+        pair = (window, window)
+    return make_mask(is_causal, pair, None)
 
 
 # -- differentiation ------------------------------------------------------------------------------------------------------

@@ -163,7 +163,8 @@ class _Scene:
         self.precision = lax.Precision.HIGHEST if p.precision != "tf32" else lax.Precision.DEFAULT
         self.rows = (p.slabs, p.heads_q, p.span_q)
         row, key = jnp.arange(p.span_q, dtype=jnp.int32), jnp.arange(p.span_k, dtype=jnp.int32)
-        self.item_q = self.item_k = None
+        self.item_q: Any = None
+        self.item_k: Any = None
         self.row, self.key = row[:, None], key
         self.batch: Any = jnp.arange(p.batch, dtype=jnp.int32)[:, None, None, None]
         if p.lengths.varlen:
@@ -178,7 +179,7 @@ class _Scene:
             counts_k = jnp.ones((p.span_k,), bool)
         length_q, length_k = arrays.get("seqused_q", length_q), arrays.get("seqused_k", length_k)
         self.shift: Any = p.span_k - p.span_q
-        self.counts_q = None
+        self.counts_q: Any = None
         if p.lengths.ragged:
             self.shift = _take(length_k - length_q, self.batch)
             self.counts_q = self.row < _take(length_q, self.batch)

@@ -84,12 +84,12 @@ def refusals(plan: Plan) -> list[str]:
 
 def require_jaxlib() -> Any:
     """jaxlib's module of the launcher; raises NotSupported where this jaxlib has none that serves."""
-    import jaxlib
     from jaxlib import gpu_triton
+    from jaxlib.version import __version__ as installed
 
-    version = tuple(int(n) for n in jaxlib.__version__.split(".")[:3] if n.isdigit())
+    version = tuple(int(n) for n in installed.split(".")[:3] if n.isdigit())
     if version < OLDEST:
-        reason = f"jaxlib is {jaxlib.__version__}; its launcher makes TMA descriptors from {'.'.join(map(str, OLDEST))} on"
+        reason = f"jaxlib is {installed}; its launcher makes TMA descriptors from {'.'.join(map(str, OLDEST))} on"
     elif not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
         reason = "jaxlib's CUDA plugin is not installed (jax-cuda13-plugin)"
     else:

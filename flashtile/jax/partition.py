@@ -52,7 +52,7 @@ def run_partitioned(step: Forward | Backward, implementation: str | None, *given
         return mesh, part, made, tuple(shard(own) for _, own in inputs)
 
     rule, sizes, whole = sharding_rule(step.problem, [own for _, own in inputs], [own for _, own in outputs])
-    call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+    call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)  # pyright: ignore[reportArgumentType]
     return call(*given)
 
 

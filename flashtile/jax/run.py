@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -102,7 +103,7 @@ plan_p.multiple_results = True
 
 @plan_p.def_abstract_eval
 def _abstract(*avals: Any, step: Step, guarded: bool) -> list[Any]:
-    return [jax.core.ShapedArray(b.shape, JAX_DTYPES[b.dtype]) for b in step.outputs()]
+    return [ShapedArray(b.shape, JAX_DTYPES[b.dtype]) for b in step.outputs()]
 
 
 @plan_p.def_impl

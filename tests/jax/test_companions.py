@@ -62,14 +62,17 @@ COS, SIN = jnp.asarray(np.cos(ANGLES), jnp.float32), jnp.asarray(np.sin(ANGLES),
 MASK = jnp.asarray(np.random.default_rng(0).random((2, 1, 5, 7)) < 0.5).at[0, 0, 1].set(True)
 PLACES = jnp.broadcast_to(jnp.arange(2, 7, dtype=jnp.int32), (2, 5))
 
+ROWS = ((2, 3, 40), (40,), (40,), (2, 3, 40))
+HEADS = ((2, 5, 4, 8), (2, 5, 2, 8))
+SMOOTH = dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.7)
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
-    "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r, prenorm=True), plain_norm("layer"), ((2, 3, 40), (40,), (40,), (2, 3, 40))),
-    "rms_norm": (lambda x, w, b, r: rms_norm(x, w, b, 1e-5, residual=r, prenorm=True), plain_norm("rms"), ((2, 3, 40), (40,), (40,), (2, 3, 40))),
-    "cross_entropy": (lambda x: cross_entropy(x, LABELS, label_smoothing=0.1, z_loss=0.01, logit_scale=0.7), plain_cross_entropy, ((2, 3, 9),)),
-    "rotary": (lambda q, k: rotary(q, k, COS, SIN, offset=2), plain_rotary, ((2, 5, 4, 8), (2, 5, 2, 8))),
-    "rotary-positions": (lambda q, k: rotary(q, k, COS, SIN, positions=PLACES), plain_rotary, ((2, 5, 4, 8), (2, 5, 2, 8))),
+    "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r, prenorm=True), plain_norm("layer"), ROWS),
+    "rms_norm": (lambda x, w, b, r: rms_norm(x, w, b, 1e-5, residual=r, prenorm=True), plain_norm("rms"), ROWS),
+    "cross_entropy": (lambda x: cross_entropy(x, LABELS, **SMOOTH), plain_cross_entropy, ((2, 3, 9),)),
+    "rotary": (lambda q, k: rotary(q, k, COS, SIN, offset=2), plain_rotary, HEADS),
+    "rotary-positions": (lambda q, k: rotary(q, k, COS, SIN, positions=PLACES), plain_rotary, HEADS),
     "softmax": (lambda x: softmax(x, MASK, scale=0.5, causal=True), plain_softmax, ((2, 3, 5, 7),)),
-}  # fmt: skip
+}
 
 
 def evaluate(function: Callable[..., Any], leaves: Any) -> Any:

@@ -91,9 +91,9 @@ def test_a_modifier_without_a_formula_in_jax() -> None:
 
 
 def test_an_old_jaxlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jaxlib
+    import jaxlib.version
 
-    monkeypatch.setattr(jaxlib, "__version__", "0.11.0")
+    monkeypatch.setattr(jaxlib.version, "__version__", "0.11.0")
     with pytest.raises(NotSupported, match=r"jaxlib is 0\.11\.0; its launcher makes TMA descriptors from 0\.11\.1 on"):
         launch.require_jaxlib()
     assert np.isfinite(dot_product_attention(Q, K, K)).all()  # plain JAX needs no launcher

@@ -1,4 +1,4 @@
-"""The portable kernels from JAX, run by Triton's interpreter: plans, their buffers and arguments, as `flashtile.jax` uses them."""
+"""The portable kernels from JAX, run by Triton's interpreter."""
 
 from __future__ import annotations
 
