@@ -33,7 +33,7 @@ def unsupported(p: AttentionProblem) -> list[str]:
 
 
 def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
-    """out, lse, and for fp32 stats: each row's maximum and sum, (slabs, heads_q, 2, span_q)."""
+    """out and lse."""
     scene = _Scene(p, arrays)
 
     def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
@@ -65,43 +65,44 @@ def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     if scene.counts_q is not None:
         out, lse = jnp.where(scene.counts_q, out, 0.0), jnp.where(scene.counts_q[..., 0], lse, -jnp.inf)
     made = {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse}
-    if p.dtype is DType.FP32:
-        made["stats"] = jnp.stack([top, total], axis=2)
     return made
 
 
 def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` ("dq", "dscore.0.0", ...). Where `stats` is among the arrays, `forward` made it."""
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
     scene = _Scene(p, arrays)
     dout = scene.counted_rows(jnp.swapaxes(arrays["dout"], 1, 2).astype(jnp.float32))
     out = scene.counted_rows(jnp.swapaxes(arrays["out"], 1, 2).astype(jnp.float32))
     lse = arrays["lse"]
-    pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), None
-    if "stats" in arrays:  # spares the rounding of a logarithm
-        top, total = arrays["stats"][:, :, 0], arrays["stats"][:, :, 1]
-        pivot, divisor = jnp.where(top == -jnp.inf, 0.0, top), jnp.where(total == 0.0, 1.0, total)[..., None]
+    pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows)
     alive = (lse != -jnp.inf)[..., None]
     scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
 
     def weights(score: Any, at: Position, block: _Block) -> tuple[Any, Any, Any, Any]:
         """(which scores are seen, probabilities, what is kept of them, their gradients)."""
         seen = scene.visible(at, block) & alive
-        weight = jnp.exp(score - pivot[..., None])
-        weight = jnp.where(seen, weight if divisor is None else weight / divisor, 0.0)
+        weight = jnp.where(seen, jnp.exp(score - pivot[..., None]) / divisor[..., None], 0.0)
         dweight = scene.over_columns(dout, block.v)
         if p.dropout is None:
             return seen, weight, weight, dweight
         keeps = scene.kept(at)
         return seen, weight, jnp.where(keeps, weight * scale, 0.0), jnp.where(keeps, dweight * scale, 0.0)
 
-    if p.dtype is DType.FP32:  # sum of p * dp, as differentiated softmax has it: where one key has all, the gradient is 0
+    if p.dtype is DType.FP32:
+        # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, other
+        # programs add in other orders, and where one key has all the gradient is to be 0.
 
-        def add(total: Any, block: _Block) -> tuple[Any, None]:
+        def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
             at = scene.position(block)
             _, weight, _, dweight = weights(scene.scores(block, at, scene.modifiers(block, at)), at, block)
-            return total + (weight * dweight).sum(-1), None
+            return (sums[0] + weight.sum(-1), sums[1] + (weight * dweight).sum(-1)), None
 
-        delta, _ = lax.scan(add, varying_like([jnp.zeros(scene.rows)], tuple(arrays.values()))[0], scene.blocks)
+        zeros = varying_like([jnp.zeros(scene.rows)] * 2, tuple(arrays.values()))
+        (total, delta), _ = lax.scan(add, tuple(zeros), scene.blocks)
+        if p.sink is not None:
+            total = total + jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(jnp.float32)[:, None] - pivot), 0.0)
+        divisor = jnp.where(total == 0.0, 1.0, total)
+        delta = delta / divisor
     else:
         delta = (dout * out).sum(-1)
     dlse = arrays.get("dlse", jnp.zeros(()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.jax import blockwise
-from flashtile.jax.launch import Arrays, refusals
+from flashtile.jax.launch import JAX_DTYPES, Arrays, refusals
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers
 from flashtile.plan.call import Buffer, Plan
@@ -47,7 +49,9 @@ class Forward:
         return blockwise.unsupported(self.problem)
 
     def plain(self, arrays: Arrays) -> Arrays:
-        return blockwise.forward(self.problem, arrays)
+        """What is `kept` serves kernels alone, and is zero here."""
+        kept_here = {b.name: jnp.zeros(b.shape, JAX_DTYPES[b.dtype]) for b in kept(self.problem)}
+        return {**blockwise.forward(self.problem, arrays), **kept_here}
 
     def fit(self, given: tuple[Any, ...]) -> Forward:
         return replace(self, problem=fitted(self.problem, dict(zip((b.name for b in self.inputs()), given, strict=True))))

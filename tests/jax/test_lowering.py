@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flashtile import Alibi, Dropout, NotSupported
+from flashtile import Alibi, AttentionProblem, Dropout, NotSupported, dispatch
 from flashtile.export.matrix import jobs_of, plan_of, problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
+from flashtile.jax.step import Backward
+from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
+from flashtile.plan.device import H100
 
 pytestmark = pytest.mark.compiles
 CHECK = jax.export.DisabledSafetyCheck.custom_call(HANDLER)
@@ -102,9 +105,20 @@ def plans() -> list[Plan]:
     return list(found)
 
 
-def test_every_shipped_plan_can_be_launched_but_for_hopper_s_deterministic_backward() -> None:
+def test_every_shipped_plan_can_be_launched() -> None:
     refused = {plan.problem.spell() for plan in plans() if refusals(plan)}
     assert not refused
+
+
+def test_a_plan_without_a_seating_is_refused_and_the_next_backend_runs() -> None:
+    """Hopper's deterministic backward: its kernel takes dq_sum twice, and the locks after that."""
+    problem = AttentionProblem.parse("attention(q=2x256x4x64,kv=256x2x64,bf16,band=:0,deterministic)")
+    plan = dispatch.backend_named("hopper").backward(problem, H100, Gradients(), "auto")
+    (reason,) = refusals(plan)
+    assert reason.startswith("dq_sum is written by a kernel that takes it several times")
+    assert Backward(problem, Gradients()).plan(H100).backend == "triton"
+    with pytest.raises(NotSupported, match="dq_sum is written"):
+        Backward(problem, Gradients(), "hopper").plan(H100)
 
 
 def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
@@ -125,7 +139,5 @@ def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
 def test_the_message_holds_triton_s_own_code() -> None:
     plan = plans()[0]
     (call,) = (c for c in plan.calls if isinstance(c, KernelCall))
-    from flashtile.plan.device import H100
-
     message = zlib.decompress(launch._message(call, plan, H100, frozenset()))
     assert launch.compiled(call, plan, H100).asm["cubin"] in message
