@@ -207,7 +207,7 @@ class _Scene:
         def blocks(x: Any, axis: int) -> Any:
             extra = -x.shape[axis] % BLOCK_K
             x = jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
-            return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK_K, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
 
         counts = self.counts_k[:, None, :, None]
         k, v = (jnp.where(counts, jnp.swapaxes(self.arrays[n], 1, 2).astype(jnp.float32), 0.0) for n in "kv")
@@ -304,13 +304,13 @@ class _Scene:
     def joined(self, blocks: Any) -> Any:
         """Blocks of keys as (slabs, span_k, heads_kv, width)."""
         whole = jnp.moveaxis(blocks, 0, 2)
-        whole = whole.reshape(*whole.shape[:2], -1, whole.shape[-1])[:, :, : self.p.span_k]
+        whole = whole.reshape(*whole.shape[:2], whole.shape[2] * BLOCK_K, whole.shape[-1])[:, :, : self.p.span_k]
         return jnp.swapaxes(whole, 1, 2)
 
     def joined_columns(self, blocks: Any, shape: tuple[int, ...]) -> Any:
         """Blocks of a tensor with an element for every key, as it was."""
         whole = jnp.moveaxis(blocks, 0, 3)
-        return whole.reshape(*whole.shape[:3], -1)[..., : shape[3]]
+        return whole.reshape(*whole.shape[:3], whole.shape[3] * BLOCK_K)[..., : shape[3]]
 
 
 def _any_of(terms: Sequence[Any]) -> Any:
