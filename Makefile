@@ -6,13 +6,18 @@ SUITES ?= smoke
 PY := .venv/bin/python
 NEWEST := .venv/newest-triton
 
-.PHONY: demo test check compile gpu bench docs
+.PHONY: demo test jax check compile gpu bench docs
 
 demo: .venv/.ready
 	$(PY) -m flashtile demo
 
 test: .venv/.ready
 	$(PY) -m pytest -n $(JOBS)
+
+# flashtile.jax, in an environment of its own: its types, then its tests, compiled and interpreted. Says so where there is no
+# Python for it.
+jax:
+	@if $(MAKE) --no-print-directory .venv-jax/.ready; then bash tools/test_jax.sh $(JOBS); else [ ! -d .venv-jax ]; fi
 
 check: .venv/.ready
 	$(PY) -m ruff check
@@ -36,6 +41,10 @@ bench: .venv/.ready
 
 docs: .venv/.ready
 	$(PY) tools/make_docs.py
+
+.venv-jax/.ready: pyproject.toml tools/setup_jax.sh
+	bash tools/setup_jax.sh
+	@touch $@
 
 .venv/.ready: pyproject.toml tools/setup.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh

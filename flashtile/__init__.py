@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flashtile.predicate.document import Document
     from flashtile.predicate.key_padding import KeyPadding
     from flashtile.predicate.prefix import Prefix
+    from flashtile.predicate.stored import Stored
     from flashtile.predicate.top_left import TopLeft
     from flashtile.score.alibi import Alibi
     from flashtile.score.bias import Bias
@@ -52,6 +53,7 @@ _HOMES = {
     "Prefix": "flashtile.predicate.prefix",
     "Score": "flashtile.spec.score",
     "Softcap": "flashtile.score.softcap",
+    "Stored": "flashtile.predicate.stored",
     "TopLeft": "flashtile.predicate.top_left",
     "attention": "flashtile.torch.attention",
     "attention_kvpacked": "flashtile.torch.layouts",
@@ -81,6 +83,7 @@ __all__ = [
     "Prefix",
     "Score",
     "Softcap",
+    "Stored",
     "TopLeft",
     "attention",
     "attention_kvpacked",

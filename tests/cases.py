@@ -22,6 +22,7 @@ from flashtile import (
     Options,
     Prefix,
     Softcap,
+    Stored,
     TopLeft,
 )  # fmt: skip
 from flashtile.score.relative import Relative
@@ -73,6 +74,12 @@ def holes(case: Case, device: torch.device) -> KeyPadding:
     return KeyPadding(keep.to(device))
 
 
+def stored(case: Case, device: torch.device, each: bool) -> Stored:
+    shape = (case.items, case.heads_q) if each else (1, 1)
+    seen = torch.rand((*shape, case.seqlen_q, case.seqlen_k), generator=torch.Generator().manual_seed(3)) < 0.6
+    return Stored(seen.to(device))
+
+
 def prefixes(case: Case, device: torch.device) -> Prefix:
     return Prefix(torch.arange(3, 3 + 11 * case.items, 11, dtype=torch.int32, device=device))
 
@@ -91,6 +98,8 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
         Dilated(3) & Band(left=30, right=0) | Prefix(torch.full((case.items,), 4, dtype=torch.int32, device=device))
     ),
     "holes": holes,
+    "stored": lambda case, device: stored(case, device, True),
+    "stored-one-head": lambda case, device: stored(case, device, False) & Band(right=9),
     "holes-and-documents": lambda case, device: holes(case, device) & (documents(case, device) | prefixes(case, device)),
     "top-left": lambda case, device: TopLeft(),
     "two-bands": lambda case, device: Band(left=4, right=0) | Band(left=-20, right=30),

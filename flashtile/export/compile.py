@@ -54,11 +54,14 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
 class Specialisation:
     """What the compiler is told of a call's arguments: types by name, nested as they are, constants and what is a multiple
     of 16 by path. Of a `Size` it learns what holds for every size.
+
+    `runtime` lists what a launch passes, in order, with its type: numbers, Pointer and Descriptor.
     """
 
     signature: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     divisible: dict[tuple[int, ...], Any]
+    runtime: tuple[tuple[Any, str], ...]
 
 
 def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisation:
@@ -66,6 +69,7 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}
+    runtime: list[tuple[Any, str]] = []
 
     def describe(arg: Any, path: tuple[int, ...], special: bool = True) -> Any:
         if isinstance(arg, Strides):
@@ -76,21 +80,24 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
         if isinstance(arg, Pointer):
             divisible[path] = [["tt.divisibility", 16]]
             dtype = buffers[arg.name].dtype
-            return "*" + INTEGERS.get(dtype, dtype)
-        if isinstance(arg, Descriptor):
-            return descriptor_type(arg, buffers[arg.name].dtype)
-        if isinstance(arg, float):
-            return "fp32"
-        if isinstance(arg, Size):
+            kind = "*" + INTEGERS.get(dtype, dtype)
+        elif isinstance(arg, Descriptor):
+            kind = descriptor_type(arg, buffers[arg.name].dtype)
+        elif isinstance(arg, float):
+            kind = "fp32"
+        elif isinstance(arg, Size):
             if divisor(arg.terms) % 16 == 0 and special:
                 divisible[path] = [["tt.divisibility", 16]]
-            return "i32"
-        if arg is None or (arg == 1 and special):
+            kind = "i32"
+        elif arg is None or (arg == 1 and special):
             constants[path] = arg
             return "constexpr"
-        if arg % 16 == 0 and special:
-            divisible[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= arg < 2**31 else "i64"
+        else:
+            if arg % 16 == 0 and special:
+                divisible[path] = [["tt.divisibility", 16]]
+            kind = "i32" if -(2**31) <= arg < 2**31 else "i64"
+        runtime.append((arg, kind))
+        return kind
 
     names = call.kernel.arg_names
     for i, arg in enumerate(call.args):
@@ -98,7 +105,7 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
     for name, value in call.constants:
         signature[name] = "constexpr"
         constants[(names.index(name),)] = value
-    return Specialisation(signature, constants, divisible)
+    return Specialisation(signature, constants, divisible, tuple(runtime))
 
 
 def compile_kernel(call: KernelCall, special: Specialisation, device: Device) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position
+from flashtile.spec.score import Position, expanded
 
 
 @jit
@@ -44,9 +44,9 @@ class Document(Predicate):
             shape = tuple(getattr(self, name).shape)
             if len(shape) == 2 and shape[0] not in (1, batch):
                 raise InvalidProblem(f"document {name} have shape {shape}; their first axis must be the batch, {batch}, or 1.")
-        return self.queries.expand(batch, -1), self.keys.expand(batch, -1)
+        return tuple(expanded(ids, batch, ids.shape[-1]) for ids in (self.queries, self.keys))
 
     @staticmethod
     def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
         queries, keys = tensors
-        return queries[at.batch, at.row.clamp(max=scalars[0] - 1)] == keys[at.batch, at.k.clamp(max=scalars[1] - 1)]
+        return queries[at.batch, at.row.clip(max=scalars[0] - 1)] == keys[at.batch, at.k.clip(max=scalars[1] - 1)]

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position
+from flashtile.spec.score import Position, expanded
 
 
 @jit
@@ -40,8 +40,8 @@ class KeyPadding(Predicate):
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         if self.keep.shape[0] not in (1, batch):
             raise InvalidProblem(f"key padding has shape {tuple(self.keep.shape)}; its first axis must be the batch, {batch}.")
-        return (self.keep.expand(batch, -1),)
+        return (expanded(self.keep, batch, self.keep.shape[1]),)
 
     @staticmethod
     def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
-        return tensors[0][at.batch, at.k.clamp(max=scalars[0] - 1)] != 0
+        return tensors[0][at.batch, at.k.clip(max=scalars[0] - 1)] != 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.spec.score import Captured, Position, Score
+from flashtile.spec.score import Captured, Position, Score, expanded
 
 
 @jit
@@ -45,7 +45,7 @@ class Alibi(Score):
     captured = (Captured(alibi_slope_contribution),)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.slopes, "shape") or not hasattr(self.slopes, "stride"):
+        if not hasattr(self.slopes, "shape"):
             raise InvalidProblem(f"alibi slopes are a {type(self.slopes).__name__}; they must be a tensor.")
         if len(self.slopes.shape) not in (1, 2):
             raise InvalidProblem(
@@ -56,10 +56,15 @@ class Alibi(Score):
         shape = tuple(self.slopes.shape)
         if shape not in ((heads_q,), (batch, heads_q)):
             raise InvalidProblem(f"alibi slopes have shape {shape}; it must be ({heads_q},) or ({batch}, {heads_q}).")
-        return (self.slopes.expand(batch, heads_q),)
+        return (expanded(self.slopes, batch, heads_q),)
 
     @staticmethod
     def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The formula in PyTorch."""
         slopes = tensors[0].to(score.dtype)[at.batch, at.head]
         return score - slopes * (at.q - at.k).to(score.dtype).abs()
+
+    @staticmethod
+    def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The formula in JAX."""
+        return score - tensors[0][at.batch, at.head] * abs(at.q - at.k)

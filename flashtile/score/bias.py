@@ -56,7 +56,7 @@ class Bias(Score):
     captured = (Captured(bias_contribution, broadcast=True),)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.bias, "shape") or not hasattr(self.bias, "stride"):
+        if not hasattr(self.bias, "shape"):
             raise InvalidProblem(f"bias is a {type(self.bias).__name__}; it must be a tensor.")
         if len(self.bias.shape) > 4:
             raise InvalidProblem(
@@ -72,3 +72,8 @@ class Bias(Score):
         (bias,) = tensors
         where = (at.batch, at.head, at.row, at.k)
         return score + bias[tuple(index if size > 1 else index * 0 for index, size in zip(where, bias.shape, strict=True))]
+
+    @staticmethod
+    def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The formula in JAX."""
+        return score + tensors[0]

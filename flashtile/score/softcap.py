@@ -86,3 +86,8 @@ class Softcap(Score):
         """The formula in PyTorch."""
         (cap,) = scalars
         return cap * (score / cap).tanh()
+
+    @staticmethod
+    def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The formula in JAX."""
+        return scalars[0] * score.__array_namespace__().tanh(score / scalars[0])

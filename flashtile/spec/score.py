@@ -116,6 +116,16 @@ class Score:
         """
         raise NotImplementedError("a score modifier must define `apply` to run on the CPU or in the reference.")
 
+    @staticmethod
+    def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        """The same by differentiable JAX, in float32; a tensor that is `broadcast` arrives as what applies to the tile."""
+        raise NotImplementedError("a score modifier must define `apply_jax` to run in plain JAX.")
+
+
+def expanded(tensor: Any, *shape: int) -> Any:
+    """A PyTorch tensor or a JAX array, broadcast to a shape."""
+    return tensor.expand(*shape) if hasattr(tensor, "expand") else tensor.__array_namespace__().broadcast_to(tensor, shape)
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -1,0 +1,319 @@
+"""Random problems by `flashtile.jax` on a GPU, against float64, held against the accuracy rule of tests/judge.py.
+
+    python benchmarks/jax_accuracy.py [--cases N] [--workers N] [--limit SECONDS] [--output FILE]
+
+Every worker is a process of its own, which compiles and checks its share; a case that does not come to run in time is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FACTOR, FLOOR_ULP, FLOOR_SUM_ULP, LSE_TOLERANCE = 1.5, 2.0, 16.0, 1e-5  # tests/judge.py
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
+HEAD_DIMS = (16, 32, 40, 64, 64, 64, 96, 128, 128, 128, 192, 256)
+FIELDS = ["case", "worst", "seconds", "failure", "options"]
+SHAPES = 4  # problems of other sizes that meet the kernels compiled for one
+
+
+def draw(number: int) -> dict[str, Any]:
+    """The options of a case; SHAPES of them, one after another, differ in sizes alone."""
+    r, sizes = random.Random(number // SHAPES), random.Random(number)
+    group = r.choice((1, 1, 2, 4))
+    heads_kv = sizes.choice((1, 2, 3))
+    seqlen_q, seqlen_k = sizes.choice((1, 17, 64, 100, 128, 200, 257, 384)), sizes.choice((1, 30, 64, 128, 190, 256, 333))
+    if sizes.random() < 0.5:
+        seqlen_k = seqlen_q
+    head_dim = r.choice(HEAD_DIMS)
+    case: dict[str, Any] = dict(
+        number=number, dtype=r.choice(("float16", "bfloat16", "bfloat16", "float32")), batch=sizes.choice((1, 2, 3)),
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads_kv * group, heads_kv=heads_kv, head_dim=head_dim,
+        head_dim_v=head_dim if r.random() < 0.8 else r.choice((16, 64, 128)),
+        backward=r.choice(("auto", "auto", "split", "fused")), varlen=r.random() < 0.12,
+    )  # fmt: skip
+    if r.random() < 0.5:
+        case["is_causal"] = True
+        case["alignment"] = r.choice(("top-left", "bottom-right"))
+    if r.random() < 0.15:
+        case["local_window_size"] = (r.choice((0, 9, 64)), r.choice((0, 5, 70)))
+        case.setdefault("alignment", "bottom-right")
+    for name, chance in (("softcap", 0.12), ("sinks", 0.12), ("slopes", 0.15), ("dropout", 0.1)):
+        if r.random() < chance:
+            case[name] = True
+    if case["varlen"]:
+        return {**case, "batch": 1, "alignment": "bottom-right"}
+    if r.random() < 0.15:
+        case["bias"] = r.choice(("bhqk", "1hqk", "b11k", "1h11", "11qk"))
+    if r.random() < 0.1:
+        case["mask"] = r.choice(("bhqk", "11qk", "b11k"))
+    if r.random() < 0.2:
+        case["lengths"] = r.choice(("k", "q", "qk"))
+        case.pop("bias", None)  # no gradient of a bias where items differ in length
+    return case
+
+
+def attend(
+    leaves: dict[str, Any], flows: tuple[Any, Any], static: dict[str, Any], fixed: dict[str, Any], dtype: Any
+) -> dict[str, Any]:
+    """out, lse and gradients by numpy; rounded to `dtype` after every operation, or float64 where that is None.
+
+    fixed: seen (B, N, T, S), distance of ALiBi, keep of dropout with its p, group.
+    """
+    import numpy as np
+
+    wide = np.float64 if dtype is None else np.float32
+    rounded = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype).astype(np.float32))
+    x = {name: np.asarray(leaf, wide) for name, leaf in leaves.items()}
+    dout, dlse = (np.asarray(flow, wide) for flow in flows)
+    repeat = lambda a: np.repeat(a, fixed["group"], axis=2).transpose(0, 2, 1, 3)  # noqa: E731
+    q, k, v, dout = x["q"].transpose(0, 2, 1, 3), repeat(x["k"]), repeat(x["v"]), dout.transpose(0, 2, 1, 3)
+    scale = q.shape[-1] ** -0.5
+    score = rounded(rounded(q @ k.swapaxes(2, 3)) * wide(scale))
+    if "bias" in x:
+        score = rounded(score + x["bias"])
+    bent = score
+    if "softcap" in static:
+        curve = rounded(np.tanh(score / wide(static["softcap"])))
+        bent = rounded(wide(static["softcap"]) * curve)
+    if "slopes" in x:
+        bent = rounded(bent - x["slopes"][:, None, None] * fixed["distance"])
+    seen = fixed["seen"]
+    hidden = np.where(seen, bent, -np.inf)
+    top = hidden.max(-1, keepdims=True, initial=-np.inf)
+    if "sinks" in x:
+        top = np.maximum(top, x["sinks"][:, None, None])
+    top = np.where(top == -np.inf, 0.0, top).astype(wide)
+    weight = rounded(np.exp(hidden - top))
+    total = weight.sum(-1, keepdims=True)
+    if "sinks" in x:
+        total = total + np.exp(x["sinks"][:, None, None] - top)
+    lives = total > 0.0
+    with np.errstate(divide="ignore"):
+        lse = np.where(lives, np.log(total) + top, -np.inf)[..., 0]
+    share = rounded(weight / np.where(lives, total, 1.0))
+    kept = rounded(np.where(fixed["keep"], share / wide(1.0 - fixed["p"]), 0.0)) if "keep" in fixed else share
+    out = rounded(kept @ v)
+    dv, dweight = rounded(kept.swapaxes(2, 3) @ dout), rounded(dout @ v.swapaxes(2, 3))
+    if "keep" in fixed:
+        dweight = rounded(np.where(fixed["keep"], dweight / wide(1.0 - fixed["p"]), 0.0))
+    dlse = np.where(lives[..., 0], dlse.transpose(0, 2, 1), 0.0)
+    delta = (share * dweight).sum(-1, keepdims=True)
+    dbent = rounded(share * (dweight - delta + dlse[..., None]))
+    made: dict[str, Any] = {}
+    if "sinks" in x:
+        lone = np.where(lives, np.exp(x["sinks"][:, None, None] - np.where(lives, lse[..., None], 0.0)), 0.0)
+        made["dsinks"] = (lone * (dlse[..., None] - delta)).sum((0, 2, 3))
+    if "slopes" in x:
+        made["dslopes"] = -(dbent * fixed["distance"]).sum((0, 2, 3))
+    dscore = rounded(dbent * (1.0 - curve * curve)) if "softcap" in static else dbent
+    if "bias" in x:
+        axes = tuple(axis for axis, size in enumerate(x["bias"].shape) if size == 1)
+        made["dbias"] = rounded(dscore.sum(axes, keepdims=True))
+    dscore = rounded(dscore * wide(scale))
+
+    def grouped(grad: Any) -> Any:
+        batch, heads, *rest = grad.shape
+        grad = grad.reshape(batch, heads // fixed["group"], fixed["group"], *rest).sum(2)
+        return rounded(grad).transpose(0, 2, 1, 3)
+
+    made |= {"dq": rounded(dscore @ k).transpose(0, 2, 1, 3), "dk": grouped(dscore.swapaxes(2, 3) @ q), "dv": grouped(dv)}
+    return {"out": out.transpose(0, 2, 1, 3), "lse": lse.transpose(0, 2, 1), **made}
+
+
+def check(case: dict[str, Any]) -> dict[str, Any]:
+    """A row of results; `failure` says what breaks the rule."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from flashtile import Alibi, Dropout
+    from flashtile.jax import dot_product_attention, dot_product_attention_varlen
+    from flashtile.jax.dropout import keep, seed_words
+
+    started = time.perf_counter()
+    rng = np.random.default_rng(case["number"])
+    b, t, s, n, m = (case[k] for k in ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv"))
+    dtype = jnp.dtype(case["dtype"])
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32).astype(dtype)  # noqa: E731
+    leaves = {"q": normal(b, t, n, case["head_dim"]), "k": normal(b, s, m, case["head_dim"])}
+    leaves["v"] = normal(b, s, m, case["head_dim_v"])
+    shape = lambda spelled: tuple(size if c != "1" else 1 for c, size in zip(spelled, (b, n, t, s), strict=True))  # noqa: E731
+    if "bias" in case:
+        leaves["bias"] = normal(*shape(case["bias"]))
+    if "sinks" in case:
+        leaves["sinks"] = rng.standard_normal(n).astype(np.float32)
+    if "slopes" in case:
+        leaves["slopes"] = (rng.random(n) / 8).astype(np.float32)
+    static = {k: case[k] for k in ("is_causal", "local_window_size") if k in case}
+    if "softcap" in case:
+        static["softcap"] = 3.0
+    arrays: dict[str, Any] = {}
+    row, key = np.arange(t)[:, None], np.arange(s)[None, :]
+    seen = np.ones((b, n, t, s), bool)
+    length_q, length_k = np.full(b, t), np.full(b, s)
+    for side, size, lengths in (("q", t, length_q), ("k", s, length_k)):
+        if side in case.get("lengths", ""):
+            lengths[:] = rng.integers(0, size + 1, b)
+            arrays[{"q": "query_seq_lengths", "k": "key_value_seq_lengths"}[side]] = lengths.astype(np.int32)
+    items = np.zeros(1, int)
+    if case["varlen"]:  # one run of tokens, cut at random
+        cuts = [np.sort(rng.integers(0, size + 1, 3)) for size in (t, s)]
+        arrays = {f"cu_seqlens_{x}": np.array([0, *c, size], np.int32) for x, c, size in zip("qk", cuts, (t, s), strict=True)}
+        of_q, of_k = (np.searchsorted(cu[1:], np.arange(cu[-1]), side="right") for cu in arrays.values())
+        first_q, first_k = (cu[:-1] for cu in arrays.values())
+        length_q, length_k = (np.diff(cu) for cu in arrays.values())
+        seen &= of_q[:, None] == of_k[None, :]
+        row, key = (np.arange(t) - first_q[of_q])[:, None], (np.arange(s) - first_k[of_k])[None, :]
+        aligned = row + (length_k - length_q)[of_q][:, None]
+        items = of_q[None, None, :, None]
+    else:
+        seen &= (row < length_q[:, None, None, None]) & (key < length_k[:, None, None, None])
+        aligned = row + (length_k - length_q)[:, None, None, None]
+    place = aligned if case.get("alignment") == "bottom-right" else row
+    left, right = static.get("local_window_size", (None, None))
+    right = 0 if "is_causal" in static else right
+    seen &= (True if left is None else key >= place - left) & (True if right is None else key <= place + right)
+    if "mask" in case:
+        arrays["mask"] = rng.random(shape(case["mask"])) < 0.7
+        seen &= arrays["mask"]
+    fixed = {"seen": seen, "group": n // m, "distance": np.abs(aligned - key)}
+    if "dropout" in case:
+        batch = items if case["varlen"] else np.arange(b)[:, None, None, None]
+        index = (batch, np.arange(n)[None, :, None, None], row[None, None], key[None, None])
+        index = (jnp.asarray(x, jnp.int32) for x in index)
+        fixed |= dict(p=0.2, keep=np.asarray(keep(0.2, *index, n, seed_words(Dropout(0.2, 11)))))
+    dout = normal(b, t, n, case["head_dim_v"])
+    dlse = rng.standard_normal((b, t, n)).astype(np.float32)
+
+    def ours(leaves: Any, arrays: Any) -> Any:
+        extras = dict(static, backward=case["backward"], return_residual=True, sinks=leaves.get("sinks"))
+        extras |= {"score": (Alibi(leaves["slopes"]),) if "slopes" in leaves else ()}
+        extras |= {"dropout": Dropout(0.2, 11)} if "dropout" in case else {}
+        inputs = [leaves[k] for k in "qkv"]
+        if case["varlen"]:
+            out, lse = dot_product_attention_varlen(*(x[0] for x in inputs), **arrays, **extras)
+            return out[None], lse[None]
+        extras["alignment"] = case.get("alignment", "top-left")
+        return dot_product_attention(*inputs, leaves.get("bias"), **arrays, **extras)
+
+    def everything(leaves: Any, arrays: Any, dout: Any, dlse: Any) -> Any:
+        (out, lse), pull = jax.vjp(lambda x: ours(x, arrays), leaves)
+        (grads,) = pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0.0)))
+        return {"out": out, "lse": lse, **{f"d{k}": g for k, g in grads.items()}}
+
+    got = jax.jit(everything)(leaves, arrays, dout, dlse)
+    got = {k: np.asarray(x).astype(np.float64) for k, x in got.items()}
+    exact = attend(leaves, (dout, dlse), static, fixed, None)
+    rough = attend(leaves, (dout, dlse), static, fixed, dtype)
+    failures, worst = [], 0.0
+    for name, truth in exact.items():
+        mine = got[name]
+        assert mine.shape == truth.shape, (name, mine.shape, truth.shape)
+        if name == "lse":
+            empty = truth == -np.inf
+            if not np.array_equal(mine == -np.inf, empty):
+                failures.append("lse: -inf in the wrong rows")
+            elif not empty.all():
+                off = (np.abs(mine[~empty] - truth[~empty]) / np.maximum(np.abs(truth[~empty]), 1.0)).max()
+                failures += [f"lse off by {off:.2g}"] if not off <= LSE_TOLERANCE else []
+            continue
+        if not np.isfinite(mine).all():
+            failures.append(f"{name} is not finite")
+            continue
+        floor = (
+            (FLOOR_SUM_ULP if name in ("dbias", "dsinks", "dslopes") else FLOOR_ULP) * EPS[case["dtype"]] * np.abs(truth).max()
+        )
+        off, theirs = np.abs(mine - truth).max(), np.abs(rough[name] - truth).max()
+        allowed = max(FACTOR * theirs, floor)
+        worst = max(worst, off / allowed if allowed else float(off > 0))
+        if off > allowed:
+            rows = np.argwhere(np.abs(mine - truth) > allowed)[:3].tolist()
+            failures.append(f"{name} off by {off:.3g}, plain by {theirs:.3g}, allowed {allowed:.3g}, at {rows}")
+    seconds = round(time.perf_counter() - started, 1)
+    return dict(
+        case=case["number"], worst=round(float(worst), 3), seconds=seconds, failure="; ".join(failures), options=spell(case)
+    )
+
+
+def spell(case: dict[str, Any]) -> str:
+    return ";".join(f"{k}={v}" for k, v in case.items() if k != "number" and v not in (False, None))
+
+
+def work(first: int, step: int, cases: int, limit: float, output: Path) -> None:
+    end = time.perf_counter() + limit
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        groups = range(first * SHAPES, cases, step * SHAPES)
+        for number in (start + i for start in groups for i in range(min(SHAPES, cases - start))):
+            if time.perf_counter() > end:
+                break
+            try:
+                row = check(draw(number))
+            except Exception as error:
+                row = dict(
+                    case=number,
+                    worst="",
+                    seconds="",
+                    failure=f"{type(error).__name__}: {error}"[:500],
+                    options=spell(draw(number)),
+                )
+            writer.writerow(row)
+            file.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=600)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/jax-accuracy.csv"))
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    if chosen.first is not None:
+        work(chosen.first, chosen.workers, chosen.cases, chosen.limit, chosen.output)
+        return 0
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "PYTHONPATH": str(ROOT),
+    }
+    parts = [chosen.output.with_suffix(f".{i}.part") for i in range(chosen.workers)]
+    command = [sys.executable, __file__, "--cases", str(chosen.cases), "--workers", str(chosen.workers)]
+    children = [
+        subprocess.Popen([*command, "--limit", str(chosen.limit), "--first", str(i), "--output", str(part)], env=environment)
+        for i, part in enumerate(parts)
+    ]
+    for child in children:
+        child.wait()
+    rows: list[dict[str, str]] = []
+    for part in parts:
+        if part.exists():
+            with part.open() as file:
+                rows += csv.DictReader(file)
+            part.unlink()
+    rows.sort(key=lambda row: int(row["case"]))
+    with chosen.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    failed = [row for row in rows if row["failure"]]
+    for row in failed[:40]:
+        print(f"FAIL {row['case']} {row['options']}: {row['failure']}")
+    print(f"{len(rows)} cases, {len(failed)} failures")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""flashtile from JAX: the same kernels and the same plans, without PyTorch. See docs/jax.md."""
+
+from flashtile.jax.attention import dot_product_attention, dot_product_attention_varlen, mha
+from flashtile.jax.companions import cross_entropy, layer_norm, rms_norm, rotary, softmax
+from flashtile.jax.run import target
+
+__all__ = [
+    "cross_entropy",
+    "dot_product_attention",
+    "dot_product_attention_varlen",
+    "layer_norm",
+    "mha",
+    "rms_norm",
+    "rotary",
+    "softmax",
+    "target",
+]

@@ -1,0 +1,434 @@
+"""dot_product_attention: the public JAX functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from flashtile.errors import InvalidProblem
+from flashtile.jax.batching import run_mapped
+from flashtile.jax.dropout import seed_words
+from flashtile.jax.run import NAMES, varying_like
+from flashtile.jax.saved import Saved
+from flashtile.jax.step import Backward, Forward
+from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import input_buffers
+from flashtile.predicate.prefix import Prefix
+from flashtile.predicate.stored import Stored
+from flashtile.predicate.within import Within
+from flashtile.score.bias import Bias
+from flashtile.score.softcap import Softcap
+from flashtile.spec.attention import PRECISIONS, AttentionProblem, Precision
+from flashtile.spec.dropout import Dropout
+from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE, Lengths
+from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.options import VARIANTS
+from flashtile.spec.predicate import Joined, PredicateSpec, normal_form
+from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+IMPLEMENTATIONS = (None, "triton", "hopper", "xla")
+BACKWARDS = (*VARIANTS, "xla")
+ALIGNMENTS = ("top-left", "bottom-right")
+
+
+class Extras(TypedDict, total=False):
+    """What the functions here take beyond `jax.nn.dot_product_attention`, by name.
+
+    softcap: scores become softcap * tanh(scores / softcap). sinks: (N,), a logit per head that joins every row's softmax as
+        one more key, whose value is zero; differentiable.
+    score: further modifiers, such as `flashtile.Alibi(slopes)`, applied in order, after bias and then softcap.
+    attend_to: a `flashtile.Band`, a predicate such as `flashtile.Document(ids)`, or several joined by `&` and `|`; its bands
+        are aligned bottom-right.
+    dropout: `flashtile.Dropout(p, seed)`, seed an int or a `jax.random` key; bits depend on (batch, head, query, key) alone.
+    alignment: where `is_causal` and `local_window_size` put query 0: "top-left" at key 0, as jax.nn does, or "bottom-right"
+        so that the last query stands at the last key, as FlashAttention does.
+    backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
+    deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
+    """
+
+    softcap: float | None
+    sinks: Any
+    score: tuple[Score, ...]
+    attend_to: Band | Joined | None
+    dropout: Dropout | None
+    alignment: str
+    backward: str
+    deterministic: bool
+    precision: Precision
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    **extras: Unpack[Extras],
+) -> Any:
+    """Attention with the arguments of `jax.nn.dot_product_attention`, exact, in O(seqlen) memory, and `Extras`.
+
+    query: (B, T, N, H) or (T, N, H); key: (B, S, K, H), value: (B, S, K, V), likewise; fp16, bf16 or fp32, N a multiple of K.
+    bias: added to the scaled scores; broadcasts to (B, N, T, S), and so does its gradient. mask: bool, likewise, True attends.
+    scale: of the scores, 1 / sqrt(H) by default. is_causal, local_window_size: as jax.nn's, see `Extras` for `alignment`.
+    query_seq_lengths, key_value_seq_lengths: int32 (B,): what lies beyond is never looked at, and gets out and gradient 0.
+    implementation: "triton", "hopper" (kernels, NVIDIA GPUs), "xla" (plain JAX), or None: kernels where there is an NVIDIA
+        GPU, plain JAX elsewhere.
+    return_residual: also return the log of each row's softmax denominator, float32 (B, T, N), differentiable.
+
+    Returns out (B, T, N, V) in query's dtype, or (out, residual). A query that sees no key gives 0 and -inf (jax.nn gives it
+    the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and automatic sharding over
+    batch and heads. Raises InvalidProblem and NotSupported; no second derivatives.
+    """
+    squeezed = getattr(query, "ndim", None) == 3
+    query, key, value, bias, mask = (None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask))
+    if squeezed:
+        query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 4:
+            raise InvalidProblem(f"{name} has shape {array.shape}; it must be (B, T, N, H) or (T, N, H).")
+    rest = _Rest(**extras)
+    lengths = {
+        "q": _lengths("query_seq_lengths", query_seq_lengths),
+        "k": _lengths("key_value_seq_lengths", key_value_seq_lengths),
+    }
+    band = _band(is_causal, local_window_size)
+    attend_to = rest.attend_to
+    pads = None
+    if band != FULL and rest.alignment == "top-left":
+        shift = key.shape[1] - query.shape[1]
+        band = Band(None if band.left is None else band.left + shift, None if band.right is None else band.right - shift)
+        if lengths["k"] is not None:
+            attend_to = _both(attend_to, Prefix(lengths["k"]))
+        pads, lengths = lengths["q"], {"q": None, "k": None}
+    if mask is not None:
+        if mask.dtype != jnp.bool_:
+            raise InvalidProblem(f"mask is {mask.dtype}; it must be bool, True where a score counts (bias adds numbers).")
+        attend_to = _both(attend_to, Stored(_wide("mask", mask)))
+    score = rest.modifiers(None if bias is None else Bias(_wide("bias", bias)))
+    counts = None if pads is None else (jnp.arange(query.shape[1]) < pads[:, None])[:, :, None]
+    if counts is not None:
+        query = jnp.where(counts[..., None], query, 0)
+    used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
+    out, lse = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
+    lse = jnp.swapaxes(lse, 1, 2)
+    if counts is not None:
+        out, lse = jnp.where(counts[..., None], out, 0), jnp.where(counts, lse, -jnp.inf)
+    if squeezed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def dot_product_attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    **extras: Unpack[Extras],
+) -> Any:
+    """Attention of items that lie one after another: item i has the tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+
+    query: (total_q, N, H); key: (total_k, K, H); value: (total_k, K, V). cu_seqlens_q, cu_seqlens_k: int32 (items + 1,),
+    the latter cu_seqlens_q by default; they may be traced. Bands are aligned bottom-right in each item, and `alignment` must
+    not say otherwise. max_seqlen_q, max_seqlen_k: no item is longer (spares launches). All else as in
+    `dot_product_attention`. Returns out (total_q, N, V), or (out, residual float32 (total_q, N)).
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 3:
+            raise InvalidProblem(f"{name} has shape {array.shape}; it must be (total, heads, head_dim).")
+    band = _band(is_causal, local_window_size)
+    if extras.get("alignment", "bottom-right") != "bottom-right":
+        raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
+    rest = _Rest(**{**extras, "alignment": "bottom-right"})
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    given = {"cu_seqlens_q": _lengths("cu_seqlens_q", cu_seqlens_q), "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k)}
+    longest = max_seqlen_q, max_seqlen_k
+    out, lse = attend(
+        query[None], key[None], value[None], band, rest.attend_to, rest.modifiers(None), scale, implementation,
+        return_residual, rest, given, longest,
+    )  # fmt: skip
+    return (out[0], jnp.swapaxes(lse[0], 0, 1)) if return_residual else out[0]
+
+
+def mha(
+    q: Any,
+    k: Any,
+    v: Any,
+    sm_scale: float = 1.0,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    backward_pass_impl: str = "triton",
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    grid: Any = None,
+    interpret: bool = False,
+    debug: bool = False,
+) -> Any:
+    """Attention with the signature of jax-triton's and Pallas' example kernels; sm_scale is 1 by default, as theirs.
+
+    q, k, v: (batch, seqlen, heads, head_dim). causal is aligned top-left. backward_pass_impl: "triton" (one fused kernel),
+    "triton_split" (dq apart from dk and dv) or "xla". Tiles, warps, stages and grid are this library's own choice: what
+    says otherwise is refused, and so are interpret and debug.
+    """
+    ways = {"triton": "fused", "triton_split": "split", "xla": "xla"}
+    if backward_pass_impl not in ways:
+        raise InvalidProblem(f"backward_pass_impl is {backward_pass_impl!r}; it must be one of {', '.join(ways)}.")
+    own = dict(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages, grid=grid)
+    for name, value in {**own, "interpret": interpret or None, "debug": debug or None}.items():
+        if value is not None:
+            raise InvalidProblem(f"{name} is {value!r}; it must be left out: tiles and launches are chosen here.")
+    return dot_product_attention(q, k, v, scale=sm_scale, is_causal=causal, backward=ways[backward_pass_impl])
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """`Extras` with their defaults, checked."""
+
+    softcap: float | None = None
+    sinks: Any = None
+    score: tuple[Score, ...] = ()
+    attend_to: Band | Joined | None = None
+    dropout: Dropout | None = None
+    alignment: str = "top-left"
+    backward: str = "auto"
+    deterministic: bool = False
+    precision: Precision = "tf32x3"
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ALIGNMENTS:
+            raise InvalidProblem(f"alignment is {self.alignment!r}; it must be one of {', '.join(ALIGNMENTS)}.")
+        if self.backward not in BACKWARDS:
+            raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(BACKWARDS)}.")
+        if not isinstance(self.score, (tuple, list)) or not all(isinstance(s, Score) for s in self.score):
+            raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as Alibi(slopes).")
+        if not (self.dropout is None or isinstance(self.dropout, Dropout)):
+            raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
+        if self.precision not in PRECISIONS:
+            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.backward == "fused" and self.deterministic:
+            raise InvalidProblem("backward is 'fused' and deterministic is True; 'fused' adds dq atomically, use 'split'.")
+        if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
+            raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
+
+    def modifiers(self, bias: Bias | None) -> tuple[Score, ...]:
+        first = () if bias is None else (bias,)
+        return (*first, *(() if self.softcap is None else (Softcap(self.softcap),)), *self.score)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static of one call."""
+
+    problem: AttentionProblem
+    implementation: str | None
+    backward: str
+
+
+def attend(
+    q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
+    implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
+    longest: tuple[Any, Any] = (None, None),
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
+    if implementation not in IMPLEMENTATIONS:
+        raise InvalidProblem(
+            f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
+        )
+    if not isinstance(returns_lse, bool):
+        raise InvalidProblem(f"return_residual is {returns_lse!r}; it must be True or False.")
+    arrays, problem = _describe(q, k, v, band, attend_to, score, scale, returns_lse, rest, lengths, longest)
+    if implementation == "xla" and rest.backward not in ("auto", "xla"):
+        raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
+    call = Call(problem, implementation, rest.backward)
+    given = [arrays[b.name] for b in input_buffers(problem)]
+    return _compiled(call, *varying_like(given, given))
+
+
+def _describe(
+    q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: Any, returns_lse: bool, rest: _Rest,
+    lengths: dict[str, Any], longest: tuple[Any, Any],
+) -> tuple[dict[str, Any], AttentionProblem]:  # fmt: skip
+    """Arrays by the names of a plan's inputs, and the problem. Raises InvalidProblem."""
+    dtype = _checked(q, k, v)
+    varlen = "cu_seqlens_q" in lengths
+    batch = lengths["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
+    for name, array in lengths.items():
+        if array.shape != (size := (batch + name.startswith("cu_"),)):
+            raise InvalidProblem(f"{name} has shape {array.shape}; it must be {size}.")
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, **lengths}
+    band, terms = normal_form(False, None, band & attend_to if attend_to is not None else band)
+    leaves = [Within(leaf) if isinstance(leaf, Band) else leaf for term in terms for leaf in term]
+    specs: list[PredicateSpec] = []
+    for i, leaf in enumerate(leaves):
+        tensors = tuple(_array(f"{leaf.name}'s tensor", t) for t in leaf.tensors(batch, q.shape[2]))
+        arrays |= {f"mask.{i}.{j}": t for j, t in enumerate(tensors)}
+        described = tuple((tuple(t.shape), NAMES.get(t.dtype, str(t.dtype))) for t in tensors)
+        specs.append(PredicateSpec(type(leaf), leaf.scalars(), described))
+    rest_of = iter(specs)
+    where = tuple(tuple(next(rest_of) for _ in term) for term in terms)
+    modifiers: list[ScoreSpec] = []
+    for i, modifier in enumerate(score):
+        tensors = tuple(_float(f"{modifier.name}'s tensor", t) for t in modifier.tensors(batch, q.shape[2]))
+        arrays |= {f"score.{i}.{j}": t for j, t in enumerate(tensors)}
+        modifiers.append(ScoreSpec(type(modifier), tuple(map(float, modifier.scalars())), tuple(map(_spec, tensors))))
+    if rest.sinks is not None:
+        arrays["sink"] = _float("sinks", rest.sinks)
+    if rest.dropout is not None:
+        arrays["seed"] = seed_words(rest.dropout)
+    used = {f"used_{side}": f"seqused_{side}" in lengths for side in "qk"}
+    known = Lengths(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
+    seqlen_q, seqlen_k = (x.shape[1] if n is None else min(n, x.shape[1]) for x, n in zip((q, k), longest, strict=True))
+    problem = AttentionProblem(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2], head_dim=q.shape[3],
+        head_dim_v=v.shape[3], dtype=dtype, mask=band, score=tuple(modifiers), scale=scale, precision=rest.precision,
+        deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known, where=where,
+        sink=None if rest.sinks is None else _spec(arrays["sink"]), dropout=None if rest.dropout is None else rest.dropout.p,
+    )  # fmt: skip
+    return arrays, problem
+
+
+def _checked(q: Any, k: Any, v: Any) -> DType:
+    for name, array in (("query", q), ("key", k), ("value", v)):
+        if NAMES.get(array.dtype) not in tuple(d.value for d in DType):
+            raise InvalidProblem(f"{name} is {array.dtype}; it must be float16, bfloat16 or float32.")
+        if array.dtype != q.dtype:
+            raise InvalidProblem(f"{name} is {array.dtype} and query is {q.dtype}; query, key and value must have one dtype.")
+        if array.shape[0] != q.shape[0]:
+            raise InvalidProblem(f"{name} has batch {array.shape[0]} and query has {q.shape[0]}; they must be equal.")
+    if k.shape[3] != q.shape[3]:
+        raise InvalidProblem(f"key has head_dim {k.shape[3]} and query has {q.shape[3]}; they must be equal.")
+    for axis, name in ((1, "seqlen"), (2, "heads")):
+        if v.shape[axis] != k.shape[axis]:
+            raise InvalidProblem(f"value has {name} {v.shape[axis]} and key has {k.shape[axis]}; they must be equal.")
+    return DType(NAMES[q.dtype])
+
+
+def _lengths(name: str, given: Any) -> Any:
+    if given is None:
+        return None
+    given = _array(name, given)
+    if given.dtype != jnp.int32 or given.ndim != 1 or (name.startswith("cu_") and not given.shape[0]):
+        raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, of one axis.")
+    return given
+
+
+def _array(name: str, given: Any) -> Any:
+    if not isinstance(given, (jax.Array, np.ndarray)):
+        raise InvalidProblem(f"{name} is a {type(given).__name__}; it must be a JAX array.")
+    return jnp.asarray(given)
+
+
+def _float(name: str, given: Any) -> Any:
+    given = _array(name, given)
+    if NAMES.get(given.dtype) not in tuple(d.value for d in DType):
+        raise InvalidProblem(f"{name} is {given.dtype}; it must be float16, bfloat16 or float32.")
+    return given
+
+
+def _spec(array: Any) -> TensorSpec:
+    return TensorSpec(tuple(array.shape), NAMES[array.dtype])
+
+
+def _wide(name: str, array: Any) -> Any:
+    if array.ndim > 4:
+        raise InvalidProblem(f"{name} has shape {array.shape}; it must broadcast to (B, N, T, S).")
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _both(mask: Any, other: Any) -> Any:
+    return other if mask is None else mask & other
+
+
+def _band(is_causal: Any, window: Any) -> Band:
+    if not isinstance(is_causal, bool):
+        raise InvalidProblem(f"is_causal is {is_causal!r}; it must be True or False.")
+    pair: Any = window
+    if isinstance(window, int) and not isinstance(window, bool):
+        pair = (window, window)
+    return make_mask(is_causal, pair, None)
+
+
+# -- differentiation ------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, *given: Any) -> tuple[Any, Any]:
+    return _forward(call, given)[:2]
+
+
+def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    named = None if call.implementation == "xla" else call.implementation
+    return run_mapped(Forward(call.problem, named), call.implementation, *given)
+
+
+def _save(call: Call, *primals: Any) -> Any:
+    given = tuple(primal.value for primal in primals)
+    made = _forward(call, given)
+    if call.backward == "xla":  # of kernels' rows that knows nothing
+        made = made[:2]
+    return made[:2], Saved(given, made, tuple(primal.perturbed for primal in primals))
+
+
+def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:
+    dout, dlse = (None if isinstance(grad, SymbolicZero) else grad for grad in arriving)
+    names = [b.name for b in input_buffers(call.problem)]
+    perturbed = {name for name, flag in zip(names, saved.perturbed, strict=True) if flag}
+    if not perturbed or (dout is None and dlse is None):
+        return (None,) * len(names)
+    problem = _wanting(call.problem, perturbed)
+    gradients = Gradients(frozenset("qkv") & perturbed, dlse is not None)
+    out = saved.made[0]
+    if dout is None:
+        dout = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
+    plain = "xla" in (call.implementation, call.backward)
+    backward = "auto" if call.backward == "xla" else call.backward
+    keeps = call.backward != "xla"
+    step = Backward(problem, gradients, None if plain else call.implementation, backward, keeps)  # pyright: ignore[reportArgumentType]
+    known = dict(zip(names, saved.given, strict=True), out=out, lse=saved.made[1], dout=dout, dlse=dlse)
+    known |= dict(zip(("stats",), saved.made[2:], strict=False))
+    made = run_mapped(step, "xla" if plain else call.implementation, *(known[b.name] for b in step.inputs()))
+    found = dict(zip((b.name for b in step.outputs()), made, strict=True))
+    grads = (found.get(f"d{name}") for name in names)
+    return tuple(None if g is None else g.astype(x.dtype) for g, x in zip(grads, saved.given, strict=True))
+
+
+def _wanting(p: AttentionProblem, perturbed: set[str]) -> AttentionProblem:
+    """The problem, told which captured tensors want a gradient."""
+    score = tuple(
+        replace(s, tensors=tuple(replace(t, grad=f"score.{i}.{j}" in perturbed) for j, t in enumerate(s.tensors)))
+        for i, s in enumerate(p.score)
+    )
+    return replace(p, score=score, sink=None if p.sink is None else replace(p.sink, grad="sink" in perturbed))
+
+
+_attend.defvjp(_save, _pull, symbolic_zeros=True)
+_compiled = jax.jit(_attend, static_argnums=0)  # one program where a call stands outside of jit

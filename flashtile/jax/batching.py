@@ -1,0 +1,89 @@
+"""`vmap` of a step: the mapped axis joins the batch where a problem allows it, and is walked otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from flashtile.jax.partition import run_partitioned
+from flashtile.jax.step import Backward, Forward
+from flashtile.spec.attention import AttentionProblem
+
+
+def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
+    """The step's outputs; under `vmap` those of every element, one by one the same as without."""
+
+    @custom_vmap
+    def call(*given: Any) -> tuple[Any, ...]:
+        return run_partitioned(step.fit(given), implementation, *given)
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *given: Any) -> Any:
+        names = [b.name for b in step.inputs()]
+        which = {name for name, is_batched in zip(names, batched, strict=True) if is_batched}
+        each = step.fit(tuple(jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(given, batched, strict=True)))
+        if joins_batch(each, which):
+            wide = [_joined(each, n, x, n in which, size) for n, x in zip(names, given, strict=True)]
+            made = call(*wide)
+            outputs = tuple(_parted(each, b.name, x, size) for b, x in zip(step.outputs(), made, strict=True))
+            return outputs, (True,) * len(outputs)
+        return one_by_one(call)(size, batched, *given)
+
+    return tuple(call(*given))
+
+
+def one_by_one(call: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """The rule of `custom_vmap` that walks the mapped axis."""
+
+    def rule(size: int, batched: Sequence[bool], *given: Any) -> Any:
+        def one(part: Sequence[Any]) -> tuple[Any, ...]:
+            rest = iter(part)
+            return call(*(next(rest) if b else x for x, b in zip(given, batched, strict=True)))
+
+        outputs = jax.lax.map(one, [x for x, is_batched in zip(given, batched, strict=True) if is_batched])
+        return outputs, (True,) * len(outputs)
+
+    return rule
+
+
+def joins_batch(step: Forward | Backward, batched: set[str]) -> bool:
+    """Whether the mapped axis may join the batch: nothing depends on an item's place in it, nor is summed over it."""
+    p = step.problem
+    captured = [c for spec in p.score for c in spec.kind.captured]
+    if p.lengths.varlen or p.dropout is not None or p.where or any(c.index is not None for c in captured):
+        return False
+    return p.sink is None or ("sink" not in batched and not p.sink.grad)
+
+
+def _is_broadcast(p: AttentionProblem, name: str) -> bool:
+    _, i, j = name.split(".")
+    return p.score[int(i)].kind.captured[int(j)].broadcast
+
+
+def _joined(step: Forward | Backward, name: str, x: Any, batched: bool, size: int) -> Any:
+    """An input of all elements: (size * batch, ...), or as it is where it has no batch."""
+    p = step.problem
+    if name == "sink":
+        return x
+    if name.startswith("score.") and _is_broadcast(p, name):
+        _, i, j = name.split(".")
+        if not batched and x.shape[0] == 1 and not p.score[int(i)].tensors[int(j)].grad:
+            return x
+        x = jnp.broadcast_to(x, (size, p.batch, *x.shape[-3:]))
+    else:
+        x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+def _parted(step: Forward | Backward, name: str, x: Any, size: int) -> Any:
+    """An output of every element."""
+    x = x.reshape(size, x.shape[0] // size, *x.shape[1:])
+    if name.startswith("dscore."):
+        _, i, j = name.split(".")
+        if step.problem.score[int(i)].tensors[int(j)].shape[0] == 1:
+            return x.sum(1, keepdims=True) if x.shape[1] > 1 else x
+    return x

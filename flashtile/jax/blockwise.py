@@ -1,0 +1,342 @@
+"""Attention in plain JAX, block of keys by block of keys: what runs where there is no NVIDIA GPU, in O(seqlen) memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flashtile.jax.dropout import keep
+from flashtile.jax.launch import JAX_DTYPES, Arrays
+from flashtile.jax.run import varying_like
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
+from flashtile.spec.score import Position, Score, ScoreSpec
+
+BLOCK_K = 128
+
+
+def unsupported(p: AttentionProblem) -> list[str]:
+    """Reasons why plain JAX cannot compute a problem; empty when it can."""
+    reasons = [
+        f"score modifier {spec.kind.name} has no `apply_jax`, its formula in JAX"
+        for spec in p.score
+        if spec.kind.apply_jax is Score.apply_jax
+    ]
+    if p.blocks is not None:
+        reasons.append("the mask has block lists; this path reads the mask alone")
+    return reasons
+
+
+def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
+    """out and lse."""
+    scene = _Scene(p, arrays)
+
+    def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
+        top, total, out = state
+        at = scene.position(block)
+        score = scene.scores(block, at, scene.modifiers(block, at))
+        score = jnp.where(scene.visible(at, block), score, -jnp.inf)
+        higher = jnp.maximum(top, score.max(-1))
+        pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weight, decay = jnp.exp(score - pivot[..., None]), jnp.exp(top - pivot)
+        kept = weight if p.dropout is None else jnp.where(scene.kept(at), weight, 0.0)
+        out = out * decay[..., None] + scene.over_keys(kept, block.v)
+        return (higher, total * decay + weight.sum(-1), out), None
+
+    start = jnp.full(scene.rows, -jnp.inf), jnp.zeros(scene.rows), jnp.zeros((*scene.rows, p.head_dim_v))
+    state = tuple(varying_like(start, tuple(arrays.values())))
+    (top, total, out), _ = lax.scan(step, state, scene.blocks)
+    if p.sink is not None:
+        sink = arrays["sink"].astype(jnp.float32)[:, None]
+        higher = jnp.maximum(top, sink)
+        pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
+        decay = jnp.exp(top - pivot)
+        top, total, out = higher, total * decay + jnp.exp(sink - pivot), out * decay[..., None]
+    empty = total == 0.0
+    divisor = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(divisor))
+    scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
+    out = out * (scale / divisor)[..., None]
+    if scene.counts_q is not None:
+        out, lse = jnp.where(scene.counts_q, out, 0.0), jnp.where(scene.counts_q[..., 0], lse, -jnp.inf)
+    made = {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse}
+    return made
+
+
+def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
+    scene = _Scene(p, arrays)
+    dout = scene.counted_rows(jnp.swapaxes(arrays["dout"], 1, 2).astype(jnp.float32))
+    out = scene.counted_rows(jnp.swapaxes(arrays["out"], 1, 2).astype(jnp.float32))
+    lse = arrays["lse"]
+    pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows)
+    alive = (lse != -jnp.inf)[..., None]
+    scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
+
+    def weights(score: Any, at: Position, block: _Block) -> tuple[Any, Any, Any, Any]:
+        """(which scores are seen, probabilities, what is kept of them, their gradients)."""
+        seen = scene.visible(at, block) & alive
+        weight = jnp.where(seen, jnp.exp(score - pivot[..., None]) / divisor[..., None], 0.0)
+        dweight = scene.over_columns(dout, block.v)
+        if p.dropout is None:
+            return seen, weight, weight, dweight
+        keeps = scene.kept(at)
+        return seen, weight, jnp.where(keeps, weight * scale, 0.0), jnp.where(keeps, dweight * scale, 0.0)
+
+    if p.dtype is DType.FP32:
+        # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, other
+        # programs add in other orders, and where one key has all the gradient is to be 0.
+
+        def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
+            at = scene.position(block)
+            _, weight, _, dweight = weights(scene.scores(block, at, scene.modifiers(block, at)), at, block)
+            return (sums[0] + weight.sum(-1), sums[1] + (weight * dweight).sum(-1)), None
+
+        zeros = varying_like([jnp.zeros(scene.rows)] * 2, tuple(arrays.values()))
+        (total, delta), _ = lax.scan(add, tuple(zeros), scene.blocks)
+        if p.sink is not None:
+            total = total + jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(jnp.float32)[:, None] - pivot), 0.0)
+        divisor = jnp.where(total == 0.0, 1.0, total)
+        delta = delta / divisor
+    else:
+        delta = (dout * out).sum(-1)
+    dlse = arrays.get("dlse", jnp.zeros(()))
+    if scene.counts_q is not None:
+        dlse = jnp.where(scene.counts_q[..., 0], dlse, 0.0)
+    dlse = jnp.broadcast_to(dlse, scene.rows)
+    wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if f"dscore.{i}.{j}" in outputs]
+    across = [w for w in wanted if not scene.cut(*w)]
+
+    def step(state: tuple[Any, Arrays], block: _Block) -> tuple[Any, Any]:
+        dq, sums = state
+        at = scene.position(block)
+        raw = scene.products(block)
+        tensors = scene.modifiers(block, at)
+        score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at), raw, tensors)
+        seen, weight, kept, dweight = weights(score, at, block)
+        dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
+        dv = scene.over_rows(kept, dout)
+        draw, dtensors = pull(dscore)
+        dk = scene.over_rows(draw, scene.q)
+        sums = {key: total + dtensors[i][j].astype(jnp.float32) for key, total in sums.items() for i, j in [_place(key)]}
+        cuts = {_name(i, j): dtensors[i][j].astype(jnp.float32) for i, j in wanted if (i, j) not in across}
+        return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
+
+    start = [jnp.zeros((*scene.rows, p.head_dim)), *(jnp.zeros(arrays[f"score.{i}.{j}"].shape) for i, j in across)]
+    dq, *totals = varying_like(start, tuple(arrays.values()))
+    sums = dict(zip((_name(i, j) for i, j in across), totals, strict=True))
+    (dq, sums), (dk, dv, cuts) = lax.scan(step, (dq, sums), scene.blocks)
+    dtype = JAX_DTYPES[p.dtype.value]
+    made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value}
+    made["dk"], made["dv"] = scene.joined(dk) * p.scale_value, scene.joined(dv)
+    made = {name: grad.astype(dtype) for name, grad in made.items()}
+    for i, j in wanted:
+        name = _name(i, j)
+        made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)
+        if p.score[i].kind.captured[j].broadcast:
+            made[name] = made[name].astype(arrays[f"score.{i}.{j}"].dtype)
+    if "dsink" in outputs:
+        sink = arrays["sink"].astype(jnp.float32)[:, None]
+        weight = jnp.where(alive[..., 0], jnp.exp(sink - jnp.where(lse == -jnp.inf, 0.0, lse)), 0.0)
+        made["dsink"] = (weight * (dlse - delta)).sum((0, 2))
+    return {name: made[name] for name in outputs}
+
+
+class _Block(NamedTuple):
+    """A block of keys, as a scan hands it out."""
+
+    start: Any
+    k: Any  # (slabs, heads_kv, BLOCK_K, head_dim), float32
+    v: Any
+    cut: dict[str, Any]  # what tensors with an element for every key have here
+
+
+class _Scene:
+    """The arrays of a problem as blocks, and where they lie."""
+
+    def __init__(self, p: AttentionProblem, arrays: Arrays):
+        self.p, self.arrays = p, arrays
+        self.precision = lax.Precision.HIGHEST if p.precision != "tf32" else lax.Precision.DEFAULT
+        self.rows = (p.slabs, p.heads_q, p.span_q)
+        row, key = jnp.arange(p.span_q, dtype=jnp.int32), jnp.arange(p.span_k, dtype=jnp.int32)
+        self.item_q: Any = None
+        self.item_k: Any = None
+        self.row, self.key = row[:, None], key
+        self.batch: Any = jnp.arange(p.batch, dtype=jnp.int32)[:, None, None, None]
+        if p.lengths.varlen:
+            self.item_q, self.row, length_q = _items(arrays["cu_seqlens_q"], row)
+            self.item_k, self.key, length_k = _items(arrays["cu_seqlens_k"], key)
+            counts_k = self.item_k < p.batch
+            self.item_q, self.row = self.item_q[:, None], self.row[:, None]
+            self.batch = jnp.minimum(self.item_q, max(p.batch - 1, 0))
+        else:
+            length_q = jnp.full((p.batch,), p.span_q, jnp.int32)
+            length_k = jnp.full((p.batch,), p.span_k, jnp.int32)
+            counts_k = jnp.ones((p.span_k,), bool)
+        length_q, length_k = arrays.get("seqused_q", length_q), arrays.get("seqused_k", length_k)
+        self.shift: Any = p.span_k - p.span_q
+        self.counts_q: Any = None
+        if p.lengths.ragged:
+            self.shift = _take(length_k - length_q, self.batch)
+            self.counts_q = self.row < _take(length_q, self.batch)
+            if self.item_q is not None:
+                self.counts_q = (self.counts_q & (self.item_q < p.batch))[None, None]
+                counts_k = counts_k & (self.key < _take(length_k, jnp.minimum(self.item_k, max(p.batch - 1, 0))))
+                counts_k = counts_k[None]
+            else:
+                counts_k = self.key < length_k[:, None]
+        self.counts_k = jnp.broadcast_to(counts_k, (p.slabs, p.span_k))
+        self.q = self.counted_rows(jnp.swapaxes(arrays["q"], 1, 2).astype(jnp.float32))
+        self.blocks = self.cut_keys()
+
+    def counted_rows(self, x: Any) -> Any:
+        """Rows (slabs, heads_q, span_q, width) that belong to nobody as zeros, whatever lies there."""
+        return x if self.counts_q is None else jnp.where(self.counts_q, x, 0.0)
+
+    def cut(self, i: int, j: int) -> bool:
+        """Whether a captured tensor has an element for every key of a dense problem, and so is cut into blocks of those."""
+        tensor = self.p.score[i].tensors[j]
+        return self.p.score[i].kind.captured[j].broadcast and tensor.shape[3] > 1
+
+    def cut_keys(self) -> _Block:
+        def blocks(x: Any, axis: int) -> Any:
+            extra = -x.shape[axis] % BLOCK_K
+            x = jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK_K, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
+
+        counts = self.counts_k[:, None, :, None]
+        k, v = (jnp.where(counts, jnp.swapaxes(self.arrays[n], 1, 2).astype(jnp.float32), 0.0) for n in "kv")
+        cut: dict[str, Any] = {}
+        for i, spec in enumerate(self.p.score):
+            cut |= {_name(i, j): blocks(self.arrays[f"score.{i}.{j}"], 3) for j in range(len(spec.tensors)) if self.cut(i, j)}
+        cut |= {"counts": blocks(self.counts_k, 1), "key": blocks(self.key, self.key.ndim - 1)}
+        if self.item_k is not None:
+            cut["item"] = blocks(self.item_k, 0)
+        k, v = blocks(k, 2), blocks(v, 2)
+        return _Block(jnp.arange(k.shape[0], dtype=jnp.int32) * BLOCK_K, k, v, cut)
+
+    def position(self, block: _Block) -> Position:
+        head = jnp.arange(self.p.heads_q, dtype=jnp.int32)[:, None, None]
+        batch, row = (x if x.ndim == 4 else x.reshape(1, 1, *x.shape) for x in (self.batch, self.row))
+        return Position(batch, head[None], row, row + self.shift, block.cut["key"][None, None, None, :])
+
+    def visible(self, at: Position, block: _Block) -> Any:
+        """Broadcasts against (slabs, heads_q, span_q, BLOCK_K)."""
+        p = self.p
+        inside = block.start + jnp.arange(BLOCK_K, dtype=jnp.int32) < p.span_k
+        seen = (block.cut["counts"] & inside)[:, None, None, :]
+        if self.item_q is not None:
+            seen = seen & (self.item_q == block.cut["item"][None, :])
+        if self.counts_q is not None:
+            seen = seen & self.counts_q
+        if p.band.left is not None:
+            seen = seen & (at.k >= at.q - p.band.left)
+        if p.band.right is not None:
+            seen = seen & (at.k <= at.q + p.band.right)
+        if not p.where:
+            return seen
+        leaves = iter(range(len(p.leaves)))
+        terms = []
+        clamped = at._replace(k=jnp.clip(at.k, 0, max(p.seqlen_k - 1, 0)), row=jnp.clip(at.row, 0, max(p.seqlen_q - 1, 0)))
+        for term in p.where:
+            holds: Any = True
+            for leaf in term:
+                i = next(leaves)
+                tensors = tuple(self.arrays[f"mask.{i}.{j}"] for j in range(len(leaf.tensors)))
+                holds = holds & leaf.kind.apply(clamped, leaf.scalars, tensors)
+            terms.append(holds)
+        return seen & _any_of(terms)
+
+    def kept(self, at: Position) -> Any:
+        assert self.p.dropout is not None
+        return keep(self.p.dropout, at.batch, at.head, at.row, at.k, self.p.heads_q, self.arrays["seed"])
+
+    def modifiers(self, block: _Block, at: Position) -> tuple[tuple[Any, ...], ...]:
+        """The modifiers' tensors; of those with an element for every key what this block has of it."""
+        return tuple(
+            tuple(block.cut.get(_name(i, j), self.arrays[f"score.{i}.{j}"]) for j in range(len(spec.tensors)))
+            for i, spec in enumerate(self.p.score)
+        )
+
+    def modified(self, score: Any, tensors: tuple[tuple[Any, ...], ...], at: Position) -> Any:
+        for spec, own in zip(self.p.score, tensors, strict=True):
+            placed = tuple(self.placed(spec, j, tensor, at) for j, tensor in enumerate(own))
+            score = spec.kind.apply_jax(score, at, spec.scalars, placed)
+        return score
+
+    def placed(self, spec: ScoreSpec, j: int, tensor: Any, at: Position) -> Any:
+        """A tensor as `apply_jax` takes it: broadcasting against the tile where it is `broadcast`."""
+        tensor = tensor.astype(jnp.float32)
+        if spec.kind.captured[j].broadcast and self.item_q is not None and tensor.shape[0] > 1:
+            return jnp.swapaxes(tensor[self.batch[:, 0], :, 0, 0], 0, 1)[None, :, :, None]
+        return tensor
+
+    def products(self, block: _Block) -> Any:
+        q = self.q.reshape(self.p.slabs, self.p.heads_kv, self.p.group, self.p.span_q, self.p.head_dim)
+        score = jnp.einsum("bkgtd,bksd->bkgts", q, block.k, precision=self.precision)
+        return score.reshape(*self.rows, BLOCK_K) * self.p.scale_value
+
+    def scores(self, block: _Block, at: Position, tensors: tuple[tuple[Any, ...], ...]) -> Any:
+        return self.modified(self.products(block), tensors, at)
+
+    def _grouped(self, x: Any) -> Any:
+        return x.reshape(self.p.slabs, self.p.heads_kv, self.p.group, *x.shape[2:])
+
+    def over_keys(self, weight: Any, x: Any) -> Any:
+        """sum over keys of weight * x, for each row."""
+        made = jnp.einsum("bkgts,bksd->bkgtd", self._grouped(weight), x, precision=self.precision)
+        return made.reshape(*self.rows, x.shape[-1])
+
+    def over_columns(self, x: Any, y: Any) -> Any:
+        """The products of rows x with keys' y."""
+        made = jnp.einsum("bkgtd,bksd->bkgts", self._grouped(x), y, precision=self.precision)
+        return made.reshape(*self.rows, BLOCK_K)
+
+    def over_rows(self, weight: Any, x: Any) -> Any:
+        """sum over rows, and over the heads that share keys, of weight * x, for each key."""
+        return jnp.einsum("bkgts,bkgtd->bksd", self._grouped(weight), self._grouped(x), precision=self.precision)
+
+    def joined(self, blocks: Any) -> Any:
+        """Blocks of keys as (slabs, span_k, heads_kv, width)."""
+        whole = jnp.moveaxis(blocks, 0, 2)
+        whole = whole.reshape(*whole.shape[:2], whole.shape[2] * BLOCK_K, whole.shape[-1])[:, :, : self.p.span_k]
+        return jnp.swapaxes(whole, 1, 2)
+
+    def joined_columns(self, blocks: Any, shape: tuple[int, ...]) -> Any:
+        """Blocks of a tensor with an element for every key, as it was."""
+        whole = jnp.moveaxis(blocks, 0, 3)
+        return whole.reshape(*whole.shape[:3], whole.shape[3] * BLOCK_K)[..., : shape[3]]
+
+
+def _any_of(terms: Sequence[Any]) -> Any:
+    """Whether any of these holds."""
+    found = terms[0]
+    for term in terms[1:]:
+        found = found | term
+    return found
+
+
+def _items(cu_seqlens: Any, index: Any) -> tuple[Any, Any, Any]:
+    """(item of each token, its place in it, items' lengths); a token of nobody has the number of items."""
+    item = jnp.searchsorted(cu_seqlens[1:], index, side="right").astype(jnp.int32)
+    first = cu_seqlens[jnp.minimum(item, max(cu_seqlens.shape[0] - 2, 0))]
+    return item, index - first, cu_seqlens[1:] - cu_seqlens[:-1]
+
+
+def _take(numbers: Any, index: Any) -> Any:
+    """numbers[index], 0 where there are none at all."""
+    return numbers[index] if math.prod(numbers.shape) else jnp.zeros_like(index)
+
+
+def _name(i: int, j: int) -> str:
+    return f"dscore.{i}.{j}"
+
+
+def _place(name: str) -> tuple[int, int]:
+    _, i, j = name.split(".")
+    return int(i), int(j)

@@ -1,0 +1,47 @@
+"""Which probabilities dropout keeps, in plain JAX: the bits of `spec/dropout.py`, by 32-bit arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.dropout import MULTIPLIERS, ROUNDS, WEYL, Dropout, threshold, without_bit_3
+
+
+def seed_words(dropout: Dropout) -> Any:
+    """The words of (seed, offset) as kernels read them, int32 (4,); the same as PyTorch's for the same int."""
+    seed = dropout.seed
+    if seed is None:
+        raise InvalidProblem("dropout seed is None; JAX draws nothing by itself: it must be an int or a jax.random key.")
+    if isinstance(seed, int):
+        return jnp.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 0, 0], jnp.uint32).view(jnp.int32)
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.shape == ():
+        return jax.random.bits(seed, (4,), jnp.uint32).view(jnp.int32)
+    raise InvalidProblem(f"dropout seed is {seed.dtype} of shape {seed.shape}; it must be an int or one jax.random key.")
+
+
+def keep(p: float, batch: Any, head: Any, row: Any, key: Any, heads_q: int, seed: Any) -> Any:
+    """Boolean: whether the probabilities at these int32 positions, which broadcast, are kept; seed: int32 (4,)."""
+    low, high, offset, _ = (seed[i].view(jnp.uint32) for i in range(4))
+    words = jnp.broadcast_arrays(without_bit_3(row), without_bit_3(key), batch * heads_q + head)
+    a, b, c = (word.astype(jnp.uint32) for word in words)
+    d = jnp.broadcast_to(offset, a.shape)
+    for _ in range(ROUNDS):
+        (left_high, left), (right_high, right) = _multiply(a, MULTIPLIERS[0]), _multiply(c, MULTIPLIERS[1])
+        a, b, c, d = right_high ^ b ^ low, right, left_high ^ d ^ high, left
+        low, high = low + jnp.uint32(WEYL[0]), high + jnp.uint32(WEYL[1])
+    by_row, by_key = (row >> 3 & 1) == 1, (key >> 3 & 1) == 1
+    word = jnp.where(by_row, jnp.where(by_key, d, c), jnp.where(by_key, b, a))
+    return word >= jnp.uint32(threshold(p))
+
+
+def _multiply(x: Any, factor: int) -> tuple[Any, Any]:
+    """(high, low) words of x * factor, all unsigned 32-bit."""
+    top, bottom = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
+    x_top, x_bottom = x >> 16, x & jnp.uint32(0xFFFF)
+    middle = x_top * bottom + (x_bottom * bottom >> 16)
+    carry = (middle & jnp.uint32(0xFFFF)) + x_bottom * top
+    return x_top * top + (middle >> 16) + (carry >> 16), x * jnp.uint32(factor)

@@ -1,0 +1,140 @@
+"""Automatic sharding of a step: over batch and heads each device computes its part; whatever else is sharded is gathered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flashtile.jax.run import run
+from flashtile.jax.step import Backward, Forward
+from flashtile.spec.attention import AttentionProblem
+
+HEADS = "heads"  # the axis of query heads, which are groups of those that share keys
+Roles = tuple[str, ...]
+
+# What the axes of a buffer are: batch, heads, kv (heads of keys), or, by any other name, nothing that is ever cut.
+ROLES: dict[str, Roles] = {
+    "q": ("batch", "t", HEADS, "d"), "k": ("batch", "s", "kv", "d"), "v": ("batch", "s", "kv", "w"),
+    "out": ("batch", "t", HEADS, "w"), "lse": ("batch", HEADS, "t"), "stats": ("batch", HEADS, "c", "t"),
+    "sink": (HEADS,), "seqused_q": ("batch",), "seqused_k": ("batch",),
+}  # fmt: skip
+# Axes of predicates' tensors, by the predicate's name; of others nothing is known, and they are never cut.
+PREDICATES: dict[str, tuple[Roles, ...]] = {
+    "prefix": (("batch",),), "key_padding": (("batch", "s"),), "document": (("batch", "t"), ("batch", "s")),
+    "stored": (("batch", HEADS, "t", "s"),), "within": (), "dilated": (),
+}  # fmt: skip
+
+
+def run_partitioned(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
+    """The step's outputs; in a program over several devices those of each device's part of batch and heads."""
+
+    @custom_partitioning
+    def call(*given: Any) -> tuple[Any, ...]:
+        return tuple(run(step.fit(given), implementation, *given))
+
+    inputs = [(b.name, roles(step.problem, b.name, b.shape)) for b in step.inputs()]
+    outputs = [(b.name, roles(step.problem, b.name, b.shape)) for b in step.outputs()]
+
+    def partition(mesh: Any, arguments: Sequence[Any], results: Any) -> Any:
+        axes = cut(step.problem, mesh, arguments[0].sharding)
+        shard = lambda own: NamedSharding(mesh, PartitionSpec(*(axes.get(role) for role in own)))  # noqa: E731
+
+        def part(*given: Any) -> tuple[Any, ...]:
+            made = run(step.fit(given), implementation, *given)
+            return tuple(_summed(step, axes, name, own, x) for (name, own), x in zip(outputs, made, strict=True))
+
+        made = tuple(shard(own) for _, own in outputs)
+        return mesh, part, made, tuple(shard(own) for _, own in inputs)
+
+    rule, sizes, whole = sharding_rule(step.problem, [own for _, own in inputs], [own for _, own in outputs])
+    call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)  # pyright: ignore[reportArgumentType]
+    return call(*given)
+
+
+def roles(p: AttentionProblem, name: str, shape: tuple[int, ...]) -> Roles:
+    """What the axes of a buffer are; axes of one element that stand for many are nothing."""
+    kind = name.removeprefix("d")
+    if kind in ROLES:
+        return ROLES[kind]
+    found: Roles = ()
+    if kind.startswith("score."):
+        _, i, j = kind.split(".")
+        captured = p.score[int(i)].kind.captured[int(j)]
+        found = ("batch", HEADS, "t", "s") if captured.broadcast else ("batch", HEADS) if captured.index is None else ()
+    elif kind.startswith("mask."):
+        _, i, j = kind.split(".")
+        known = PREDICATES.get(p.leaves[int(i)].kind.name, ())
+        found = known[int(j)] if int(j) < len(known) else ()
+    if len(found) != len(shape):
+        return tuple(f"{name}.{axis}" for axis in range(len(shape)))
+    sizes = {"batch": p.batch, HEADS: p.heads_q, "t": p.span_q, "s": p.span_k}
+    return tuple(
+        role if size == sizes[role] else f"{name}.{axis}" for axis, (role, size) in enumerate(zip(found, shape, strict=True))
+    )
+
+
+def cuts_nothing(p: AttentionProblem) -> bool:
+    """Whether each device must see all: dropout and some tensors go by the absolute batch and head."""
+    known = all(leaf.kind.name in PREDICATES for leaf in p.leaves)
+    return p.dropout is not None or not known or any(c.index is not None for s in p.score for c in s.kind.captured)
+
+
+def cut(p: AttentionProblem, mesh: Any, sharding: Any) -> dict[str, Any]:
+    """The mesh axes over which batch, heads and kv are cut, by role, as q's sharding wants them and the sizes allow."""
+    spec = tuple(getattr(sharding, "spec", ())) + (None,) * 4
+    axes: dict[str, Any] = {}
+    if cuts_nothing(p):
+        return axes
+    batch, heads = _names(spec[0]), _names(spec[2])
+    if batch and not p.lengths.varlen and p.batch % _count(mesh, batch) == 0:
+        axes["batch"] = batch
+    if heads and p.heads_kv % _count(mesh, heads) == 0:
+        axes[HEADS] = axes["kv"] = heads
+    elif heads and p.heads_kv == 1 and p.heads_q % _count(mesh, heads) == 0:
+        axes[HEADS] = heads
+    return axes
+
+
+def sharding_rule(
+    p: AttentionProblem, inputs: list[Roles], outputs: list[Roles]
+) -> tuple[str, dict[str, int], tuple[str, ...]]:
+    """How shardings spread (an einsum-like rule), sizes of its factors, and the factors that are never cut."""
+    numbers: dict[str, str] = {}
+    split = p.heads_kv > 1 and p.group > 1
+    together = {"kv": "kv" if p.heads_kv > 1 else "one", HEADS: "kv" if p.group == 1 and p.heads_kv > 1 else "group"}
+
+    def factor(role: str) -> str:
+        if role == HEADS and split:
+            return "(kv group)"
+        if role in together:
+            return together[role]
+        return role if role == "batch" and not p.lengths.varlen else numbers.setdefault(role, f"x{len(numbers)}")
+
+    spelled = [", ".join(" ".join(factor(role) for role in own) for own in side) for side in (inputs, outputs)]
+    text = " -> ".join(spelled)
+    return text, {"group": p.group} if split else {}, tuple(numbers.values())
+
+
+def _summed(step: Forward | Backward, axes: dict[str, Any], name: str, own: Roles, x: Any) -> Any:
+    """An output of which each device holds a part of the sum, as the sum."""
+    if not isinstance(step, Backward):
+        return x
+    over: list[str] = []
+    if "batch" not in own:
+        over += axes.get("batch", ())
+    if HEADS not in own and ((name in ("dk", "dv") and "kv" not in axes) or name.startswith("dscore.")):
+        over += axes.get(HEADS, ())
+    return jax.lax.psum(x, tuple(over)) if over else x
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _count(mesh: Any, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in names)

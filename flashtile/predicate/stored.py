@@ -1,0 +1,53 @@
+"""A boolean for every score: the mask of `jax.nn.dot_product_attention` and of PyTorch's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
+from flashtile.spec.predicate import Predicate
+from flashtile.spec.score import Position
+
+
+@jit
+def stored_visible(at, args):
+    strides = args[5]
+    head = args[4] + args[0] * at.batch.to(tl.int64) * strides[0] + args[1] * at.head.to(tl.int64) * strides[1]
+    return tl.load(head + args[2] * at.row.to(tl.int64) * strides[2] + args[3] * at.k.to(tl.int64) * strides[3]) != 0
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Predicate):
+    """Query i sees key j where mask[b, h, i, j]; bool, four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k).
+
+    It is read where it lies, once for every tile; `Blocks` and bands visit fewer tiles. Dense batches only.
+    """
+
+    mask: Any
+
+    name = "stored"
+    visible = stored_visible
+
+    def __post_init__(self) -> None:
+        shape = getattr(self.mask, "shape", None)
+        if shape is None or len(shape) != 4:
+            raise InvalidProblem(
+                f"stored mask is {type(self.mask).__name__ if shape is None else tuple(shape)}; it must have four axes "
+                "that broadcast to (batch, heads_q, seqlen_q, seqlen_k)."
+            )
+
+    def scalars(self) -> tuple[int, ...]:
+        return tuple(int(n > 1) for n in self.mask.shape)
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        for size, most, axis in zip(self.mask.shape[:2], (batch, heads_q), ("batch", "heads_q"), strict=True):
+            if size not in (1, most):
+                raise InvalidProblem(f"stored mask has shape {tuple(self.mask.shape)}; {axis} must be {most}, or 1.")
+        return (self.mask,)
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        places = (index * counts for index, counts in zip((at.batch, at.head, at.row, at.k), scalars, strict=True))
+        return tensors[0][tuple(places)] != 0

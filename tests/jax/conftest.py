@@ -1,0 +1,32 @@
+"""Tests of flashtile.jax, in an environment with JAX and without PyTorch: `make jax` runs them, with this file alone.
+
+Twice: compiled (TRITON_INTERPRET=0, everything but test_interpreted.py) and interpreted (that file).
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+DEVICES = 4  # simulated
+
+if find_spec("jax") is None:
+    collect_ignore_glob = ["*.py"]
+else:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from flashtile import _triton
+
+    for item in items:
+        interprets = item.path.name == "test_interpreted.py"
+        if interprets != _triton.INTERPRETED and (interprets or item.get_closest_marker("compiles")):
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=" + str(int(interprets))))

@@ -1,0 +1,150 @@
+"""Norms, rotary, cross-entropy and softmax in plain JAX, against numpy's float64; their programs for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashtile import InvalidProblem
+from flashtile.jax import cross_entropy, layer_norm, rms_norm, rotary, softmax, target
+from flashtile.jax.launch import HANDLER
+
+HALF = 3
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def plain_norm(kind: str) -> Callable[..., Any]:
+    def function(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        h = x + residual
+        centred = h - h.mean(-1, keepdims=True) if kind == "layer" else h
+        return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + bias, h
+
+    return function
+
+
+def plain_cross_entropy(logits: Any) -> Any:
+    x = 0.7 * logits
+    lse, counts = jax.nn.logsumexp(x, axis=-1), LABELS != -100
+    at_label = jnp.take_along_axis(x, jnp.where(counts, LABELS, 0)[..., None], axis=-1)[..., 0]
+    loss = lse - 0.9 * at_label - 0.1 * x.mean(-1) + 0.01 * lse**2
+    return jnp.where(counts, loss, 0.0).sum() / counts.sum()
+
+
+def plain_rotary(q: Any, k: Any) -> Any:
+    angle = jnp.asarray(ANGLES, q.dtype)[2:7][None, :, None]
+
+    def turned(x: Any) -> Any:
+        pairs = x[..., :HALF] + 1j * x[..., HALF : 2 * HALF]
+        made = pairs * jnp.exp(1j * angle)
+        return jnp.concatenate([made.real, made.imag, x[..., 2 * HALF :]], -1)
+
+    return turned(q), turned(k)
+
+
+def plain_softmax(x: Any) -> Any:
+    hidden = MASK | (jnp.arange(7) > jnp.arange(5)[:, None] + 2)
+    weight = jnp.where(hidden, 0.0, jnp.exp(0.5 * x - (0.5 * x).max(-1, keepdims=True)))
+    total = weight.sum(-1, keepdims=True)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+LABELS = jnp.array([[1, -100, 8], [0, 3, 3]], jnp.int32)
+ANGLES = np.outer(np.arange(9), [1.0, 0.3, 0.05])
+COS, SIN = jnp.asarray(np.cos(ANGLES), jnp.float32), jnp.asarray(np.sin(ANGLES), jnp.float32)
+MASK = jnp.asarray(np.random.default_rng(0).random((2, 1, 5, 7)) < 0.5).at[0, 0, 1].set(True)
+PLACES = jnp.broadcast_to(jnp.arange(2, 7, dtype=jnp.int32), (2, 5))
+
+ROWS = ((2, 3, 40), (40,), (40,), (2, 3, 40))
+HEADS = ((2, 5, 4, 8), (2, 5, 2, 8))
+SMOOTH = dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.7)
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r, prenorm=True), plain_norm("layer"), ROWS),
+    "rms_norm": (lambda x, w, b, r: rms_norm(x, w, b, 1e-5, residual=r, prenorm=True), plain_norm("rms"), ROWS),
+    "cross_entropy": (lambda x: cross_entropy(x, LABELS, **SMOOTH), plain_cross_entropy, ((2, 3, 9),)),
+    "rotary": (lambda q, k: rotary(q, k, COS, SIN, offset=2), plain_rotary, HEADS),
+    "rotary-positions": (lambda q, k: rotary(q, k, COS, SIN, positions=PLACES), plain_rotary, HEADS),
+    "softmax": (lambda x: softmax(x, MASK, scale=0.5, causal=True), plain_softmax, ((2, 3, 5, 7),)),
+}
+
+
+def evaluate(function: Callable[..., Any], leaves: Any) -> Any:
+    made, pull = jax.vjp(lambda *x: jax.tree.leaves(function(*x)), *leaves)
+    flows = [jnp.cos(jnp.arange(m.size, dtype=jnp.float32)).astype(m.dtype).reshape(m.shape) for m in made]
+    return made, pull(flows)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPS)
+def test_op(name: str, dtype: Any) -> None:
+    function, plain, shapes = OPS[name]
+    leaves = tuple(normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
+    got = jax.jit(lambda *x: evaluate(function, x))(*leaves)
+    with jax.enable_x64(True):
+        wide = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in leaves)
+        want = evaluate(plain, wide)
+    tolerance = 3e-5 if dtype == jnp.float32 else 3e-2
+    for mine, truth in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.shape == truth.shape
+        scale = max(1.0, float(np.abs(truth).max()))
+        np.testing.assert_allclose(np.asarray(mine, np.float64), np.asarray(truth), atol=tolerance * scale)
+
+
+def test_vmap_of_grad_equals_the_loop() -> None:
+    x, weight = normal(3, 4, 20), normal(20, seed=1)
+    each = jax.grad(lambda x, w: (layer_norm(x, w) ** 3).sum(), (0, 1))
+    for mine, theirs in zip(
+        jax.vmap(each, (0, None))(x, weight), zip(*(each(row, weight) for row in x), strict=True), strict=True
+    ):
+        np.testing.assert_allclose(mine, jnp.stack(theirs), atol=1e-5)
+
+
+def test_ignored_rows_and_strange_labels() -> None:
+    logits = normal(3, 5).at[0].set(jnp.nan)
+    loss, grad = jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([-100, 1, 2], jnp.int32)))(logits)
+    assert jnp.isfinite(loss)
+    assert not grad[0].any()
+    assert jnp.isfinite(grad).all()
+    assert jnp.isnan(cross_entropy(normal(1, 5), jnp.array([7], jnp.int32)))
+
+
+def test_none_and_lse() -> None:
+    logits, labels = normal(2, 3, 9), jnp.ones((2, 3), jnp.int32)
+    loss, lse = cross_entropy(logits, labels, reduction="none", return_lse=True)
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(logits, axis=-1), atol=1e-6)
+    np.testing.assert_allclose(loss, lse - logits[..., 1], atol=1e-6)
+
+
+def test_errors() -> None:
+    x = normal(2, 8)
+    for call, message in (
+        (lambda: layer_norm(x, normal(7)), r"weight has shape \(7,\)"),
+        (lambda: layer_norm(x, residual=normal(3, 8)), "residual has shape"),
+        (lambda: rms_norm(x, implementation="hopper"), "implementation is 'hopper'"),
+        (lambda: cross_entropy(x, jnp.zeros(3, jnp.int32)), r"labels have shape \(3,\)"),
+        (lambda: cross_entropy(x, jnp.zeros(2)), "labels is fp32"),
+        (lambda: softmax(x[0]), "of two to four axes"),
+        (lambda: softmax(x, normal(3, 8) > 0), "mask has shape"),
+        (lambda: rotary(normal(1, 20, 2, 8), None, COS, SIN), "positions reach 19"),
+    ):
+        with pytest.raises(InvalidProblem, match=message):
+            call()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", OPS)
+def test_a_program_for_an_h100(name: str) -> None:
+    function, _, shapes = OPS[name]
+    leaves = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    check = jax.export.DisabledSafetyCheck.custom_call(HANDLER)
+    with target("sm90"):
+        program = jax.jit(lambda *x: evaluate(function, x))
+        exported = jax.export.export(program, platforms=["cuda"], disabled_checks=[check])(*leaves)
+    assert exported.mlir_module().count(HANDLER) >= 2

@@ -1,0 +1,99 @@
+"""What is refused, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashtile import Alibi, Dropout, InvalidProblem, NotSupported, Score
+from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, mha, target
+
+Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Q[0, 0], K, K), {}, r"query has shape \(4, 16\); it must be \(B, T, N, H\)"),
+        ((Q, K[:1], K), {}, "key has batch 1 and query has 2"),
+        ((Q, K[..., :8], K), {}, "key has head_dim 8 and query has 16"),
+        ((Q, K, K[:, :4]), {}, "value has seqlen 4 and key has 8"),
+        ((Q, K, K.astype(jnp.bfloat16)), {}, "value is bfloat16 and query is float32"),
+        ((Q.astype(int), K, K), {}, "query is int32; it must be float16, bfloat16 or float32"),
+        ((Q[:, :, :3], K, K), {}, "heads_q is 3 and heads_kv is 2"),
+        ((Q, K, K), {"bias": jnp.zeros((3, 4, 8, 8))}, "bias's tensor has shape"),
+        ((Q, K, K), {"mask": jnp.ones((2, 1, 8, 8))}, "mask is float32; it must be bool"),
+        ((Q, K, K), {"mask": jnp.ones((3, 1, 8, 8), bool)}, "stored mask has shape"),
+        ((Q, K, K), {"is_causal": 1}, "is_causal is 1; it must be True or False"),
+        ((Q, K, K), {"local_window_size": (-1, 0)}, "window left is -1"),
+        ((Q, K, K), {"scale": "big"}, "scale is 'big'"),
+        ((Q, K, K), {"query_seq_lengths": jnp.ones(3, jnp.int32)}, r"seqused_q has shape \(3,\)"),
+        ((Q, K, K), {"key_value_seq_lengths": jnp.ones(2)}, "key_value_seq_lengths is float32"),
+        ((Q, K, K), {"implementation": "cudnn"}, "implementation is 'cudnn'; it must be one of"),
+        ((Q, K, K), {"return_residual": 1}, "return_residual is 1"),
+        ((Q, K, K), {"alignment": "middle"}, "alignment is 'middle'"),
+        ((Q, K, K), {"backward": "fast"}, "backward is 'fast'"),
+        ((Q, K, K), {"backward": "fused", "deterministic": True}, "adds dq atomically"),
+        ((Q, K, K), {"backward": "split", "implementation": "xla"}, "one backward of its own"),
+        ((Q, K, K), {"softcap": 0.0}, "softcap is 0.0"),
+        ((Q, K, K), {"sinks": jnp.zeros(3)}, r"sink has shape \(3,\)"),
+        ((Q, K, K), {"sinks": [0.0] * 4}, "sinks is a list; it must be a JAX array"),
+        ((Q, K, K), {"score": Alibi(jnp.zeros(4))}, "it must be a tuple of score modifiers"),
+        ((Q, K, K), {"score": (Alibi(jnp.zeros(3)),)}, r"alibi slopes have shape \(3,\)"),
+        ((Q, K, K), {"attend_to": "all"}, "attend_to is a str"),
+        ((Q, K, K), {"dropout": 0.1}, "dropout is 0.1"),
+        ((Q, K, K), {"dropout": Dropout(0.1)}, "dropout seed is None"),
+        ((Q, K, K), {"dropout": Dropout(0.1, jnp.zeros(2))}, "dropout seed is float32"),
+        ((Q, K, K), {"precision": "high"}, "precision is 'high'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        dot_product_attention(*arguments, **options)
+
+
+def test_an_unknown_name_is_no_option() -> None:
+    with pytest.raises(TypeError, match="dropout_rate"):
+        dot_product_attention(Q, K, K, dropout_rate=0.1)
+
+
+def test_varlen_says_what_it_wants() -> None:
+    with pytest.raises(InvalidProblem, match=r"query has shape \(2, 8, 4, 16\); it must be \(total, heads, head_dim\)"):
+        dot_product_attention_varlen(Q, K, K, jnp.zeros(3, jnp.int32))
+    with pytest.raises(InvalidProblem, match="cu_seqlens_q is float32"):
+        dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3))
+    with pytest.raises(InvalidProblem, match="aligned 'bottom-right'"):
+        dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), alignment="top-left")
+
+
+@pytest.mark.parametrize("options", [{"backward_pass_impl": "cuda"}, {"block_q": 64}, {"interpret": True}, {"num_warps": 4}])
+def test_mha_refuses_what_it_does_not_follow(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidProblem, match=next(iter(options))):
+        mha(Q, K, K, **options)
+
+
+def test_an_unknown_target() -> None:
+    with pytest.raises(InvalidProblem, match="target is 'sm1'; it must be one of sm80"), target("sm1"):
+        pass
+
+
+def test_a_modifier_without_a_formula_in_jax() -> None:
+    class Doubled(Score):
+        name = "doubled_in_a_test_of_jax"
+
+    with pytest.raises(NotSupported, match="has no `apply_jax`"):
+        dot_product_attention(Q, K, K, score=(Doubled(),))
+    with pytest.raises(NotSupported, match="has no `apply_jax`"):
+        dot_product_attention(Q, K, K, score=(Doubled(),), implementation="xla")
+
+
+def test_an_old_jaxlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jaxlib.version
+
+    monkeypatch.setattr(jaxlib.version, "__version__", "0.11.0")
+    with pytest.raises(NotSupported, match=r"jaxlib is 0\.11\.0; its launcher makes TMA descriptors from 0\.11\.1 on"):
+        launch.require_jaxlib()
+    assert np.isfinite(dot_product_attention(Q, K, K)).all()  # plain JAX needs no launcher

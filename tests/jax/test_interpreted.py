@@ -1,0 +1,115 @@
+"""The portable kernels from JAX, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+
+from flashtile import dispatch
+from flashtile.export.compile import contiguous
+from flashtile.jax.launch import JAX_DTYPES
+from flashtile.jax.run import plan_p
+from flashtile.jax.step import Backward
+from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import CPU
+from tests.jax.judge import CASES, evaluate, judge
+
+
+class Memory:
+    """A numpy array as the interpreter takes a tensor."""
+
+    def __init__(self, array: Any, dtype: str):
+        self.array, self.dtype = array, dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def launch(plan: Plan, arrays: dict[str, Any]) -> None:
+    """Run a plan on numpy arrays; what it makes is added to them, NaN where it writes nothing."""
+    buffers = {b.name: b for b in plan.buffers}
+    for buffer in plan.buffers:
+        if buffer.role != "input":
+            dtype = jnp.dtype(JAX_DTYPES[buffer.dtype])
+            fill = 0 if buffer.zeroed or dtype.kind in "iub" else math.nan
+            arrays[buffer.name] = np.full(buffer.shape, fill, dtype)
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, Pointer):
+            return Memory(arrays[arg.name], jnp.dtype(JAX_DTYPES[buffers[arg.name].dtype]).name)
+        if isinstance(arg, Strides):
+            shape = buffers[arg.name].shape
+            return arg.of(shape, contiguous(shape))
+        return tuple(map(argument, arg)) if isinstance(arg, tuple) else arg
+
+    for call in plan.calls:
+        assert isinstance(call, KernelCall)
+        if 0 not in call.grid:
+            call.kernel[call.grid](*map(argument, call.args), **dict(call.constants))
+
+
+def run_step(step: Any, *given: Any) -> tuple[Any, ...]:
+    arrays = dict(zip((b.name for b in step.inputs()), map(np.array, given), strict=True))
+    if isinstance(step, Backward):
+        plan = dispatch.plan_backward(step.problem, CPU, step.gradients, "triton", step.variant)
+    else:
+        plan = dispatch.plan_forward(step.problem, CPU, "triton")
+    launch(plan, arrays)
+    return tuple(arrays[b.name] for b in step.outputs())
+
+
+def lower(ctx: Any, *operands: Any, step: Any, guarded: bool) -> Any:
+    shapes = tuple(jax.ShapeDtypeStruct(b.shape, JAX_DTYPES[b.dtype]) for b in step.outputs())
+
+    def program(*given: Any) -> Any:
+        return jax.pure_callback(lambda *a: run_step(step, *a), shapes, *given, vmap_method="sequential")
+
+    return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter() -> Iterator[None]:
+    """On the CPU kernels are lowered to a call of the interpreter; arrays need no copy to the host."""
+    from triton.runtime.interpreter import GridExecutor
+
+    from flashtile.jax import run
+    from tests.interpreter import mend
+
+    mend()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
+    patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    mlir.register_lowering(plan_p, lower)
+    yield
+    mlir.register_lowering(plan_p, run._lower_elsewhere)
+    patch.undo()
+
+
+NAMES = (
+    "full-float32", "causal-bfloat16", "bottom-right-long-queries", "window", "bias-b1ts", "mask-11ts", "lengths-bottom-right",
+    "softcap", "sinks", "slopes", "dropout", "all",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=lambda case: case.name)
+def test_case(case: Any, backward: str) -> None:
+    case = replace(case, seqlen_k=min(case.seqlen_k, 50), heads=2, heads_kv=1)
+    judge(case, evaluate(lambda leaves: case.ours(leaves, "triton", backward=backward), case.leaves(), case.cotangents()))
+
+
+def test_vmap_joins_the_batch() -> None:
+    case = next(c for c in CASES if c.name == "causal-float32")
+    leaves = {name: jnp.stack([x, x[::-1]]) for name, x in case.leaves().items()}
+    got = jax.vmap(lambda x: case.ours(x, "triton"))(leaves)
+    for i in range(2):
+        for mine, theirs in zip(got, case.ours({name: x[i] for name, x in leaves.items()}, "triton"), strict=True):
+            np.testing.assert_array_equal(mine[i], theirs)

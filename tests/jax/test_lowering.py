@@ -1,0 +1,145 @@
+"""Programs for CUDA, without a GPU: kernels are compiled by Triton, and the calls are what jaxlib's launcher takes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flashtile import Alibi, AttentionProblem, Dropout, NotSupported, dispatch
+from flashtile.export.matrix import jobs_of, plan_of, problems
+from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, target
+from flashtile.jax.launch import HANDLER, Seating, refusals, seat
+from flashtile.jax.step import Backward
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import KernelCall, Plan
+from flashtile.plan.device import H100
+
+pytestmark = pytest.mark.compiles
+CHECK = jax.export.DisabledSafetyCheck.custom_call(HANDLER)
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(function: Callable[..., Any], *arrays: Any, name: str = "sm90") -> str:
+    with target(name):
+        exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[CHECK])(*arrays)
+    jax.export.deserialize(exported.serialize())
+    return exported.mlir_module()
+
+
+def gradient(**options: Any) -> Callable[..., Any]:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return dot_product_attention(q, k, v, is_causal=True, **options).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+QKV = array(2, 256, 4, 64), array(2, 256, 2, 64), array(2, 256, 2, 64)
+WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "calls"),
+    [
+        (lambda q, k, v: dot_product_attention(q, k, v), QKV, 1),
+        (gradient(), QKV, 4),  # Hopper: forward, rows, keys, dq
+        (gradient(backward="split"), QKV, 4),  # forward, delta, queries, keys
+        (gradient(backward="fused", implementation="triton"), QKV, 4),
+        (gradient(backward="xla"), QKV, 1),
+        (gradient(implementation="xla"), QKV, 0),
+        (gradient(softcap=30.0, dropout=Dropout(0.1, 3)), QKV, 4),
+        (gradient(), WIDE, None),
+        (jax.vmap(gradient()), tuple(array(3, *x.shape) for x in QKV), 4),
+        (jax.grad(lambda q, k, v, s: dot_product_attention(q, k, v, score=(Alibi(s),)).astype(jnp.float32).sum(), (0, 3)),
+         (*QKV, array(4, dtype=jnp.float32)), None),
+        (jax.grad(lambda q, k, v, b: dot_product_attention(q, k, v, b).astype(jnp.float32).sum(), (0, 3)),
+         (*QKV, array(1, 4, 256, 256)), None),
+        (jax.grad(lambda q, k, v, cu: dot_product_attention_varlen(q, k, v, cu, is_causal=True).astype(jnp.float32).sum()),
+         (*(array(*x.shape[1:]) for x in QKV), array(4, dtype=jnp.int32)), None),
+    ],
+    ids=["forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias", "varlen"],
+)  # fmt: skip
+def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:
+    found = lowered(function, *arrays).count(HANDLER)
+    assert found == calls if calls is not None else found > 1
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return dot_product_attention(q, k, v, bias).astype(jnp.float32).sum()
+
+    given = (*QKV, array(1, 4, 256, 256))
+    without, with_it = (lowered(jax.grad(loss, wanted), *given).count(HANDLER) for wanted in (0, (0, 3)))
+    assert without < with_it
+
+
+def test_one_program_for_both() -> None:
+    with target("sm90"):
+        exported = jax.export.export(jax.jit(gradient()), platforms=["cpu", "cuda"], disabled_checks=[CHECK])(*QKV)
+    assert HANDLER in exported.mlir_module()
+    given = tuple(jnp.ones(x.shape, x.dtype) for x in QKV)
+    for mine, theirs in zip(exported.call(*given), gradient()(*given), strict=True):
+        assert jnp.allclose(mine, theirs, atol=1e-2)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_and_a_target() -> None:
+    with pytest.raises(NotSupported, match="JAX sees no GPU here; say which one"):
+        jax.export.export(jax.jit(dot_product_attention), platforms=["cuda"], disabled_checks=[CHECK])(*QKV)
+
+
+def plans() -> list[Plan]:
+    """Every plan that the compile-only stage knows, for an H100, of backends with kernels."""
+    found: dict[Plan, None] = {}
+    for spelling in problems():
+        for job in jobs_of(spelling, "sm90"):
+            if job.index == 0:
+                found[plan_of(job)] = None
+    return list(found)
+
+
+def test_every_shipped_plan_can_be_launched() -> None:
+    refused = {plan.problem.spell() for plan in plans() if refusals(plan)}
+    assert not refused
+
+
+def test_a_plan_without_a_seating_is_refused_and_the_next_backend_runs() -> None:
+    """Hopper's deterministic backward: its kernel takes dq_sum twice, and the locks after that."""
+    problem = AttentionProblem.parse("attention(q=2x256x4x64,kv=256x2x64,bf16,band=:0,deterministic)")
+    plan = dispatch.backend_named("hopper").backward(problem, H100, Gradients(), "auto")
+    (reason,) = refusals(plan)
+    assert reason.startswith("dq_sum is written by a kernel that takes it several times")
+    assert Backward(problem, Gradients()).plan(H100).backend == "triton"
+    with pytest.raises(NotSupported, match="dq_sum is written"):
+        Backward(problem, Gradients(), "hopper").plan(H100)
+
+
+def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
+    """The launcher hands out buffers in order, operands before results: each parameter must get its own."""
+    for plan in plans()[::3]:
+        inputs, made = {b.name for b in plan.named("input")}, set[str]()
+        for call in plan.calls:
+            assert isinstance(call, KernelCall)
+            found = seat(call, plan, frozenset(made))
+            assert isinstance(found, Seating)
+            places = [
+                a.name for a, _ in launch.specialise(call, {b.name: b for b in plan.buffers}).runtime if hasattr(a, "name")
+            ]
+            assert [*found.operands, *found.results][: len(places)] == places
+            assert all(found.operands[o] == found.results[r] for o, r in found.aliases)
+            assert made.intersection(places) - inputs <= {found.operands[o] for o, _ in found.aliases}
+            made.update(found.results)
+
+
+def test_the_message_holds_triton_s_own_code() -> None:
+    plan = plans()[0]
+    (call,) = (c for c in plan.calls if isinstance(c, KernelCall))
+    message = zlib.decompress(launch._message(call, plan, H100, frozenset()))
+    assert launch.compiled(call, plan, H100).asm["cubin"] in message

@@ -1,0 +1,182 @@
+"""jit, grad, vmap, checkpoint, scan, shard_map, automatic sharding, export."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flashtile import Alibi, Document, Dropout, NotSupported
+from flashtile.jax import dot_product_attention, dot_product_attention_varlen
+
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute")
+
+
+def normal(*shape: int, seed: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def leaves(*lead: int, heads: int = 4, heads_kv: int = 2) -> tuple[Any, ...]:
+    """q, k, v, bias, slopes, sinks; the first three with leading axes."""
+    shapes = ((*lead, 4, 20, heads, 16), (*lead, 4, 20, heads_kv, 16), (*lead, 4, 20, heads_kv, 16), (1, heads, 20, 20))
+    return (*(normal(*shape, seed=i) for i, shape in enumerate(shapes)), normal(heads, seed=7), normal(heads, seed=8))
+
+
+def loss(q: Any, k: Any, v: Any, bias: Any, slopes: Any, sinks: Any, **options: Any) -> Any:
+    out, lse = dot_product_attention(
+        q, k, v, bias, is_causal=True, score=(Alibi(slopes),), sinks=sinks, return_residual=True, **options
+    )
+    wave = lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)  # noqa: E731
+    return (out * wave(out)).sum() + (lse * wave(lse)).sum()
+
+
+def close(got: Any, want: Any) -> None:
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1.0, float(jnp.abs(theirs).max())), rtol=1e-5)
+
+
+gradient = jax.grad(loss, tuple(range(6)))
+AXES = (0, 0, 0, None, None, None)
+
+
+def one_by_one(given: tuple[Any, ...], function: Any = gradient) -> Any:
+    return jax.tree.map(
+        lambda *x: jnp.stack(x), *(function(*(x[i] for x in given[:3]), *given[3:]) for i in range(len(given[0])))
+    )
+
+
+def test_vmap_of_grad_equals_the_loop() -> None:
+    given = leaves(3)
+    close(jax.jit(jax.vmap(gradient, AXES))(*given), one_by_one(given))
+
+
+def test_grad_of_vmap_sums_what_is_shared() -> None:
+    given = leaves(3)
+    got = jax.grad(lambda *x: jax.vmap(loss, AXES)(*x).sum(), tuple(range(6)))(*given)
+    want = one_by_one(given)
+    close(got, (*want[:3], *(x.sum(0) for x in want[3:])))
+
+
+def test_vmap_of_vmap() -> None:
+    given = leaves(2, 2)
+    twice = jax.vmap(jax.vmap(gradient, AXES), AXES)(*given)
+    close(twice, one_by_one(given, lambda *x: one_by_one(x)))
+
+
+def test_vmap_over_what_is_shared_otherwise() -> None:
+    given = leaves()
+    many = (*given[:3], *(jnp.stack([x, x / 2]) for x in given[3:]))
+    got = jax.vmap(gradient, (None, None, None, 0, 0, 0))(*many)
+    close(got, jax.tree.map(lambda *x: jnp.stack(x), *(gradient(*given[:3], *(x[i] for x in many[3:])) for i in range(2))))
+
+
+@pytest.mark.parametrize("options", [{"dropout": Dropout(0.3, 7)}, {"attend_to": Document(jnp.arange(20) // 7)}], ids=str)
+def test_vmap_one_by_one_where_the_place_in_the_batch_matters(options: dict[str, Any]) -> None:
+    given = leaves(2)
+    each = jax.grad(lambda *x: loss(*x, **options), tuple(range(6)))
+    close(jax.vmap(each, AXES)(*given), one_by_one(given, each))
+
+
+def test_vmap_of_a_single_axis_of_heads() -> None:
+    q, k, v = leaves(heads_kv=4)[:3]
+    got = jax.vmap(lambda *x: dot_product_attention(*(a[:, :, None] for a in x))[:, :, 0], 2, 2)(q, k, v)
+    close(got, dot_product_attention(q, k, v))
+
+
+def test_vmap_of_varlen() -> None:
+    q, k, v = (x.reshape(3, 80, *x.shape[3:]) for x in leaves(3)[:3])
+    cu = jnp.array([[0, 30, 80], [0, 5, 60], [0, 0, 80]], jnp.int32)
+    each = jax.grad(lambda q, k, v, cu: (dot_product_attention_varlen(q, k, v, cu, is_causal=True) ** 2).sum(), (0, 1, 2))
+    got = jax.vmap(each)(q, k, v, cu)
+    close(got, jax.tree.map(lambda *x: jnp.stack(x), *(each(q[i], k[i], v[i], cu[i]) for i in range(3))))
+
+
+def test_checkpoint_and_scan() -> None:
+    given = leaves()
+    close(jax.jit(jax.grad(jax.checkpoint(loss), tuple(range(6))))(*given), gradient(*given))
+    many = leaves(3)
+    total = lambda *shared: lax.scan(lambda c, x: (c + loss(*x, *shared), None), 0.0, many[:3])[0]  # noqa: E731
+    close(jax.grad(total, (0, 1, 2))(*many[3:]), tuple(x.sum(0) for x in one_by_one(many)[3:]))
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = leaves()[:3]
+    with pytest.raises((TypeError, ValueError, NotImplementedError)):
+        jax.jvp(lambda q: dot_product_attention(q, k, v), (q,), (q,))
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+
+
+SHARDINGS = {
+    "batch and heads": ((4, 2), PartitionSpec("data", None, "model"), PartitionSpec("data", None, "model")),
+    "equal heads": ((4, 4), PartitionSpec("data", None, "model"), PartitionSpec("data", None, "model")),
+    "one head of keys": ((4, 1), PartitionSpec("data", None, "model"), PartitionSpec("data")),
+    "batch over all": ((3, 3), PartitionSpec(("data", "model")), PartitionSpec(("data", "model"))),
+    "heads over all": ((4, 4), PartitionSpec(None, None, ("data", "model")), PartitionSpec(None, None, ("data", "model"))),
+}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_automatic_sharding_gathers_nothing(name: str, padded: bool) -> None:
+    (heads, heads_kv), for_q, for_k = SHARDINGS[name]
+    given = leaves(heads=heads, heads_kv=heads_kv)
+    options = {"key_value_seq_lengths": jnp.array([20, 5, 11, 20], jnp.int32), "alignment": "bottom-right"} if padded else {}
+    function = jax.jit(jax.grad(lambda *x: loss(*x, **options), tuple(range(6))))
+    specs = (for_q, for_k, for_k, *(PartitionSpec(),) * 3)
+    placed = tuple(jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(given, specs, strict=True))
+    compiled = function.lower(*placed).compile()
+    text = compiled.as_text()
+    assert {n: len(re.findall(rf" {n}[\w.-]*\(", text)) for n in COLLECTIVES} == dict.fromkeys(COLLECTIVES, 0)
+    got = compiled(*placed)
+    close(got, function(*given))
+    for mine, theirs in zip(got[:3], placed, strict=False):
+        assert mine.sharding.is_equivalent_to(theirs.sharding, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": Dropout(0.3, 7)}], ids=["sequence", "dropout"])
+def test_what_cannot_be_cut_is_gathered_and_right(options: dict[str, Any]) -> None:
+    given = leaves()
+    spec = PartitionSpec("data", None, "model") if options else PartitionSpec(None, "data", "model")
+    function = jax.jit(jax.grad(lambda *x: loss(*x, **options), tuple(range(6))))
+    close(function(*(jax.device_put(x, NamedSharding(mesh(), spec)) for x in given[:3]), *given[3:]), function(*given))
+
+
+def test_shard_map() -> None:
+    q, k, v, bias, slopes, _ = leaves()
+    spec, heads = PartitionSpec("data", None, "model"), PartitionSpec("model")
+
+    def inner(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        return dot_product_attention(q, k, v, bias, is_causal=True, score=(Alibi(slopes),), return_residual=True)
+
+    specs = (spec, spec, spec, PartitionSpec(None, "model"), heads)
+    mapped = jax.shard_map(inner, mesh=mesh(), in_specs=specs, out_specs=(spec, spec))
+
+    def total(function: Any) -> Any:
+        def value(*given: Any) -> Any:
+            out, lse = function(*given)
+            return (out * jnp.cos(out)).sum() + (lse**2).sum()
+
+        return jax.jit(jax.grad(value, tuple(range(5))))
+
+    close(total(mapped)(q, k, v, bias, slopes), total(inner)(q, k, v, bias, slopes))
+
+
+def test_export_round_trip() -> None:
+    given = leaves()
+    exported = jax.export.export(jax.jit(gradient), platforms=["cpu"])(*given)
+    close(jax.export.deserialize(exported.serialize()).call(*given), gradient(*given))
+
+
+def test_kernels_by_name_say_why_not_on_a_cpu() -> None:
+    q, k, v = leaves()[:3]
+    with pytest.raises(NotSupported, match="these kernels need an NVIDIA GPU"):
+        dot_product_attention(q, k, v, implementation="triton")
