@@ -108,7 +108,8 @@ def make_mask(
     """`Mask`, or transformers' boolean (batch, 1, q_length, kv_length) where that cannot say it."""
     if isinstance(attention_mask, Mask):
         return attention_mask
-    theirs: Any = import_module("transformers.masking_utils")
+    from transformers import masking_utils as theirs  # pyright: ignore[reportAttributeAccessIssue] (it looks into this file)
+
     mask_function = theirs.causal_mask_function if mask_function is None else mask_function
     known = _known(mask_function, theirs)
     tail = None if known is None else _tail(batch_size, q_length, kv_length, q_offset, kv_offset, rest.get("device", "cpu"))

@@ -1,0 +1,98 @@
+"""torch.func over attention: grad, vmap, and each of the other, are loops and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, vjp, vmap
+
+import flashtile
+from flashtile import Alibi, Dropout, NotSupported, Options
+
+CPU = Options(backend="cpu")
+
+
+def tensors() -> list[torch.Tensor]:
+    """q, k, v, slopes; then q, k, v of three calls."""
+    generator = torch.Generator().manual_seed(0)
+    one = [torch.randn(s, generator=generator) for s in ((2, 20, 4, 16), (2, 36, 2, 16), (2, 36, 2, 16), (4,))]
+    return [*one, *(torch.stack([t, t * 2, t - 1]) for t in one[:3])]
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return flashtile.attention(q, k, v, causal=True, options=CPU)
+
+
+def loss(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+    out, lse = flashtile.attention(q, k, v, causal=True, score=(Alibi(slopes),), return_lse=True, options=CPU)
+    return out.square().sum() + lse.sin().sum()
+
+
+def close(got: Any, expected: Any) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_grad_is_autograd() -> None:
+    given = tensors()[:4]
+    leaves = [t.clone().requires_grad_() for t in given]
+    close(grad(loss, argnums=(0, 1, 2, 3))(*given), torch.autograd.grad(loss(*leaves), leaves))
+    out, pull = vjp(plain, *given[:3])
+    close(pull(torch.ones_like(out)), torch.autograd.grad(plain(*leaves[:3]).sum(), leaves[:3]))
+
+
+def test_vmap_is_a_loop() -> None:
+    _, k, v, slopes, many_q, many_k, many_v = tensors()
+    close(vmap(plain)(many_q, many_k, many_v), [plain(*some) for some in zip(many_q, many_k, many_v, strict=True)])
+    close(vmap(plain, (2, None, None), 2)(many_q.movedim(0, 2), k, v).unbind(2), [plain(one, k, v) for one in many_q])
+
+    def captured(q: Any, slopes: Any) -> Any:
+        return flashtile.attention(q, k, v, score=(Alibi(slopes),), options=CPU)
+
+    close(vmap(captured, (0, None))(many_q, slopes), [captured(one, slopes) for one in many_q])
+    cu = torch.tensor([0, 9, 20], dtype=torch.int32)
+
+    def varlen(x: Any) -> Any:
+        return flashtile.attention_varlen(x, x, x, cu, causal=True, options=CPU)
+
+    close(vmap(varlen)(many_q[:, 0]), [varlen(one) for one in many_q[:, 0]])
+
+
+def test_vmap_of_grad() -> None:
+    _, k, v, slopes, many_q, *_ = tensors()
+    for function, rest in ((lambda *t: plain(*t).square().sum(), (k, v)), (loss, (k, v, slopes))):
+        slots = tuple(range(1 + len(rest)))
+        got = vmap(grad(function, argnums=slots), (0, *(None for _ in rest)))(many_q, *rest)
+        for i in range(3):
+            close([g[i] for g in got], grad(function, argnums=slots)(many_q[i], *rest))
+
+
+def test_grad_of_vmap_also_of_leaves() -> None:
+    _, k, v, _, many_q, *_ = tensors()
+
+    def mapped(q: Any, k: Any, v: Any) -> Any:
+        return vmap(plain, (0, None, None))(q, k, v).square().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (many_q, k, v)]
+    expected = torch.autograd.grad(torch.stack([plain(one, *leaves[1:]) for one in leaves[0]]).square().sum(), leaves)
+    close(grad(mapped, argnums=(0, 1, 2))(many_q, k, v), expected)
+    close(torch.autograd.grad(mapped(*leaves), leaves), expected)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_follows_vmaps_randomness(randomness: str) -> None:
+    q, k, v, *_ = tensors()
+
+    def dropped(q: Any) -> Any:
+        return flashtile.attention(q, k, v, dropout=Dropout(0.5), options=CPU)
+
+    first, second = vmap(dropped, randomness=randomness)(torch.stack([q, q]))
+    assert torch.equal(first, second) == (randomness == "same")
+
+
+def test_second_derivatives_refuse() -> None:
+    q, k, v, *_ = tensors()
+    with pytest.raises(NotSupported, match="gradients of gradients"):
+        grad(lambda q: grad(lambda q: plain(q, k, v).square().sum())(q).sum())(q)
