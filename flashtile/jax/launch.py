@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from flashtile.errors import NotSupported
 from flashtile.export.compile import compile_call, contiguous, specialise
+from flashtile.jax.reorder import machine_code, reordered
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer
 from flashtile.plan.device import Device
 from flashtile.spec.dtype import SIZES_BYTES
@@ -39,13 +40,15 @@ class Seating:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     aliases: tuple[tuple[int, int], ...]  # (operand, result)
+    places: tuple[int, ...] | None = None  # the order of the kernel's runtime arguments, where it is not their own
 
 
 def seat(call: KernelCall, plan: Plan, made: frozenset[str]) -> Seating | str:
     """The seating of a call when the buffers `made` hold something already; a reason where there is none.
 
     Parameters take operands, then results, in the kernel's order. What a kernel writes is a result; where an input follows it
-    among the parameters, or it holds something already, it is an operand first, over which the result lies.
+    among the parameters, or it holds something already, it is an operand first, over which the result lies. Where a kernel
+    takes such a buffer twice, its parameters are put into another order: one of the two is the operand, the other the result.
     """
     inputs = {b.name for b in plan.named("input")}
     order = [
@@ -64,11 +67,38 @@ def seat(call: KernelCall, plan: Plan, made: frozenset[str]) -> Seating | str:
         if name in inputs:
             continue
         if name in operands[:index]:
-            return f"{name} is written by a kernel that takes it several times, which jaxlib's launcher has no place for"
+            return _reseat(call, plan, made)
         if name not in results:
             results.append(name)
         aliases.append((index, results.index(name)))
     return Seating(tuple(operands), tuple(results), tuple(aliases))
+
+
+def _reseat(call: KernelCall, plan: Plan, made: frozenset[str]) -> Seating | str:
+    """The seating with parameters in another order: inputs and what is added to, what is new or met again, numbers."""
+    inputs = {b.name for b in plan.named("input")}
+    runtime = [arg for arg, _ in specialise(call, {b.name: b for b in plan.buffers}).runtime]
+    given = [(i, arg.name) for i, arg in enumerate(runtime) if isinstance(arg, (Pointer, Descriptor))]
+    order = [name for _, name in given]
+    operands: list[tuple[int, str]] = []
+    results: list[tuple[int, str]] = []
+    for i, name in given:
+        known = [n for _, n in operands]
+        if name in inputs or (name not in known and (name in made or order.count(name) > 1)):
+            operands.append((i, name))
+        elif name in (n for _, n in results):
+            return f"{name} is written by a kernel that takes it three times, which jaxlib's launcher has no place for"
+        else:
+            results.append((i, name))
+    numbers = [i for i, arg in enumerate(runtime) if not isinstance(arg, (Pointer, Descriptor))]
+    places = (*(i for i, _ in operands), *(i for i, _ in results), *numbers)
+    made_here = [name for _, name in results]
+    aliases: list[tuple[int, int]] = []
+    for index, (_, name) in enumerate(operands):
+        if name not in inputs:
+            made_here += [name] * (name not in made_here)
+            aliases.append((index, made_here.index(name)))
+    return Seating(tuple(name for _, name in operands), tuple(made_here), tuple(aliases), places)
 
 
 def refusals(plan: Plan) -> list[str]:
@@ -109,7 +139,7 @@ def launch(call: KernelCall, plan: Plan, device: Device, arrays: Arrays) -> None
     seating = seat(call, plan, frozenset(arrays))
     assert isinstance(seating, Seating), seating
     fresh = frozenset(n for n in (*seating.operands, *seating.results) if n not in arrays)
-    message = _message(call, plan, device, frozenset(n for n in fresh if buffers[n].zeroed))
+    message = _message(call, plan, device, frozenset(n for n in fresh if buffers[n].zeroed), seating.places)
     operands = [arrays[n] if n in arrays else empty(buffers[n]) for n in seating.operands]
     results = [jax.ShapeDtypeStruct(buffers[n].shape, JAX_DTYPES[buffers[n].dtype]) for n in seating.results]
     invoke = jax.ffi.ffi_call(HANDLER, results, input_output_aliases=dict(seating.aliases))
@@ -127,33 +157,41 @@ def compiled(call: KernelCall, plan: Plan, device: Device) -> Any:
     return compile_call(call, plan, device)
 
 
-def _message(call: KernelCall, plan: Plan, device: Device, zeroed: frozenset[str]) -> bytes:
-    """What jaxlib's handler wants to know; buffers in `zeroed` are filled with zeros before the launch."""
+def _message(
+    call: KernelCall, plan: Plan, device: Device, zeroed: frozenset[str], places: tuple[int, ...] | None = None
+) -> bytes:
+    """What jaxlib's handler wants to know; buffers in `zeroed` are filled with zeros before the launch. places: see Seating."""
     triton = require_jaxlib()
     buffers = {b.name: b for b in plan.buffers}
     kernel = compiled(call, plan, device)
-    meta, ptx = kernel.metadata, kernel.asm["ptx"]
+    meta, ptx, cubin = kernel.metadata, kernel.asm["ptx"], kernel.asm["cubin"]
+    runtime = specialise(call, buffers).runtime
+    said = iter(meta.tensordesc_meta or ())
+    descriptions = {i: next(said) for i, (arg, _) in enumerate(runtime) if isinstance(arg, Descriptor)}
+    if places is not None:
+        ptx = reordered(ptx, runtime, places)
+        cubin = machine_code(ptx, device, call.contracts)
     if getattr(meta, "profile_scratch_size", 0) or meta.launch_cooperative_grid or meta.launch_pdl:
         raise NotSupported(f"{meta.name} from JAX", {"jaxlib": ["its launcher knows no cooperative or dependent launches"]})
     # num_warps counts all warps of a block, those of a warp-specialised kernel's other roles too
     described = [meta.name, meta.num_warps, meta.num_ctas, meta.shared, ptx, "", device.arch]
     if meta.global_scratch_size:
         described += [meta.global_scratch_size, meta.global_scratch_align]
-    descriptors = iter(meta.tensordesc_meta or ())
     parameters: list[Any] = []
     pending = set(zeroed)
-    for arg, kind in specialise(call, {b.name: b for b in plan.buffers}).runtime:
+    for i in range(len(runtime)) if places is None else places:
+        arg, kind = runtime[i]
         if isinstance(arg, Pointer):
             size = _size_bytes(buffers[arg.name]) if arg.name in pending else 0
             pending.discard(arg.name)
             parameters.append(triton.create_array_parameter(size, ALIGNMENT_BYTES))
         elif isinstance(arg, Descriptor):
-            parameters += _descriptor(triton, arg, buffers[arg.name], next(descriptors))
+            parameters += _descriptor(triton, arg, buffers[arg.name], descriptions[i])
         else:
             parameters.append(triton.create_scalar_parameter(arg, kind))
     assert not pending, f"{pending} of {plan.problem.spell()} are zeroed and met as descriptors alone"
     grid = triton.TritonKernelCall(triton.TritonKernel(*described), *call.grid, parameters)
-    message = grid.to_proto(meta.name, b"") + _image(meta.name, meta.shared, kernel.asm["cubin"])
+    message = grid.to_proto(meta.name, b"") + _image(meta.name, meta.shared, cubin)
     return zlib.compress(message)
 
 

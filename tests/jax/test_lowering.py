@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flashtile import Alibi, AttentionProblem, Dropout, NotSupported, dispatch
+from flashtile import Alibi, AttentionProblem, Dropout, NotSupported
+from flashtile.export import compile as compile_module
 from flashtile.export.matrix import jobs_of, plan_of, problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
+from flashtile.jax.reorder import ENTRY, reordered
 from flashtile.jax.step import Backward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
@@ -73,7 +76,7 @@ def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls:
 
 def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
     def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return dot_product_attention(q, k, v, bias).astype(jnp.float32).sum()
+        return dot_product_attention(q, k, v, bias, implementation="triton").astype(jnp.float32).sum()
 
     given = (*QKV, array(1, 4, 256, 256))
     without, with_it = (lowered(jax.grad(loss, wanted), *given).count(HANDLER) for wanted in (0, (0, 3)))
@@ -110,15 +113,26 @@ def test_every_shipped_plan_can_be_launched() -> None:
     assert not refused
 
 
-def test_a_plan_without_a_seating_is_refused_and_the_next_backend_runs() -> None:
-    """Hopper's deterministic backward: its kernel takes dq_sum twice, and the locks after that."""
+def test_a_kernel_that_adds_to_what_it_takes_twice_gets_its_parameters_in_another_order() -> None:
+    """Hopper's backward takes dq_sum by descriptor and by pointer, and what it also writes after that."""
     problem = AttentionProblem.parse("attention(q=2x256x4x64,kv=256x2x64,bf16,band=:0,deterministic)")
-    plan = dispatch.backend_named("hopper").backward(problem, H100, Gradients(), "auto")
-    (reason,) = refusals(plan)
-    assert reason.startswith("dq_sum is written by a kernel that takes it several times")
-    assert Backward(problem, Gradients()).plan(H100).backend == "triton"
-    with pytest.raises(NotSupported, match="dq_sum is written"):
-        Backward(problem, Gradients(), "hopper").plan(H100)
+    plan = Backward(problem, Gradients()).plan(H100)
+    call = next(c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward")
+    found = seat(call, plan, frozenset({"rows", "dq_sum", "tickets", "locks"}))
+    assert plan.backend == "hopper"
+    assert isinstance(found, Seating)
+    assert found.places is not None
+    kernel, runtime = launch.compiled(call, plan, H100), launch.specialise(call, {b.name: b for b in plan.buffers}).runtime
+    text = reordered(kernel.asm["ptx"], runtime, found.places)
+    before, after = (ENTRY.search(t).group(2) for t in (kernel.asm["ptx"], text))
+    numbers = [int(n) for n in re.findall(r"_param_(\d+)", after)]
+    assert sorted(numbers) == list(range(len(re.findall(r"_param_", before))))
+    assert numbers != sorted(numbers)
+    assert numbers[-2:] == sorted(numbers)[-2:]  # Triton's scratch
+    assert text.replace(after, before) == kernel.asm["ptx"]
+    own = compile_module.assemble(kernel.asm["ptx"], "sm_90a"), compile_module.assemble(text, "sm_90a")
+    used = [re.search(r"Used (\d+) registers", log).group(1) for log in own]
+    assert used[0] == used[1]
 
 
 def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
@@ -129,9 +143,9 @@ def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
             assert isinstance(call, KernelCall)
             found = seat(call, plan, frozenset(made))
             assert isinstance(found, Seating)
-            places = [
-                a.name for a, _ in launch.specialise(call, {b.name: b for b in plan.buffers}).runtime if hasattr(a, "name")
-            ]
+            order = launch.specialise(call, {b.name: b for b in plan.buffers}).runtime
+            order = [order[i] for i in range(len(order)) if found.places is None] + [order[i] for i in found.places or ()]
+            places = [a.name for a, _ in order if hasattr(a, "name")]
             assert [*found.operands, *found.results][: len(places)] == places
             assert all(found.operands[o] == found.results[r] for o, r in found.aliases)
             assert made.intersection(places) - inputs <= {found.operands[o] for o, _ in found.aliases}

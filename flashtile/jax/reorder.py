@@ -1,0 +1,55 @@
+"""A compiled kernel with its parameters in another order.
+
+jaxlib's launcher gives each parameter the next buffer, operands before results, and knows no buffer twice among the operands.
+A kernel that takes a buffer it adds to by descriptor and by pointer, with inputs behind it, fits no such order. PTX names its
+parameters, so their order is that of a list in its text.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.export.compile import TOOLS
+from flashtile.plan.call import Descriptor
+from flashtile.plan.device import Device
+
+ENTRY = re.compile(r"(\.entry\s+\w+\s*\(\s*)(.*?)(\s*\))", re.DOTALL)
+
+
+def reordered(ptx: str, runtime: Sequence[tuple[Any, str]], places: Sequence[int]) -> str:
+    """The text with the kernel's runtime arguments in the order `places`; what Triton appends (scratch) stays at the end."""
+    found = ENTRY.search(ptx)
+    assert found is not None, "the PTX text has no entry"
+    lines = [line.strip().rstrip(",") for line in found.group(2).splitlines() if line.strip()]
+    groups, at = [], 0
+    for arg, _ in runtime:  # a descriptor is a map, a shape and strides
+        size = 1 + 2 * len(arg.axes) if isinstance(arg, Descriptor) else 1
+        groups.append(lines[at : at + size])
+        at += size
+    ordered = [line for place in places for line in groups[place]] + lines[at:]
+    assert sorted(ordered) == sorted(lines)
+    return ptx[: found.start(2)] + ",\n\t".join(ordered) + ptx[found.end(2) :]
+
+
+def machine_code(ptx: str, device: Device, contracts: bool) -> bytes:
+    """What Triton's assembler makes of a PTX text, with Triton's options."""
+    arch = f"sm_{device.arch}" + ("a" if device.arch >= 90 else "")
+    log = ""
+    for tool in ("ptxas", "ptxas-blackwell"):
+        if not (TOOLS / tool).exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+            source.write_text(ptx)
+            options = ["-lineinfo", *([] if contracts else ["--fmad=false"]), f"--gpu-name={arch}"]
+            command = [str(TOOLS / tool), *options, str(source), "-o", str(target)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return target.read_bytes()
+            log += done.stdout + done.stderr
+    raise RuntimeError(f"ptxas refused a kernel for {arch}:\n{log}")
