@@ -480,25 +480,9 @@ def _precisions() -> Iterator[Case]:
         yield Case(f"precision-{precision}", precision=precision, causal=True)
 
 
-CASES: tuple[Case, ...] = tuple(
-    case
-    for group in (
-        _heads,
-        _head_dims,
-        _lengths,
-        _masks,
-        _scores,
-        _biases,
-        _sinks,
-        _dropouts,
-        _scales,
-        _gradients,
-        _layouts,
-        _lengths_of_items,
-        _features_of_items,
-        _predicates,
-        _precisions,
-    )
-    for case in group()
-)
+GROUPS: tuple[Callable[[], Iterator[Case]], ...] = (
+    _heads, _head_dims, _lengths, _masks, _scores, _biases, _sinks, _dropouts, _scales, _gradients, _layouts,
+    _lengths_of_items, _features_of_items, _predicates, _precisions,
+)  # fmt: skip
+CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())
 assert len({case.name for case in CASES}) == len(CASES), "two cases have one name"

@@ -309,7 +309,7 @@ def _broadcast_calls(
     args = (
         tuple(Pointer(n) for n in ("q", "k", "v", "dout", "rows", target)),
         tuple(Strides(n) for n in ("q", "k", "v", "dout", "rows")), *integers(p).values(), p.scale_value, score_args(p),
-        mask_args(p), tuple(Pointer(n) if n in p.lengths.tensors else None for n in ("seqused_q", "seqused_k")), p.batch,
+        (tuple(Pointer(n) if n in p.lengths.tensors else None for n in ("seqused_q", "seqused_k")), mask_args(p)), p.batch,
     )  # fmt: skip
     constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, backward=True))),
                  ("CAPTURED", JitTuple((captured.contribution, i, *shared))), ("MASK", predicates(p)))  # fmt: skip

@@ -57,21 +57,21 @@ def tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, s
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
-def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, mask_args,
-                                 used_ptrs, batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
+                                 batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                  MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    used_ptrs = (seqused_q, seqused_k), None where absent.
+    region = ((seqused_q, seqused_k), None where absent; arguments of the predicates MASK).
     The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
     shared, n), own and shared counting the batch entries and heads, n queries or keys.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
-    out_ptr, band, seed = ptrs[5], (left, right, mask_args), load_seed(score_args, T)
+    out_ptr, band, seed = ptrs[5], (left, right, region[1]), load_seed(score_args, T)
     program, tiles_q, tiles_k = tl.program_id(0), tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1
     shared_heads = heads if CAPTURED[3] else 1
@@ -83,7 +83,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
         for n in tl.range(0, shared):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
-            queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
+            queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
             shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
             last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
             lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
@@ -100,7 +100,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         own = (0 if CAPTURED[2] else batch) * own_heads + (0 if CAPTURED[3] else head)
         place = own * shared + (batch if CAPTURED[2] else 0) * shared_heads + (head if CAPTURED[3] else 0)
         place = tl.cast(place, tl.int64)
-        queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
+        queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
         shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
         if CAPTURED[4]:
             key = tile * BLOCK_K
