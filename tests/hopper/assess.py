@@ -39,6 +39,13 @@ def forward(case: Case, tensors: Tensors, place: torch.device) -> Tensors:
 def soiled(case: Case, tensors: Tensors) -> Tensors:
     """The same tensors with NaN in every row that counts for no item, and in keys that a mask of holes hides."""
     made = {name: tensor.clone() for name, tensor in tensors.items()}
+    if case.holes:
+        for name, keep in case.lengths(made["q"].device).items():
+            for part in ("q", "dout") if name == "seqused_q" else ("k", "v"):
+                made[part][~keep] = torch.nan
+            if name == "seqused_q":
+                made["dlse"].transpose(1, 2)[~keep] = torch.nan
+        return made
     if case.mask == "holes":
         hidden = ~holes(case, made["k"].device).keep
         made["k"][hidden] = made["v"][hidden] = torch.nan

@@ -144,7 +144,7 @@ class TritonBackend:
             target = gradient if size == rows else partial.name.replace("partial.", "sums.")
             args = (Pointer(partial.name), schedule, Pointer(target), partial.shape[1], p.heads_q)
             calls.append(KernelCall(sum_partials, (rows, 1, 1), args, (("BLOCK", 256),), 4, 1))
-            if size < rows:  # one number for several heads or batch entries
+            if size != rows:  # one number for several heads or batch entries, or for none
                 buffers += (Buffer(target, (rows,), partial.dtype, "scratch"),)
                 own, length = (size, 1) if shape[1] == 1 else (1, size)
                 calls.append(_sum_shared(target, gradient, own, rows // size, length))

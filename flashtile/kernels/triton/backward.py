@@ -385,6 +385,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         given = tl.where(index < item.q, sunk * change, 0.0)
         tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
+        if T.ragged:  # what is known of rows that do not exist may be NaN
+            totals = tl.where((index < item.q)[:, None], totals, 0.0)
         store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
         if T.ragged:  # rows that do not count may have met an infinite key
