@@ -150,10 +150,11 @@ class AttentionExport:
 
 
 def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(batch, seqlen_q, seqlen_k, heads): with fewer and with more of them than a GPU has SMs. Ordinary lengths come first,
-    for the first sample of a plan names it.
+    """(batch, seqlen_q, seqlen_k, heads): fewer and more of them than a GPU has SMs, and much work whatever the lengths.
+
+    Ordinary lengths come first, for the first sample of a plan names it.
     """
-    for batch, heads in ((3, 5), (1, 1), (200, 5)):
+    for batch, heads in ((3, 5), (1, 1), (200, 5), (4096, 4096)):
         for seqlen_q, seqlen_k in sorted(pairs, key=lambda pair: (pair != (4096, 4096), pair)):
             yield batch, seqlen_q, seqlen_k, heads
 

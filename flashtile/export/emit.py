@@ -158,7 +158,8 @@ _RETURN = "    if (status != FLASHTILE_OK) return status;\n"
 
 def _rows(one: Laid) -> str:
     """Rows, words in a row and the words between rows' beginnings, of a buffer whose last axes lie together."""
-    assert SIZES_BYTES[one.buffer.dtype] == 4, f"{one.name} is {one.buffer.dtype}; only 32-bit buffers start at zero"
+    per_element = SIZES_BYTES[one.buffer.dtype] // 4
+    assert per_element, f"{one.name} is {one.buffer.dtype}; what starts at zero consists of 32-bit words"
     shape, strides = one.buffer.shape, one.strides
     words = 1
     axis = len(shape)
@@ -171,7 +172,7 @@ def _rows(one: Laid) -> str:
     pitch = strides[axis - 1] if axis else words
     for i in range(axis - 1):
         assert terms_of(strides[i]) == terms_of(strides[i + 1] * shape[i + 1]), f"{one.name} lies in more than rows"
-    return ", ".join(map(in_c, (rows, words, pitch)))
+    return ", ".join(map(in_c, (rows, words * per_element, pitch * per_element)))
 
 
 def _launch(

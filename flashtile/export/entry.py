@@ -91,7 +91,7 @@ def steps_of(entry: Entry, plan: Plan) -> Steps:
             strides = laid[arg.name].strides
             if not arg.broadcast:
                 return strides
-            return tuple(0 if one else s for one, s in zip(entry.broadcast(arg.name), strides, strict=True))
+            return tuple(None if one else s for one, s in zip(entry.broadcast(arg.name), strides, strict=True))
         return tuple(map(resolve, arg)) if isinstance(arg, tuple) else arg
 
     calls: list[KernelCall] = []

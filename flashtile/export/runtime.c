@@ -256,6 +256,7 @@ static flashtile_status execute(const struct entry *entry, const int64_t *given,
                         entry->size_names[i], (long long)given[i]);
         sizes[i] = given[i];
         product *= (double)given[i];
+        if (strcmp(entry->size_names[i], "seqlen") == 0) product *= (double)given[i]; /* of queries and of keys */
     }
     if (product > 1e15) return fail(FLASHTILE_NOT_SUPPORTED, "%s: the product of all sizes is beyond 1e15", entry->name);
     if (!wanted) {

@@ -55,15 +55,12 @@ class Band:
         return (self.left is None or key >= position - self.left) and (self.right is None or key <= position + self.right)
 
     def count_visible(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Number of visible (query, key) pairs, in O(seqlen_q) at worst."""
-        if self.unbounded:
-            return seqlen_q * seqlen_k
-        total, shift = 0, seqlen_k - seqlen_q
-        for query in range(seqlen_q):
-            low = 0 if self.left is None else max(query + shift - self.left, 0)
-            high = seqlen_k if self.right is None else min(query + shift + self.right + 1, seqlen_k)
-            total += max(high - low, 0)
-        return total
+        """Number of visible (query, key) pairs."""
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            return 0
+        shift = seqlen_k - seqlen_q
+        ends = seqlen_q * seqlen_k if self.right is None else _staircase(shift + self.right + 1, seqlen_q, seqlen_k)
+        return ends if self.left is None else ends - _staircase(shift - self.left, seqlen_q, seqlen_k)
 
     def clipped(self, seqlen_q: int, seqlen_k: int) -> Band:
         """The same mask for these lengths, with every bound that hides nothing replaced by `None`.
@@ -88,6 +85,17 @@ class Band:
 
 FULL = Band()
 CAUSAL = Band(right=0)
+
+
+def _staircase(first: int, steps: int, most: int) -> int:
+    """The sum of first, first + 1, ... (so many `steps`), each of them cut to 0 .. most."""
+
+    def below(end: int) -> int:
+        """The sum of 0, 1, ... below `end`, likewise."""
+        rising = max(min(end, most), 0)
+        return rising * (rising - 1) // 2 + most * (max(end, 0) - rising)
+
+    return below(first + steps) - below(first)
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:
