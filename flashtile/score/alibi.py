@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.spec.score import Captured, Position, Score, expanded
+from flashtile.spec.score import Captured, Position, Score, expanded, is_tensor
 
 
 @jit
@@ -45,7 +45,7 @@ class Alibi(Score):
     captured = (Captured(alibi_slope_contribution),)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.slopes, "shape"):
+        if not is_tensor(self.slopes):
             raise InvalidProblem(f"alibi slopes are a {type(self.slopes).__name__}; they must be a tensor.")
         if len(self.slopes.shape) not in (1, 2):
             raise InvalidProblem(

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.spec.score import Captured, Position, Score
+from flashtile.spec.score import Captured, Position, Score, is_tensor
 
 
 @jit
@@ -56,7 +56,7 @@ class Bias(Score):
     captured = (Captured(bias_contribution, broadcast=True),)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.bias, "shape"):
+        if not is_tensor(self.bias):
             raise InvalidProblem(f"bias is a {type(self.bias).__name__}; it must be a tensor.")
         if len(self.bias.shape) > 4:
             raise InvalidProblem(

@@ -75,6 +75,11 @@ class Captured:
             raise TypeError("a captured tensor has an index or is broadcast, not both.")
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether it is PyTorch's, or JAX's (also one that is traced); NumPy's lie where no kernel reads them."""
+    return hasattr(value, "shape") and (hasattr(value, "stride") or hasattr(value, "aval"))
+
+
 class Score:
     """Base of all score modifiers; a subclass with a `name` registers itself for `parse`."""
 

@@ -15,7 +15,7 @@ from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
 Given = Mapping[str, torch.Tensor | None]
 
 
