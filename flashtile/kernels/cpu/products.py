@@ -34,14 +34,11 @@ def product_dtype(p: AttentionProblem) -> torch.dtype:
     q k^T is float32 always: torch gives products of 16-bit numbers in 16 bits only, and lse needs more.
     """
     region = region_of(p)
-    per_score = any(
-        captured.broadcast and tensor.grad
-        for spec in p.score
-        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True)
-    )
+    captured = any(tensor.grad for spec in p.score for tensor in spec.tensors)
     if (
         region.rows == 0
-        or per_score  # a gradient of few scores each, where dp's 16 bits would show
+        or captured  # a gradient of single scores, or of sums that cancel: dp's 16 bits would show
+        or p.dropout is not None  # fewer terms, each larger: so would those of what is kept
         or p.head_dim_v % NARROW_LENGTH
         or tiling_of(p, region).rows * p.group < NARROW_ROWS
         or not multiplies(p.dtype)

@@ -342,7 +342,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         else:  # delta holds dlse already
             slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
-        off = (none - sunk * mean, off[1], totals, sunk)
+        off = (tl.where(sunk == 0.0, 0.0, -sunk * mean), off[1], totals, sunk)  # delta may be NaN where nothing is seen
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
