@@ -35,7 +35,7 @@ TUNED = {
 
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
 TUNED_BACKWARD = {
-    (64, ""): (561, 3), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
+    (64, ""): (561, 4), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
     (256, ""): (439, 24), (256, ",band=:0"): (517, 21),
 }  # fmt: skip
 

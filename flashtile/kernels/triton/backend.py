@@ -163,6 +163,10 @@ BACKEND = TritonBackend()
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
     """Reasons against head dims beyond 256: a pass whose smallest tile needs more shared memory than there is, or registers."""
+    hip_tf32 = device.kind == "hip" and p.dtype is DType.FP32 and p.precision == "tf32"
+    if hip_tf32 and variant == "fused" and max(p.head_dim, p.head_dim_v) > 128:
+        return [f"head_dim is {p.head_dim}; the smallest fused tile needs 72 KiB of shared memory in tf32, {device.target} has "
+                f"{device.smem_bytes // 1024} KiB"]  # fmt: skip
     if max(p.head_dim, p.head_dim_v) <= 256:
         return []
     if p.dtype is DType.FP32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB

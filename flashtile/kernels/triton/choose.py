@@ -144,10 +144,11 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
             rules = PARTS.get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
-    split = kind != "unit" or (problem.dtype is DType.FP32 and problem.precision == "tf32")  # operands in several forms at once
-    if (problem.score or problem.where or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers and predicates need registers, CDNA has fewer per accumulator, and without wgmma all forms of an
-        # operand wait in registers: the widest tiles would spill.
+    split = problem.dtype is DType.FP32 and problem.precision != "ieee"  # operands in several forms at once
+    more = problem.score or problem.where or problem.dropout is not None
+    if (more or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
+        # Modifiers, predicates and random words need registers, CDNA has fewer per accumulator, and without wgmma all forms
+        # of an operand wait in registers: the widest tiles would spill.
         rules = rules[1:]
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
