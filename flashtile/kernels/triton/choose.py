@@ -40,13 +40,13 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         512: (Launch(32, 64, 8, 1, 8), Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "keys": {
-        64: (Launch(32, 128, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
+        64: (Launch(32, 128, 4, 3, 8), Launch(32, 64, 4, 2, 8), Launch(32, 32, 4, 2, 8)),
         128: (Launch(32, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8), Launch(16, 64, 4, 1, 8)),
         256: (Launch(64, 32, 8, 2, 8), Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),  # 4 warps spill 1 KB under a window
         512: (Launch(16, 32, 8, 1, 8), Launch(16, 16, 8, 1, 8)),
     },
     "queries": {
-        64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
+        64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 2, 8)),
         128: (Launch(128, 64, 8, 3, 1), Launch(64, 32, 4, 2, 8), Launch(64, 16, 4, 1, 8)),
         256: (Launch(128, 32, 8, 3, 8), Launch(32, 32, 4, 1, 8), Launch(32, 16, 4, 1, 8)),
         512: (Launch(32, 32, 8, 1, 8), Launch(32, 16, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
@@ -150,6 +150,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         # Modifiers, predicates and random words need registers, CDNA has fewer per accumulator, and without wgmma all forms
         # of an operand wait in registers: the widest tiles would spill.
         rules = rules[1:]
+        if problem.where and device.kind == "cuda" and device.target != "sm90" and len(rules) > 1:
+            rules = rules[1:]  # both at once
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
         rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]
