@@ -141,14 +141,21 @@ def launch(call: KernelCall, plan: Plan, device: Device, arrays: Arrays) -> None
     fresh = frozenset(n for n in (*seating.operands, *seating.results) if n not in arrays)
     message = _message(call, plan, device, frozenset(n for n in fresh if buffers[n].zeroed), seating.places)
     operands = [arrays[n] if n in arrays else empty(buffers[n]) for n in seating.operands]
-    results = [jax.ShapeDtypeStruct(buffers[n].shape, JAX_DTYPES[buffers[n].dtype]) for n in seating.results]
+    results = [jax.ShapeDtypeStruct(*held(buffers[n])) for n in seating.results]
     invoke = jax.ffi.ffi_call(HANDLER, results, input_output_aliases=dict(seating.aliases))
     arrays.update(zip(seating.results, invoke(*operands, opaque=message), strict=True))
 
 
+def held(buffer: Buffer) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the array that is a buffer's memory: float64, which JAX only has with jax_enable_x64, in pairs."""
+    if buffer.dtype == "fp64":
+        return (*buffer.shape, 2), jnp.float32
+    return buffer.shape, JAX_DTYPES[buffer.dtype]
+
+
 def empty(buffer: Buffer) -> Any:
     """Memory of a buffer, holding anything."""
-    return jax.lax.empty(buffer.shape, JAX_DTYPES[buffer.dtype])
+    return jax.lax.empty(*held(buffer))
 
 
 @lru_cache(maxsize=4096)

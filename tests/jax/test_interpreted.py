@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 from flashtile import dispatch
 from flashtile.export.compile import contiguous
-from flashtile.jax.launch import JAX_DTYPES
+from flashtile.jax.launch import JAX_DTYPES, held
 from flashtile.jax.run import plan_p
 from flashtile.jax.step import Backward
 from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
@@ -38,13 +38,15 @@ def launch(plan: Plan, arrays: dict[str, Any]) -> None:
     buffers = {b.name: b for b in plan.buffers}
     for buffer in plan.buffers:
         if buffer.role != "input":
-            dtype = jnp.dtype(JAX_DTYPES[buffer.dtype])
+            shape, dtype = held(buffer)
+            dtype = jnp.dtype(dtype)
             fill = 0 if buffer.zeroed or dtype.kind in "iub" else math.nan
-            arrays[buffer.name] = np.full(buffer.shape, fill, dtype)
+            arrays[buffer.name] = np.full(shape, fill, dtype)
 
     def argument(arg: Any) -> Any:
         if isinstance(arg, Pointer):
-            return Memory(arrays[arg.name], jnp.dtype(JAX_DTYPES[buffers[arg.name].dtype]).name)
+            dtype = buffers[arg.name].dtype
+            return Memory(arrays[arg.name], "float64" if dtype == "fp64" else jnp.dtype(JAX_DTYPES[dtype]).name)
         if isinstance(arg, Strides):
             shape = buffers[arg.name].shape
             return arg.of(shape, contiguous(shape))

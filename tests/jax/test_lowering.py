@@ -74,6 +74,10 @@ def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls:
     assert found == calls if calls is not None else found > 1
 
 
+def test_float64_sums_lie_in_pairs_of_floats() -> None:
+    assert "tensor<2x256x4x64x2xf32>" in lowered(gradient(backward="fused", implementation="triton"), *WIDE)
+
+
 def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
     def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return dot_product_attention(q, k, v, bias, implementation="triton").astype(jnp.float32).sum()
