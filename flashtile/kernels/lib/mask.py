@@ -10,6 +10,28 @@ key_range = shared(mask.key_range)
 
 
 @jit
+def tiles_seen(start, size, other, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
+               OTHER: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """What the tile of BLOCK queries from `start`, of `size`, sees of `other` keys, which come in tiles of OTHER.
+
+    That is `key_range`, and the (first, end) keys that it sees at all. With sizes and bounds swapped: the queries that see a
+    tile of keys.
+    """
+    shift = other - size
+    first, last, length = start + shift, tl.minimum(start + BLOCK, size) - 1 + shift, other
+    if T.ragged:
+        length = tl.where(start < size, other, 0)
+    lo, full_lo, full_hi, hi = key_range(first, last, length, before, after, BEFORE, AFTER, OTHER)
+    if T.predicate:  # any tile may be visible in part
+        full_lo = lo
+        full_hi = lo
+    seen_from = 0
+    if BEFORE:
+        seen_from = tl.maximum(first - before, 0)
+    return lo, full_lo, full_hi, hi, (seen_from, hi)
+
+
+@jit
 def visible(row, key, sizes, band, T: tl.constexpr):
     """Which scores exist: inside both lengths and inside band = (left, right)."""
     keep = (key < sizes.k) & (row < sizes.q)

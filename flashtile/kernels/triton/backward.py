@@ -13,7 +13,7 @@ from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
-from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
+from flashtile.kernels.lib.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.lib.memory import (
     column_offset,
     head_offset,
@@ -146,21 +146,12 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     band, heads_kv = (left, right, region[1]), heads // group
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    column, shift, queries = tile * BLOCK_K, item.k - item.q, item.q
-    if T.ragged:
-        queries = tl.where(column < item.k, item.q, 0)
-    first, last = column - shift, tl.minimum(column + BLOCK_K, item.k) - 1 - shift
-    lo, full_lo, full_hi, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
-    if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
-        full_lo = hi
-        full_hi = hi
-    if T.predicate:  # any tile may be visible in part
-        full_lo = lo
-        full_hi = lo
-    seen_from = 0
-    if T.right:
-        seen_from = tl.maximum(first - right, 0)
-    ends = (seen_from, hi)
+    column, shift = tile * BLOCK_K, item.k - item.q
+    lo, full_lo, full_hi, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
+    if not T.predicate:
+        if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
+            full_lo = hi
+            full_hi = hi
 
     keys_here, column_k = item.k - column, item.first_k + column
     k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
@@ -298,18 +289,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     band = (left, right, region[1])
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    row, shift, keys = tile * BLOCK_Q, item.k - item.q, item.k
-    if T.ragged:
-        keys = tl.where(row < item.q, item.k, 0)
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, item.q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, keys, left, right, T.left, T.right, BLOCK_K)
-    if T.predicate:  # any tile may be visible in part
-        full_lo = lo
-        full_hi = lo
-    seen_from = 0
-    if T.left:
-        seen_from = tl.maximum(first - left, 0)
-    ends = (seen_from, hi)
+    row = tile * BLOCK_Q
+    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
 
     rows_here, row_q = item.q - row, item.first_q + row
     q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])

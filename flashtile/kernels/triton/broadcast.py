@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.mask import key_range, seen
+from flashtile.kernels.lib.mask import seen, tiles_seen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import contribution, locate
@@ -84,10 +84,9 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         for n in tl.range(0, shared):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
-            shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
-            last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
-            lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
-            if (row < queries) & (key >= lo) & (key < hi):
+            sizes = Sizes(queries, keys, heads, group)
+            lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+            if (key >= lo) & (key < hi):
                 total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
@@ -101,13 +100,12 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         place = own * shared + (batch if CAPTURED[2] else 0) * shared_heads + (head if CAPTURED[3] else 0)
         place = tl.cast(place, tl.int64)
         queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
-        shift, sizes = keys - queries, Sizes(queries, keys, heads, group)
+        sizes = Sizes(queries, keys, heads, group)
         if CAPTURED[4]:
             key = tile * BLOCK_K
-            first, last = key - shift, tl.minimum(key + BLOCK_K, keys) - 1 - shift
-            lo, _, _, hi = key_range(first, last, queries, right, left, T.right, T.left, BLOCK_Q)
+            lo, _, _, hi, _ = tiles_seen(key, keys, queries, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
             sums = tl.zeros([BLOCK_K], WIDE)
-            for row in tl.range(lo, tl.where(key < keys, hi, 0), BLOCK_Q):
+            for row in tl.range(lo, hi, BLOCK_Q):
                 row = row // BLOCK_Q * BLOCK_Q
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
                                                  score_args, T, SCORE, CAPTURED, MASK), 0)  # fmt: skip
@@ -115,10 +113,9 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
             tl.store(out_ptr + place * seqlen_k + column, sums, mask=column < seqlen_k)
         else:
             row = tile * BLOCK_Q
-            last = tl.minimum(row + BLOCK_Q, queries) - 1 + shift
-            lo, _, _, hi = key_range(row + shift, last, keys, left, right, T.left, T.right, BLOCK_K)
+            lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
             sums = tl.zeros([BLOCK_Q], WIDE)
-            for key in tl.range(lo, tl.where(row < queries, hi, 0), BLOCK_K):
+            for key in tl.range(lo, hi, BLOCK_K):
                 key = key // BLOCK_K * BLOCK_K
                 sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
                                                  score_args, T, SCORE, CAPTURED, MASK), 1)  # fmt: skip

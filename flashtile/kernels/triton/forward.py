@@ -7,7 +7,7 @@ from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
 from flashtile.kernels.lib.exponential import exp
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.mask import key_range, seen, zero_unseen
+from flashtile.kernels.lib.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
 from flashtile.kernels.lib.score import locate, logits, unit
@@ -53,18 +53,8 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     band = (left, right, region[1])
     tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    row, shift, keys = tile * BLOCK_Q, item.k - item.q, item.k
-    if T.ragged:
-        keys = tl.where(row < item.q, item.k, 0)
-    first, last = row + shift, tl.minimum(row + BLOCK_Q, item.q) - 1 + shift
-    lo, full_lo, full_hi, hi = key_range(first, last, keys, left, right, T.left, T.right, BLOCK_K)
-    if T.predicate:  # any tile may be visible in part
-        full_lo = lo
-        full_hi = lo
-    seen_from = 0
-    if T.left:
-        seen_from = tl.maximum(first - left, 0)
-    ends = (seen_from, hi)
+    row = tile * BLOCK_Q
+    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
 
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
