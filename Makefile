@@ -12,7 +12,7 @@ demo: .venv/.ready
 	$(PY) -m flashtile demo
 
 test: .venv/.ready
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 # flashtile.jax, in an environment of its own: its types, then its tests, compiled and interpreted. Says so where there is no
 # Python for it.

@@ -1,12 +1,8 @@
-"""Mends bfloat16 and fma in Triton's interpreter, and makes its function calls cheaper.
+"""Mends bfloat16 and fma in Triton's interpreter.
 
 The interpreter holds bfloat16 as its 16 bits in numpy's uint16. Its `tl.dot` multiplies those integers, and its
 conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9). Its fused
 multiply-add rounds the product too, which in `kernels/lib/exponential.py` costs several units in the last place.
-
-At every call of a `@jit` function inside a kernel it searches triton.language for builtins to replace, although the
-kernel's launch has replaced them: half of the tests' time. Once per module is enough. Of every tuple that a kernel makes
-or passes on it spells the type, which nobody reads: a seventh of the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language import core
 from triton.runtime import interpreter
+
+from tests.quicken import quicken
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -55,27 +52,6 @@ def mend() -> None:
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
-    patched: set[str] = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in patched:
-            patched.add(self.fn.__module__)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    def hold(self: Any, args: Any, type: Any = None) -> None:
-        self.values = list(args)
-        self.known_type = type if type is None or isinstance(type, core.tuple_type) else core.tuple_type(type)
-
-    def type_of(self: Any) -> Any:
-        if self.known_type is None:
-            self.known_type = core._type_for_tuple_values(self.values)
-        return self.known_type
-
-    def know(self: Any, type: Any) -> None:
-        self.known_type = type
-
-    core.tuple.__init__, core.tuple.type = hold, property(type_of, know)
     builder.cast_impl, builder.create_dot, builder.create_fma = cast_impl, create_dot, create_fma
-    interpreter.InterpretedFunction.__call__ = call
+    quicken()
     np.seterr(all="ignore")  # overflow to inf and 0 * inf are the business of the tests, not of numpy's warnings

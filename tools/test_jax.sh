@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=.
-run() { .venv-jax/bin/python -m pytest -q -n "${1:-2}" --confcutdir=tests/jax "${@:2}"; }
+run() { .venv-jax/bin/python -m pytest -q -n "${1:-2}" --dist worksteal --confcutdir=tests/jax "${@:2}"; }
 failed=0
 .venv-jax/bin/python -m pyright --pythonpath .venv-jax/bin/python --project tools/pyright-jax.json || failed=1
 TRITON_INTERPRET=1 run "${1:-2}" tests/jax/test_interpreted.py || failed=1

@@ -20,7 +20,14 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from flashtile import _triton
+
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+
+    if _triton.INTERPRETED:
+        from tests.interpreter import mend
+
+        mend()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
