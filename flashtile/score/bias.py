@@ -7,6 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
+from flashtile.score.added import added_backward
 from flashtile.spec.score import Captured, Position, Score, is_tensor
 
 
@@ -30,11 +31,6 @@ def bias_forward(score, at, args):
 
 
 @jit
-def bias_backward(grad, score, out, at, args):
-    return grad
-
-
-@jit
 def bias_contribution(grad, score, at, args):
     return grad
 
@@ -51,7 +47,7 @@ class Bias(Score):
 
     name = "bias"
     forward = bias_forward
-    backward = bias_backward
+    backward = added_backward
     add = bias_add
     captured = (Captured(bias_contribution, broadcast=True),)
 
