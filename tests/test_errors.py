@@ -29,7 +29,7 @@ from flashtile import (
 )
 from flashtile.plan.device import named
 from flashtile.spec.dtype import DType
-from flashtile.spec.score import ScoreSpec, TensorSpec
+from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
 from flashtile.torch import run as executor
 
 HALF = torch.float16
@@ -441,7 +441,7 @@ def test_a_modifier_without_a_proper_name(name: str) -> None:
 def test_a_modifier_with_another_s_name() -> None:
     with pytest.raises(TypeError, match=re.escape("Impostor.name is 'softcap', which flashtile.score.softcap.Softcap has")):
         type("Impostor", (Score,), {"name": "softcap"})
-    assert Score.kinds["softcap"] is Softcap
+    assert SCORES.named("softcap") is Softcap
 
 
 @pytest.mark.gpu

@@ -11,17 +11,16 @@ scalars are ints. Every mask is brought to one form: a band, and an "or" of "and
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
 
 DTYPES = ("int32", "int8", "uint8", "bool", "fp16", "bf16", "fp32")
@@ -67,21 +66,18 @@ class Terms(Joined):
         return self._terms
 
 
+PREDICATES: Registry[Predicate] = Registry("predicate", "flashtile.predicate")
+
+
 class Predicate(Joined):
     """Base of all predicates; a subclass with a `name` registers itself for `parse`."""
 
     name: ClassVar[str] = ""
     visible: ClassVar[Callable[..., Any]]
-    kinds: ClassVar[dict[str, type[Predicate]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not cls.name.isidentifier():
-            raise TypeError(f"{cls.__name__}.name is {cls.name!r}; a predicate's name must be an identifier.")
-        known = Predicate.kinds.get(cls.name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
-        Predicate.kinds[cls.name] = cls
+        PREDICATES.add(cls)
 
     @property
     def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
@@ -134,7 +130,7 @@ class PredicateSpec:
             if ":" in part:
                 shape, dtype = part.split(":")
                 tensors.append((tuple(int(n) for n in shape.split("x")) if shape else (), dtype))
-        return PredicateSpec(predicate_named(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
+        return PredicateSpec(PREDICATES.named(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
 
 
 Where = tuple[tuple[PredicateSpec, ...], ...]
@@ -189,14 +185,3 @@ def narrowed(causal: Any, window: Any, mask: Joined) -> Joined:
 
 def _looser(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else max(a, b)
-
-
-def predicate_named(name: str) -> type[Predicate]:
-    """The predicate of that name. The library's own are loaded, and so registered, when a name is not known."""
-    if name not in Predicate.kinds:
-        package = import_module("flashtile.predicate")
-        for module in pkgutil.iter_modules(package.__path__):
-            import_module(f"{package.__name__}.{module.name}")
-    if name not in Predicate.kinds:
-        raise InvalidProblem(f"predicate is {name!r}; known are {', '.join(sorted(Predicate.kinds))}.")
-    return Predicate.kinds[name]

@@ -20,14 +20,13 @@ end if at all, are computed by these; all others, and fp32, by `forward` and `ba
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.dtype import DType
+from flashtile.spec.registry import Registry
 
 
 class Position(NamedTuple):
@@ -80,6 +79,9 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and (hasattr(value, "stride") or hasattr(value, "aval"))
 
 
+SCORES: Registry[Score] = Registry("score modifier", "flashtile.score")
+
+
 class Score:
     """Base of all score modifiers; a subclass with a `name` registers itself for `parse`."""
 
@@ -89,16 +91,10 @@ class Score:
     backward: ClassVar[Callable[..., Any]]
     add: ClassVar[Callable[..., Any] | None] = None
     curve: ClassVar[Curve | None] = None
-    kinds: ClassVar[dict[str, type[Score]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not cls.name.isidentifier():
-            raise TypeError(f"{cls.__name__}.name is {cls.name!r}; a score modifier's name must be an identifier.")
-        known = Score.kinds.get(cls.name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
-        Score.kinds[cls.name] = cls
+        SCORES.add(cls)
 
     @staticmethod
     def check(scalars: tuple[float, ...]) -> None:
@@ -190,18 +186,7 @@ class ScoreSpec:
         name, opened, rest = text.partition("(")
         if not opened or not rest.endswith(")"):
             raise InvalidProblem(f"score modifier is spelled {text!r}; it must be 'name(...)'.")
-        kind = score_named(name)
+        kind = SCORES.named(name)
         parts = [p for p in rest[:-1].split(";") if p]
         scalars = tuple(float(p) for p in parts if ":" not in p)
         return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))
-
-
-def score_named(name: str) -> type[Score]:
-    """The modifier of that name. The library's own are loaded, and so registered, when a name is not known."""
-    if name not in Score.kinds:
-        package = import_module("flashtile.score")
-        for module in pkgutil.iter_modules(package.__path__):
-            import_module(f"{package.__name__}.{module.name}")
-    if name not in Score.kinds:
-        raise InvalidProblem(f"score modifier is {name!r}; known are {', '.join(sorted(Score.kinds))}.")
-    return Score.kinds[name]

@@ -20,8 +20,8 @@ from flashtile.spec.dropout import threshold
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
-from flashtile.spec.predicate import Joined, PredicateSpec, predicate_named
-from flashtile.spec.score import ScoreSpec, TensorSpec, score_named
+from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec
+from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
 from flashtile.torch.dropout import draw_seed
 from flashtile.torch.lengths import Given
 from flashtile.torch.masks import KINDS, predicates_of
@@ -164,7 +164,7 @@ class Request:
         scale = next(numbers) if "scale" in self.parts else None
         score = tuple(
             ScoreSpec(
-                score_named(name), tuple(next(numbers) for _ in range(scalars)),
+                SCORES.named(name), tuple(next(numbers) for _ in range(scalars)),
                 tuple(_tensor_spec(*next(tensors), wanted) for _ in range(captured)),
             )
             for name, scalars, captured in self.score
@@ -176,7 +176,7 @@ class Request:
         where = tuple(
             tuple(
                 PredicateSpec(
-                    predicate_named(name), tuple(next(counts) for _ in range(scalars)),
+                    PREDICATES.named(name), tuple(next(counts) for _ in range(scalars)),
                     tuple((tuple(t.shape), KINDS[t.dtype]) for _, t in (next(tensors) for _ in range(captured))),
                 )
                 for name, scalars, captured in term

@@ -1,0 +1,45 @@
+"""Classes by the names that spellings give them."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from flashtile.errors import InvalidProblem
+
+
+class Named(Protocol):
+    """A class with a name of its own."""
+
+    name: ClassVar[str]
+
+
+Kind = TypeVar("Kind", bound=Named)
+
+
+class Registry(Generic[Kind]):
+    """The classes of one kind, such as "predicate", by name; the library's own lie in a package, a file each."""
+
+    def __init__(self, kind: str, package: str):
+        self.kind, self.package = kind, package
+        self.known: dict[str, type[Kind]] = {}
+
+    def add(self, cls: type[Any]) -> None:
+        """Make a class known. Raises TypeError for a name that is no identifier, or that another class has."""
+        if not cls.name.isidentifier():
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}; a {self.kind}'s name must be an identifier.")
+        known = self.known.get(cls.name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r}, which {known.__module__}.{known.__qualname__} has.")
+        self.known[cls.name] = cls
+
+    def named(self, name: str) -> type[Kind]:
+        """The class of that name; the library's own are loaded when it is not known. Raises InvalidProblem."""
+        if name not in self.known:
+            package = import_module(self.package)
+            for module in pkgutil.iter_modules(package.__path__):
+                import_module(f"{self.package}.{module.name}")
+        if name not in self.known:
+            raise InvalidProblem(f"{self.kind} is {name!r}; known are {', '.join(sorted(self.known))}.")
+        return self.known[name]
