@@ -31,12 +31,16 @@ def select(problem: AttentionProblem, device: Device, backend: str | None = None
 
     Raises NotSupported with everybody's reasons.
     """
-    candidates = BACKENDS if backend is None else (backend_named(backend),)
+    return first_of(BACKENDS if backend is None else (backend_named(backend),), problem, device, variant)
+
+
+def first_of(backends: tuple[Backend, ...], problem: AttentionProblem, device: Device, variant: Variant | None) -> Backend:
+    """As `select`, of these backends, and remembering nothing: for sizes that are not known too. Raises NotSupported."""
     reasons: dict[str, list[str]] = {}
-    for candidate in candidates:
-        reasons[candidate.name] = candidate.unsupported(problem, device, variant)
-        if not reasons[candidate.name]:
-            return candidate
+    for backend in backends:
+        reasons[backend.name] = backend.unsupported(problem, device, variant)
+        if not reasons[backend.name]:
+            return backend
     raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from flashtile.dispatch import BACKENDS
+from flashtile.dispatch import BACKENDS, first_of
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export import schedule
 from flashtile.export.compile import contiguous
 from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.hopper import choose
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-from flashtile.plan.backend import Backend, Gradients
+from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import H100, Device
 from flashtile.spec.attention import AttentionProblem
@@ -159,18 +159,6 @@ def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]
             yield batch, seqlen_q, seqlen_k, heads
 
 
-def select(
-    problem: AttentionProblem, device: Device, variant: Variant | None, backends: tuple[Backend, ...] = GPU_BACKENDS
-) -> Backend:
-    """The first of the backends that runs it, as `dispatch.select` finds it, for sizes that are not known as well."""
-    reasons: dict[str, list[str]] = {}
-    for backend in backends:
-        reasons[backend.name] = backend.unsupported(problem, device, variant)
-        if not reasons[backend.name]:
-            return backend
-    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
-
-
 def entries(name: str, export: AttentionExport) -> list[Entry]:
     """Forward and backward of a problem."""
     spelling = export.problem.spell()
@@ -178,7 +166,7 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
     def forward(sizes: Sizes, device: Device) -> Plan:
         problem = export.at(sizes)
         device = replace(device, sm_count=sizes["sm_count"])
-        backend = select(problem, device, None)
+        backend = first_of(GPU_BACKENDS, problem, device, None)
         if backend is not HOPPER:
             return backend.forward(problem, device)
         for number, launch in schedule.launches(problem).items():
@@ -193,7 +181,7 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
         gradients = Gradients(dlse=problem.returns_lse)
         # Hopper's own takes its order from the sizes at compile time where it has to be repeatable.
         backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if problem.deterministic else GPU_BACKENDS
-        backend = select(problem, device, export.variant, backends)
+        backend = first_of(backends, problem, device, export.variant)
         return backend.backward(problem, device, gradients, export.variant)
 
     scheduled = export.problem if export.scheduled else None

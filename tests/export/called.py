@@ -8,7 +8,8 @@ from typing import Any, Union
 
 import torch
 
-from flashtile.export.attention import AttentionExport, select
+from flashtile.dispatch import first_of
+from flashtile.export.attention import GPU_BACKENDS, AttentionExport
 from flashtile.export.companion import CompanionExport
 from flashtile.export.emit import identifier, scratch_of, tensors_of
 from flashtile.export.entry import Entry, steps_of
@@ -28,8 +29,10 @@ def own_plan(entry: Entry, export: Export, sizes: dict[str, int], device: Device
         return entry.plan(sizes, device)
     problem = export.at(sizes)
     if entry.direction == "forward":
-        return select(problem, device, None).forward(problem, device)
-    return select(problem, device, "auto").backward(problem, device, Gradients(dlse=problem.returns_lse), "auto")
+        return first_of(GPU_BACKENDS, problem, device, None).forward(problem, device)
+    return first_of(GPU_BACKENDS, problem, device, "auto").backward(
+        problem, device, Gradients(dlse=problem.returns_lse), "auto"
+    )
 
 
 def place(entry: Entry, plan: Plan, device: str = "cpu") -> tuple[Tensors, torch.Tensor]:
