@@ -33,6 +33,7 @@ def _variants_here() -> dict[str, list[str]]:
 
 
 VARIANTS_HERE = _variants_here()
+OF_KERNELS = [(name, variant) for name, variants in VARIANTS_HERE.items() if name != "cpu" for variant in variants]
 
 
 def unrepeatable(backend: str, place: torch.device, variant: Variant) -> list[str]:

@@ -10,13 +10,11 @@ import torch
 import flashtile
 from flashtile import Options, Softcap
 from flashtile.spec.options import Variant
-from tests.backends import VARIANTS_HERE
+from tests.backends import OF_KERNELS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.parametrize(
-        ("backend", "variant"), [(name, variant) for name, all_ in VARIANTS_HERE.items() if name != "cpu" for variant in all_]
-    ),
+    pytest.mark.parametrize(("backend", "variant"), OF_KERNELS),
 ]
 
 Step = Callable[[], list[torch.Tensor]]

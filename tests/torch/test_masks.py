@@ -32,6 +32,7 @@ from flashtile.spec.options import Variant
 from flashtile.spec.predicate import Predicate, normal_form
 from flashtile.torch.blocks import Blocks as BlocksOfTorch
 from flashtile.torch.masks import predicates_of
+from tests.backends import OF_KERNELS
 from tests.cases import MASKS, Case
 from tests.judge import run
 from tests.torch.test_nan import VALUES, assert_same
@@ -72,10 +73,9 @@ def test_what_a_predicate_hides_does_not_leak(
     assert (got["dq"][blind] == 0).all()
 
 
+@pytest.mark.parametrize(("backend", "variant"), OF_KERNELS)  # the CPU's tiles hold both documents
 def test_a_poisoned_document_stays_by_itself(backend: str, place: torch.device, variant: Variant) -> None:
     """Documents that share no tile with it get the bits that they get beside a clean one."""
-    if backend == "cpu":
-        pytest.skip("the CPU's tiles hold both documents")
     case = replace(CASE, batch=1, seqlen_q=64, seqlen_k=64, backward=variant)
     ids = (torch.arange(64, device=place) // 32).to(torch.int32)
     given = {"mask": Document(ids), "return_lse": True, "options": case.options(backend)}
@@ -130,10 +130,9 @@ def test_kernel_and_torch_classify_alike(device: torch.device) -> None:
         assert torch.equal(made.state.cpu(), classify(problem, tensors))
 
 
+@pytest.mark.parametrize(("backend", "variant"), OF_KERNELS)  # the CPU reads the mask, not its lists
 def test_whole_blocks_are_not_asked(backend: str, place: torch.device, variant: Variant) -> None:
     """A list that calls every block whole is believed: the predicate, which hides all, is asked by nobody."""
-    if backend == "cpu":
-        pytest.skip("the CPU reads the mask, not its lists")
     case = replace(CASE, seqlen_q=64, seqlen_k=64, backward=variant)
     nothing = Blocks.build(KeyPadding(torch.zeros(1, 64, dtype=torch.bool, device=place)), 64, 64, block_size=(32, 32))
     assert nothing.density == 0

@@ -17,7 +17,7 @@ from flashtile import Alibi, Options, Softcap
 from flashtile.spec.options import Variant
 from flashtile.torch.attention import make_problem
 from flashtile.torch.run import device_of
-from tests.backends import VARIANTS_HERE
+from tests.backends import OF_KERNELS
 from tests.cases import DTYPES
 
 GPU_LENGTHS = tuple(2**n for n in range(10, 17))
@@ -90,9 +90,7 @@ def cpu_bytes(call: Call, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-@pytest.mark.parametrize(
-    ("backend", "variant"), [(name, variant) for name, all_ in VARIANTS_HERE.items() if name != "cpu" for variant in all_]
-)
+@pytest.mark.parametrize(("backend", "variant"), OF_KERNELS)
 def test_gpu_memory_is_linear(
     backend: str, variant: Variant, call: Call, device: torch.device, record_property: pytest.RecordProperty
 ) -> None:
