@@ -146,6 +146,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "mask-text": ({"mask": "causal"}, "mask is a str; it must be a flashtile mask such as Band"),
     "mask-tuple": ({"mask": (3, 0)}, "mask is a tuple; it must be a flashtile mask"),
     "mask-tensor": ({"mask": torch.ones(6, 8, dtype=torch.bool)}, "mask is a Tensor; it must be a flashtile mask"),
+    "mask-stored-sizes": (
+        {"mask": flashtile.Stored(torch.ones(1, 1, 6, 6, dtype=torch.bool))},
+        "stored mask has shape (1, 1, 6, 6); it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 4, 6, 8)",
+    ),
     "mask-class": ({"mask": Band}, "mask is a type; it must be a flashtile mask"),
     "score-bare": ({"score": Softcap(3.0)}, "it must be a sequence of score modifiers, such as (Softcap(30.0),)"),
     "score-none": ({"score": None}, "score is None; it must be a sequence of score modifiers"),

@@ -38,13 +38,19 @@ class Stored(Predicate):
                 "that broadcast to (batch, heads_q, seqlen_q, seqlen_k)."
             )
 
+    @staticmethod
+    def check(shapes: tuple[tuple[int, ...], ...], scores: tuple[int, int, int, int]) -> None:
+        """A mask that has as many queries and keys as there are, or one."""
+        for shape in shapes:
+            if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, scores, strict=True)):
+                raise InvalidProblem(
+                    f"stored mask has shape {shape}; it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {scores}."
+                )
+
     def scalars(self) -> tuple[int, ...]:
         return tuple(int(n > 1) for n in self.mask.shape)
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
-        for size, most, axis in zip(self.mask.shape[:2], (batch, heads_q), ("batch", "heads_q"), strict=True):
-            if size not in (1, most):
-                raise InvalidProblem(f"stored mask has shape {tuple(self.mask.shape)}; {axis} must be {most}, or 1.")
         return (self.mask,)
 
     @staticmethod

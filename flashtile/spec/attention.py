@@ -82,8 +82,11 @@ class AttentionProblem:
             raise InvalidProblem(f"lengths is {self.lengths!r}; it must be a Lengths.")
         if not isinstance(self.score, tuple) or not all(isinstance(s, ScoreSpec) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
+        scores = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
         for spec in self.score:
-            _check_tensors(spec, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k))
+            _check_tensors(spec, scores)
+        for leaf in self.leaves:
+            leaf.kind.check(tuple(shape for shape, _ in leaf.tensors), scores)
         _check_sink(self.sink, self.heads_q)
         if self.dropout is not None:
             check_chance(self.dropout)

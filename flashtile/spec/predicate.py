@@ -83,6 +83,10 @@ class Predicate(Joined):
     def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
         return ((self,),)
 
+    @staticmethod
+    def check(shapes: tuple[tuple[int, ...], ...], scores: tuple[int, int, int, int]) -> None:
+        """Raise InvalidProblem for tensors of shapes that do not serve (batch, heads_q, seqlen_q, seqlen_k) scores."""
+
     def scalars(self) -> tuple[int, ...]:
         """Runtime ints."""
         return ()
