@@ -23,8 +23,8 @@ from flashtile.compat.flash_attn import (
 from flashtile.compat.flash_attn_1 import head_dim_of
 from flashtile.compat.rotary import RotaryEmbedding
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.block_table import BlockTable
 from flashtile.predicate.key_padding import KeyPadding
+from flashtile.predicate.stored import Stored
 from flashtile.spec.dropout import Dropout
 from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked
 
@@ -148,7 +148,7 @@ class CrossAttention(SelfAttention):
             if causal:
                 key, row = (torch.arange(n, device=q.device) for n in (kv.shape[1], q.shape[1]))
                 last = row + key_padding_mask.sum(-1, keepdim=True) - q.shape[1]
-                mask = mask & BlockTable((key <= last[..., None])[:, None], 1, 1)
+                mask = mask & Stored((key <= last[..., None])[:, None])
         p = self.drop.p if self.training else 0.0
         how: Any = dict(scale=self.softmax_scale, dropout=Dropout(p) if p else None, options=options())
         return attention_kvpacked(q, kv, causal=causal and key_padding_mask is None, mask=mask, **how)

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flashtile.compat.asked import options, top_left
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.block_table import BlockTable
+from flashtile.predicate.stored import Stored
 from flashtile.score.bias import Bias
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import CAUSAL
@@ -74,5 +74,5 @@ def _mask(attn_mask: Any, is_causal: bool, leading: torch.Size, seqlen_q: int, s
     few = attn_mask if len(shape) <= 4 else whole.reshape(math.prod(leading[:-1]), *shape[-3:])
     few = few[(None,) * (4 - few.dim())]
     if attn_mask.dtype is torch.bool:
-        return BlockTable(few.expand(-1, -1, seqlen_q, seqlen_k), 1, 1), ()
+        return Stored(few), ()
     return None, (Bias(few),)

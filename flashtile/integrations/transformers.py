@@ -19,6 +19,7 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.predicate.document import Document
 from flashtile.predicate.key_padding import KeyPadding
+from flashtile.predicate.stored import Stored
 from flashtile.score.bias import Bias
 from flashtile.score.softcap import Softcap
 from flashtile.spec.dropout import Dropout
@@ -210,7 +211,11 @@ def attention_forward(
             raise InvalidProblem(
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, 1 or heads, q_length, kv_length)."
             )
-        score.append(Bias(_additive(attention_mask[..., : k.shape[1]], q.dtype)))
+        seen = attention_mask[..., : k.shape[1]]
+        if seen.dtype is torch.bool:
+            arguments["mask"] = Stored(seen)
+        else:  # hidden by the least number of a dtype
+            score.append(Bias(seen.to(q.dtype)))
     elif attention_mask is not None:
         raise InvalidProblem(f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor or None.")
     elif causal:
@@ -233,10 +238,3 @@ def attention_forward(
         max_seqlen_k=longest[1], **arguments,
     )  # fmt: skip
     return out[None], None
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to scores: transformers hides either by False or by the least number of a dtype."""
-    if mask.dtype is torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    return mask.to(dtype)

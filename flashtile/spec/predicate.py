@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flashtile.errors import InvalidProblem
@@ -29,9 +28,13 @@ DTYPES = ("int32", "int8", "uint8", "bool", "fp16", "bf16", "fp32")
 class Joined:
     """What `&` and `|` make of bands and predicates."""
 
-    spec: BlockSpec | None = None  # the sizes of its blocks, the lists of those, and the lengths that they are made for
-    lists: Mapping[str, Any] = MappingProxyType({})
+    spec: BlockSpec | None = None  # the sizes of its blocks, and the lengths that they are made for
     seqlens: tuple[int, int] = (0, 0)
+
+    @property
+    def lists(self) -> Mapping[str, Any]:
+        """The lists of its blocks, by the names of a plan's inputs; empty where it has none."""
+        return {}
 
     @property
     def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
