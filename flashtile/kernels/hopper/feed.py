@@ -3,7 +3,7 @@
 from flashtile.kernels.hopper.blank import blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
 from flashtile.kernels.hopper.ticket import spread, take
-from flashtile.kernels.hopper.visit import queries_that_see, walk
+from flashtile.kernels.hopper.visit import seeing, walk
 
 
 @gluon.jit
@@ -26,7 +26,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
         taken = work.tiles
         if T.resident:
             taken = take(counter_ptr)
-        first, end = queries_that_see(sizes, work.band, T)
+        first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         while step < place.visits.end:
             if T.blanks:
                 start = place.at(step, T)[1]

@@ -127,22 +127,14 @@ def walk(ticket, begin, work, T: gl.constexpr):
 
 
 @gluon.jit
-def queries_that_see(sizes, band, T: gl.constexpr):
-    """(first, end) of an item's queries that see any key."""
-    first, end = sizes.q * 0, sizes.q
-    if T.right:
-        first = gl.maximum(sizes.q - sizes.k - band[1], 0)
-    if T.left:
-        end = gl.minimum(sizes.q, sizes.q + band[0])
-    return first, end
+def seeing(size, other, before, after, BEFORE: gl.constexpr, AFTER: gl.constexpr):
+    """(first, end) of an item's `size` queries that see any of its `other` keys, within `before` and `after` of theirs.
 
-
-@gluon.jit
-def keys_seen(sizes, band, T: gl.constexpr):
-    """(first, end) of an item's keys that any query sees."""
-    first, end = sizes.k * 0, sizes.k
-    if T.left:
-        first = gl.maximum(sizes.k - sizes.q - band[0], 0)
-    if T.right:
-        end = gl.minimum(sizes.k, sizes.k + band[1])
+    With sizes and bounds swapped: the keys that any query sees.
+    """
+    first, end = size * 0, size
+    if AFTER:
+        first = gl.maximum(size - other - after, 0)
+    if BEFORE:
+        end = gl.minimum(size, size + before)
     return first, end

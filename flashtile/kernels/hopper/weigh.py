@@ -2,14 +2,14 @@
 
 from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
-from flashtile.kernels.hopper.visit import keys_seen
+from flashtile.kernels.hopper.visit import seeing
 from flashtile.kernels.lib.exponential import LOG2E
 
 
 @gluon.jit
 def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Zero the keys that no query sees, before all of them are summed over for dq."""
-    first, end = keys_seen(sizes, band, T)
+    first, end = seeing(sizes.k, sizes.q, band[1], band[0], T.right, T.left)
     first_key = place.column if T.halves else place.column + W * 64
     if (first_key < first) | (first_key + 64 > end):
         blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
