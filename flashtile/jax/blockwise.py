@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax import lax
 from flashtile.jax.dropout import keep
 from flashtile.jax.launch import JAX_DTYPES, Arrays
 from flashtile.jax.run import varying_like
+from flashtile.kernels.lib.score import sums_per_head
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.score import Position, Score, ScoreSpec
@@ -34,7 +35,37 @@ def unsupported(p: AttentionProblem) -> list[str]:
 
 def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     """out and lse."""
-    scene = _Scene(p, arrays)
+    return _computed(lambda given, dtype: _forward(p, given, dtype), arrays, _few_keys(p))
+
+
+def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
+    wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
+    return _computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
+
+
+def _few_keys(p: AttentionProblem) -> bool:
+    """Whether errors are those of few roundings, of which the largest decides: 1.5 times plain JAX's is then a matter of luck.
+
+    The CPU's PyTorch code draws the same line (`kernels/cpu/products.py`). Sums per head are few numbers at any size.
+    """
+    return p.dtype is DType.FP32 and p.span_k <= BLOCK_K
+
+
+def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
+    """What the function makes, in float32 inside; `wide`: in float64 where that runs on the CPU. Others may not have it."""
+    if not wide:
+        return function(arrays, jnp.float32)
+
+    def widely(given: Arrays) -> Arrays:
+        with jax.enable_x64(True):
+            return function(given, jnp.float64)
+
+    return lax.platform_dependent(arrays, cpu=widely, default=lambda given: function(given, jnp.float32))
+
+
+def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
+    scene = _Scene(p, arrays, dtype)
 
     def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
         top, total, out = state
@@ -48,11 +79,11 @@ def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
         out = out * decay[..., None] + scene.over_keys(kept, block.v)
         return (higher, total * decay + weight.sum(-1), out), None
 
-    start = jnp.full(scene.rows, -jnp.inf), jnp.zeros(scene.rows), jnp.zeros((*scene.rows, p.head_dim_v))
+    start = jnp.full(scene.rows, -jnp.inf, dtype), scene.zeros(), scene.zeros(p.head_dim_v)
     state = tuple(varying_like(start, tuple(arrays.values())))
     (top, total, out), _ = lax.scan(step, state, scene.blocks)
     if p.sink is not None:
-        sink = arrays["sink"].astype(jnp.float32)[:, None]
+        sink = arrays["sink"].astype(dtype)[:, None]
         higher = jnp.maximum(top, sink)
         pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
         decay = jnp.exp(top - pivot)
@@ -64,19 +95,20 @@ def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     out = out * (scale / divisor)[..., None]
     if scene.counts_q is not None:
         out, lse = jnp.where(scene.counts_q, out, 0.0), jnp.where(scene.counts_q[..., 0], lse, -jnp.inf)
-    made = {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse}
-    return made
+    return {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse.astype(jnp.float32)}
 
 
-def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
-    scene = _Scene(p, arrays)
-    dout = scene.counted_rows(jnp.swapaxes(arrays["dout"], 1, 2).astype(jnp.float32))
-    out = scene.counted_rows(jnp.swapaxes(arrays["out"], 1, 2).astype(jnp.float32))
-    lse = arrays["lse"]
-    pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows)
+def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
+    scene = _Scene(p, arrays, dtype)
+    dout = scene.counted_rows(jnp.swapaxes(arrays["dout"], 1, 2).astype(dtype))
+    out = scene.counted_rows(jnp.swapaxes(arrays["out"], 1, 2).astype(dtype))
+    lse = arrays["lse"].astype(dtype)
+    pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
     alive = (lse != -jnp.inf)[..., None]
     scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
+    sink = None  # its probabilities, before `divisor`
+    if p.sink is not None:
+        sink = jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
 
     def weights(score: Any, at: Position, block: _Block) -> tuple[Any, Any, Any, Any]:
         """(which scores are seen, probabilities, what is kept of them, their gradients)."""
@@ -97,15 +129,15 @@ def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arr
             _, weight, _, dweight = weights(scene.scores(block, at, scene.modifiers(block, at)), at, block)
             return (sums[0] + weight.sum(-1), sums[1] + (weight * dweight).sum(-1)), None
 
-        zeros = varying_like([jnp.zeros(scene.rows)] * 2, tuple(arrays.values()))
+        zeros = varying_like([scene.zeros()] * 2, tuple(arrays.values()))
         (total, delta), _ = lax.scan(add, tuple(zeros), scene.blocks)
-        if p.sink is not None:
-            total = total + jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(jnp.float32)[:, None] - pivot), 0.0)
+        if sink is not None:
+            total = total + sink
         divisor = jnp.where(total == 0.0, 1.0, total)
         delta = delta / divisor
     else:
         delta = (dout * out).sum(-1)
-    dlse = arrays.get("dlse", jnp.zeros(()))
+    dlse = arrays["dlse"].astype(dtype) if "dlse" in arrays else jnp.zeros((), dtype)
     if scene.counts_q is not None:
         dlse = jnp.where(scene.counts_q[..., 0], dlse, 0.0)
     dlse = jnp.broadcast_to(dlse, scene.rows)
@@ -123,27 +155,24 @@ def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arr
         dv = scene.over_rows(kept, dout)
         draw, dtensors = pull(dscore)
         dk = scene.over_rows(draw, scene.q)
-        sums = {key: total + dtensors[i][j].astype(jnp.float32) for key, total in sums.items() for i, j in [_place(key)]}
-        cuts = {_name(i, j): dtensors[i][j].astype(jnp.float32) for i, j in wanted if (i, j) not in across}
+        sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [_place(key)]}
+        cuts = {_name(i, j): dtensors[i][j] for i, j in wanted if (i, j) not in across}
         return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
 
-    start = [jnp.zeros((*scene.rows, p.head_dim)), *(jnp.zeros(arrays[f"score.{i}.{j}"].shape) for i, j in across)]
+    start = [scene.zeros(p.head_dim), *(jnp.zeros(arrays[f"score.{i}.{j}"].shape, dtype) for i, j in across)]
     dq, *totals = varying_like(start, tuple(arrays.values()))
     sums = dict(zip((_name(i, j) for i, j in across), totals, strict=True))
     (dq, sums), (dk, dv, cuts) = lax.scan(step, (dq, sums), scene.blocks)
-    dtype = JAX_DTYPES[p.dtype.value]
     made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value}
     made["dk"], made["dv"] = scene.joined(dk) * p.scale_value, scene.joined(dv)
-    made = {name: grad.astype(dtype) for name, grad in made.items()}
+    made = {name: grad.astype(JAX_DTYPES[p.dtype.value]) for name, grad in made.items()}
     for i, j in wanted:
         name = _name(i, j)
         made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)
-        if p.score[i].kind.captured[j].broadcast:
-            made[name] = made[name].astype(arrays[f"score.{i}.{j}"].dtype)
-    if "dsink" in outputs:
-        sink = arrays["sink"].astype(jnp.float32)[:, None]
-        weight = jnp.where(alive[..., 0], jnp.exp(sink - jnp.where(lse == -jnp.inf, 0.0, lse)), 0.0)
-        made["dsink"] = (weight * (dlse - delta)).sum((0, 2))
+        broadcast = p.score[i].kind.captured[j].broadcast
+        made[name] = made[name].astype(arrays[f"score.{i}.{j}"].dtype if broadcast else jnp.float32)
+    if sink is not None and "dsink" in outputs:
+        made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
     return {name: made[name] for name in outputs}
 
 
@@ -151,16 +180,16 @@ class _Block(NamedTuple):
     """A block of keys, as a scan hands it out."""
 
     start: Any
-    k: Any  # (slabs, heads_kv, BLOCK_K, head_dim), float32
+    k: Any  # (slabs, heads_kv, BLOCK_K, head_dim), in the scene's dtype
     v: Any
     cut: dict[str, Any]  # what tensors with an element for every key have here
 
 
 class _Scene:
-    """The arrays of a problem as blocks, and where they lie."""
+    """The arrays of a problem as blocks, and where they lie; dtype: that of all arithmetic."""
 
-    def __init__(self, p: AttentionProblem, arrays: Arrays):
-        self.p, self.arrays = p, arrays
+    def __init__(self, p: AttentionProblem, arrays: Arrays, dtype: Any):
+        self.p, self.arrays, self.dtype = p, arrays, dtype
         self.precision = lax.Precision.HIGHEST if p.precision != "tf32" else lax.Precision.DEFAULT
         self.rows = (p.slabs, p.heads_q, p.span_q)
         row, key = jnp.arange(p.span_q, dtype=jnp.int32), jnp.arange(p.span_k, dtype=jnp.int32)
@@ -191,8 +220,12 @@ class _Scene:
             else:
                 counts_k = self.key < length_k[:, None]
         self.counts_k = jnp.broadcast_to(counts_k, (p.slabs, p.span_k))
-        self.q = self.counted_rows(jnp.swapaxes(arrays["q"], 1, 2).astype(jnp.float32))
+        self.q = self.counted_rows(jnp.swapaxes(arrays["q"], 1, 2).astype(dtype))
         self.blocks = self.cut_keys()
+
+    def zeros(self, *width: int) -> Any:
+        """Sums of rows, at their start."""
+        return jnp.zeros((*self.rows, *width), self.dtype)
 
     def counted_rows(self, x: Any) -> Any:
         """Rows (slabs, heads_q, span_q, width) that belong to nobody as zeros, whatever lies there."""
@@ -210,7 +243,7 @@ class _Scene:
             return jnp.moveaxis(x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK_K, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
 
         counts = self.counts_k[:, None, :, None]
-        k, v = (jnp.where(counts, jnp.swapaxes(self.arrays[n], 1, 2).astype(jnp.float32), 0.0) for n in "kv")
+        k, v = (jnp.where(counts, jnp.swapaxes(self.arrays[n], 1, 2).astype(self.dtype), 0.0) for n in "kv")
         cut: dict[str, Any] = {}
         for i, spec in enumerate(self.p.score):
             cut |= {_name(i, j): blocks(self.arrays[f"score.{i}.{j}"], 3) for j in range(len(spec.tensors)) if self.cut(i, j)}
@@ -259,7 +292,9 @@ class _Scene:
     def modifiers(self, block: _Block, at: Position) -> tuple[tuple[Any, ...], ...]:
         """The modifiers' tensors; of those with an element for every key what this block has of it."""
         return tuple(
-            tuple(block.cut.get(_name(i, j), self.arrays[f"score.{i}.{j}"]) for j in range(len(spec.tensors)))
+            tuple(
+                block.cut.get(_name(i, j), self.arrays[f"score.{i}.{j}"]).astype(self.dtype) for j in range(len(spec.tensors))
+            )
             for i, spec in enumerate(self.p.score)
         )
 
@@ -271,7 +306,6 @@ class _Scene:
 
     def placed(self, spec: ScoreSpec, j: int, tensor: Any, at: Position) -> Any:
         """A tensor as `apply_jax` takes it: broadcasting against the tile where it is `broadcast`."""
-        tensor = tensor.astype(jnp.float32)
         if spec.kind.captured[j].broadcast and self.item_q is not None and tensor.shape[0] > 1:
             return jnp.swapaxes(tensor[self.batch[:, 0], :, 0, 0], 0, 1)[None, :, :, None]
         return tensor

@@ -119,7 +119,10 @@ class Score:
 
     @staticmethod
     def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
-        """The same by differentiable JAX, in float32; a tensor that is `broadcast` arrives as what applies to the tile."""
+        """The same by differentiable JAX. Score and tensors are float32, or all float64.
+
+        A tensor that is `broadcast` arrives as what applies to the tile.
+        """
         raise NotImplementedError("a score modifier must define `apply_jax` to run in plain JAX.")
 
 
