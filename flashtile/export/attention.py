@@ -15,6 +15,7 @@ from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.hopper import choose
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
 from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import place_of
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import H100, Device
 from flashtile.spec.attention import AttentionProblem
@@ -102,9 +103,9 @@ class AttentionExport:
 
     def broadcast(self, name: str) -> tuple[bool, ...]:
         """Which axes of a captured tensor are of one element in the problem as it was spelled."""
-        _, i, j = name.split(".")
-        spec = self.problem.score[int(i)]
-        return tuple(spec.kind.captured[int(j)].broadcast and n == 1 for n in spec.tensors[int(j)].shape)
+        i, j = place_of(name)
+        spec = self.problem.score[i]
+        return tuple(spec.kind.captured[j].broadcast and n == 1 for n in spec.tensors[j].shape)
 
     @property
     def scheduled(self) -> bool:

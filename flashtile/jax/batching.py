@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 
 from flashtile.jax.partition import run_partitioned
 from flashtile.jax.step import Backward, Forward
-from flashtile.spec.attention import AttentionProblem
+from flashtile.plan.buffers import place_of
 
 
 def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
@@ -59,23 +59,19 @@ def joins_batch(step: Forward | Backward, batched: set[str]) -> bool:
     return p.sink is None or ("sink" not in batched and not p.sink.grad)
 
 
-def _is_broadcast(p: AttentionProblem, name: str) -> bool:
-    _, i, j = name.split(".")
-    return p.score[int(i)].kind.captured[int(j)].broadcast
-
-
 def _joined(step: Forward | Backward, name: str, x: Any, batched: bool, size: int) -> Any:
     """An input of all elements: (size * batch, ...), or as it is where it has no batch."""
     p = step.problem
     if name == "sink":
         return x
-    if name.startswith("score.") and _is_broadcast(p, name):
-        _, i, j = name.split(".")
-        if not batched and x.shape[0] == 1 and not p.score[int(i)].tensors[int(j)].grad:
-            return x
-        x = jnp.broadcast_to(x, (size, p.batch, *x.shape[-3:]))
-    else:
-        x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    if name.startswith("score."):
+        i, j = place_of(name)
+        if p.score[i].kind.captured[j].broadcast:
+            if not batched and x.shape[0] == 1 and not p.score[i].tensors[j].grad:
+                return x
+            x = jnp.broadcast_to(x, (size, p.batch, *x.shape[-3:]))
+            return x.reshape(size * p.batch, *x.shape[2:])
+    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
@@ -83,7 +79,7 @@ def _parted(step: Forward | Backward, name: str, x: Any, size: int) -> Any:
     """An output of every element."""
     x = x.reshape(size, x.shape[0] // size, *x.shape[1:])
     if name.startswith("dscore."):
-        _, i, j = name.split(".")
-        if step.problem.score[int(i)].tensors[int(j)].shape[0] == 1:
+        i, j = place_of(name)
+        if step.problem.score[i].tensors[j].shape[0] == 1:
             return x.sum(1, keepdims=True) if x.shape[1] > 1 else x
     return x

@@ -14,6 +14,7 @@ from flashtile.jax.dropout import keep
 from flashtile.jax.launch import JAX_DTYPES, Arrays
 from flashtile.jax.run import varying_like
 from flashtile.kernels.lib.score import sums_per_head
+from flashtile.plan.buffers import place_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.score import Position, Score, ScoreSpec
@@ -155,7 +156,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         dv = scene.over_rows(kept, dout)
         draw, dtensors = pull(dscore)
         dk = scene.over_rows(draw, scene.q)
-        sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [_place(key)]}
+        sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [place_of(key)]}
         cuts = {_name(i, j): dtensors[i][j] for i, j in wanted if (i, j) not in across}
         return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
 
@@ -369,8 +370,3 @@ def _take(numbers: Any, index: Any) -> Any:
 
 def _name(i: int, j: int) -> str:
     return f"dscore.{i}.{j}"
-
-
-def _place(name: str) -> tuple[int, int]:
-    _, i, j = name.split(".")
-    return int(i), int(j)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flashtile.jax.run import run
 from flashtile.jax.step import Backward, Forward
+from flashtile.plan.buffers import place_of
 from flashtile.spec.attention import AttentionProblem
 
 HEADS = "heads"  # the axis of query heads, which are groups of those that share keys
@@ -63,13 +64,13 @@ def roles(p: AttentionProblem, name: str, shape: tuple[int, ...]) -> Roles:
         return ROLES[kind]
     found: Roles = ()
     if kind.startswith("score."):
-        _, i, j = kind.split(".")
-        captured = p.score[int(i)].kind.captured[int(j)]
+        i, j = place_of(kind)
+        captured = p.score[i].kind.captured[j]
         found = ("batch", HEADS, "t", "s") if captured.broadcast else ("batch", HEADS) if captured.index is None else ()
     elif kind.startswith("mask."):
-        _, i, j = kind.split(".")
-        known = PREDICATES.get(p.leaves[int(i)].kind.name, ())
-        found = known[int(j)] if int(j) < len(known) else ()
+        i, j = place_of(kind)
+        known = PREDICATES.get(p.leaves[i].kind.name, ())
+        found = known[j] if j < len(known) else ()
     if len(found) != len(shape):
         return tuple(f"{name}.{axis}" for axis in range(len(shape)))
     sizes = {"batch": p.batch, HEADS: p.heads_q, "t": p.span_q, "s": p.span_k}

@@ -38,6 +38,12 @@ def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *mask_buffers(p), *blocks, *lengths)
 
 
+def place_of(name: str) -> tuple[int, int]:
+    """(I, J) of a buffer `score.I.J`, `dscore.I.J` or `mask.I.J`: whose tensor it is, and which of those."""
+    _, i, j = name.split(".")
+    return int(i), int(j)
+
+
 def mask_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     """The tensors of predicates."""
     return tuple(
