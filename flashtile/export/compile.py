@@ -149,29 +149,32 @@ def resources(compiled: Any, device: Device) -> Resources:
 
         return Resources(count("vgpr_count"), 4 * count("vgpr_spill_count"), shared, len(re.findall(r"v_mfma", code)))
     code = compiled.asm["ptx"]
-    arch = f"sm_{device.arch}" + ("a" if device.arch >= 90 else "")
     matrix = len(re.findall(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma", code))
-    log = assemble(code, arch)
+    _, log = assemble(code, device, "-v")
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or spills is None:
-        raise RuntimeError(f"ptxas gave no report for {arch}:\n{log}")
+        raise RuntimeError(f"ptxas gave no report for {device.target}:\n{log}")
     stack, stores, loads = (int(n) for n in spills.groups())
     return Resources(int(registers.group(1)), max(stores, loads), shared, matrix, stack)
 
 
-def assemble(ptx: str, arch: str) -> str:
-    """ptxas's verbose log for a PTX text, from the older of Triton's assemblers that knows the text's version."""
-    log = ""
+def assemble(ptx: str, device: Device, *options: str) -> tuple[bytes | None, str]:
+    """(machine code of a PTX text, ptxas's log), from the older of Triton's assemblers that knows the text's version.
+
+    None and all that they said where none takes it.
+    """
+    arch, said = f"sm_{device.arch}" + ("a" if device.arch >= 90 else ""), ""
     for tool in ("ptxas", "ptxas-blackwell"):
         if not (TOOLS / tool).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "kernel.ptx"
+            source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
             source.write_text(ptx)
-            command = [str(TOOLS / tool), "-v", f"--gpu-name={arch}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+            command = [str(TOOLS / tool), *options, f"--gpu-name={arch}", str(source), "-o", str(target)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-        log = done.stdout + done.stderr
-        if done.returncode == 0:
-            break
-    return log
+            log = done.stdout + done.stderr
+            if done.returncode == 0:
+                return target.read_bytes(), log
+            said += log
+    return None, said

@@ -8,13 +8,10 @@ parameters, so their order is that of a list in its text.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from flashtile.export.compile import TOOLS
+from flashtile.export.compile import assemble
 from flashtile.plan.call import Descriptor
 from flashtile.plan.device import Device
 
@@ -38,18 +35,7 @@ def reordered(ptx: str, runtime: Sequence[tuple[Any, str]], places: Sequence[int
 
 def machine_code(ptx: str, device: Device, contracts: bool) -> bytes:
     """What Triton's assembler makes of a PTX text, with Triton's options."""
-    arch = f"sm_{device.arch}" + ("a" if device.arch >= 90 else "")
-    log = ""
-    for tool in ("ptxas", "ptxas-blackwell"):
-        if not (TOOLS / tool).exists():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-            source.write_text(ptx)
-            options = ["-lineinfo", *([] if contracts else ["--fmad=false"]), f"--gpu-name={arch}"]
-            command = [str(TOOLS / tool), *options, str(source), "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                return target.read_bytes()
-            log += done.stdout + done.stderr
-    raise RuntimeError(f"ptxas refused a kernel for {arch}:\n{log}")
+    code, log = assemble(ptx, device, "-lineinfo", *([] if contracts else ["--fmad=false"]))
+    if code is None:
+        raise RuntimeError(f"ptxas refused a kernel for {device.target}:\n{log}")
+    return code

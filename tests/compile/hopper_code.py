@@ -50,7 +50,7 @@ for argument in sys.argv[1:]:
         "spill_bytes": used.spill_bytes,
         "shared_bytes": used.shared_bytes,
         "priced_bytes": 0 if direction else forward_shared_bytes(problem, choose_forward(problem, H100)),
-        "serialised": re.findall(r"\(C75\d\d\)", assemble(ptx, "sm_90a")),
+        "serialised": re.findall(r"\(C75\d\d\)", assemble(ptx, H100, "-v")[1]),
         "wgmma": ptx.count("wgmma.mma_async"),
         "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
