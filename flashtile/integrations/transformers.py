@@ -2,7 +2,7 @@
 
 Two functions: one turns a model's mask into `Mask`, which says in O(seqlen) what sdpa's mask says in O(seqlen^2), the other
 calls `flashtile.attention`. Masks that are made of anything but causality, windows, padding and packed sequences arrive as
-transformers' own boolean tensor, and are computed with as a bias.
+transformers' own boolean tensor, which is read where it lies.
 """
 
 from __future__ import annotations

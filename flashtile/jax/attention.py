@@ -193,11 +193,12 @@ def mha(
     interpret: bool = False,
     debug: bool = False,
 ) -> Any:
-    """Attention with the signature of jax-triton's and Pallas' example kernels; sm_scale is 1 by default, as theirs.
+    """out (batch, seqlen_q, heads, head_dim), by the signature of jax-triton's and Pallas' example kernels.
 
-    q, k, v: (batch, seqlen, heads, head_dim). causal is aligned top-left. backward_pass_impl: "triton" (one fused kernel),
+    q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim); fp16, bf16 or fp32. sm_scale is 1 by
+    default, as theirs. causal is aligned top-left. backward_pass_impl: "triton" (one fused kernel),
     "triton_split" (dq apart from dk and dv) or "xla". Tiles, warps, stages and grid are this library's own choice: what
-    says otherwise is refused, and so are interpret and debug.
+    says otherwise is refused, and so are interpret and debug, by InvalidProblem.
     """
     ways = {"triton": "fused", "triton_split": "split", "xla": "xla"}
     if backward_pass_impl not in ways:

@@ -35,6 +35,8 @@ def layer_norm(
     x, residual: (..., hidden), fp16, bf16 or fp32; weight, bias: (hidden,). prenorm: also return h. zero_centered: weights
     are stored without their 1. out_dtype: x's by default. Differentiable in all arrays; their sums over rows are in a fixed
     order. implementation: "triton", "xla", or None for kernels on NVIDIA GPUs and plain JAX elsewhere.
+
+    Returns out (..., hidden), or (out, h). All functions here raise InvalidProblem, and NotSupported with reasons.
     """
     options = dict(kind="layer", eps=eps, prenorm=prenorm, zero_centered=zero_centered)
     return _norm(x, weight, bias, residual, options, out_dtype, implementation)
@@ -71,9 +73,10 @@ def rotary(
 ) -> Any:  # fmt: skip
     """q, or (q, k) where k is given, rotated by the angles of their positions, in float32.
 
-    q: (B, T, N, H), k: (B, T, K, H) or None; cos, sin: (length, rotary_dim / 2). positions: int32 (B, T); without them
-    offset + 0, 1, 2, ... interleaved: element 2 i is paired with 2 i + 1, not i with i + rotary_dim / 2. conjugate: turn
-    back. A position beyond the tables gives NaN where it is in an array. Differentiable in q and k.
+    q: (B, T, N, H), k: (B, T, K, H) or None, fp16, bf16 or fp32; cos, sin: (length, rotary_dim / 2), likewise. positions:
+    int32 (B, T); without them offset + 0, 1, 2, ... interleaved: element 2 i is paired with 2 i + 1, not i with
+    i + rotary_dim / 2. conjugate: turn back. A position beyond the tables gives NaN where it is in an array. Differentiable in
+    q and k.
     """
     arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
     options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset)
@@ -85,7 +88,7 @@ def cross_entropy(
     logits: Any, labels: Any, *, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     logit_scale: float = 1.0, ignore_index: int = -100, return_lse: bool = False, implementation: str | None = None,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of logits (..., classes) with int32 labels (...), float32; differentiable in logits.
+    """Cross-entropy, float32, of logits (..., classes), fp16, bf16 or fp32, with int32 labels (...); differentiable in logits.
 
     loss = lse - (1 - label_smoothing) x_label - label_smoothing * mean(x) + z_loss * lse^2,  x = logit_scale * logits
 
@@ -110,8 +113,9 @@ def softmax(
 ) -> Any:  # fmt: skip
     """softmax(scale * x) along the last axis, over the scores that are seen; 0 elsewhere and in rows that see none.
 
-    x: (..., rows, columns), two to four axes. mask: bool, True where a score is hidden, broadcasting to x. causal: row i
-    sees columns j <= i + columns - rows. masked_score: the score of what the mask hides, instead of -inf.
+    x: (..., rows, columns), two to four axes, fp16, bf16 or fp32; the result is alike. mask: bool, True where a score is
+    hidden, broadcasting to x. causal: row i sees columns j <= i + columns - rows. masked_score: the score of what the mask
+    hides, instead of -inf.
     """
     x = jnp.asarray(x)
     if not 2 <= x.ndim <= 4:
