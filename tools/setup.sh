@@ -10,6 +10,10 @@ if ! "$system" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "flashtile needs Python 3.10 or newer: make PYTHON=/path/to/it" >&2
     exit 1
 fi
+if [ -L .venv ]; then # another checkout's: building would clear it
+    echo ".venv is a link to $(readlink .venv), which is not touched here: run make there, or touch .venv/.ready if it is up to date." >&2
+    exit 1
+fi
 echo "Building .venv, once. PyTorch is a large download."
 
 # A PyTorch that already drives this machine's GPU is better than any that would be installed here.

@@ -18,6 +18,10 @@ if [ -z "$found" ]; then
     echo "flashtile.jax is not tested: JAX 0.11 needs Python 3.12 or 3.13 and there is none here (JAX_PYTHON=/path/to/it)." >&2
     exit 3
 fi
+if [ -L .venv-jax ]; then # another checkout's: building would clear it
+    echo ".venv-jax is a link to $(readlink .venv-jax), which is not touched here: run make there, or touch .venv-jax/.ready." >&2
+    exit 1
+fi
 echo "Building .venv-jax, once."
 "$found" -m venv --clear .venv-jax
 pip() { .venv-jax/bin/python -m pip --disable-pip-version-check "$@"; }
