@@ -22,6 +22,7 @@ from flashtile.plan.device import Device
 
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
 
+DIVISIBLE = [["tt.divisibility", 16]]
 INTEGERS = {"int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}  # in Triton's signature language
 
 
@@ -52,8 +53,9 @@ def compile_call(call: KernelCall, plan: Plan, device: Device) -> Any:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What the compiler is told of a call's arguments: types by name, nested as they are, constants and what is a multiple
-    of 16 by path. Of a `Size` it learns what holds for every size.
+    """What the compiler is told of a call's arguments: types by name, nested as they are, constants by path, and of what may be
+    one whether it is a multiple of 16. Of a `Size` it learns what holds for every size. In the order and the form in which a
+    launch tells it, so that Triton finds on disk what either of the two has compiled.
 
     `runtime` lists what a launch passes, in order, with its type: numbers, Pointer and Descriptor.
     """
@@ -78,7 +80,7 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
         if isinstance(arg, tuple):
             return tuple(describe(a, (*path, i)) for i, a in enumerate(arg))
         if isinstance(arg, Pointer):
-            divisible[path] = [["tt.divisibility", 16]]
+            divisible[path] = DIVISIBLE
             dtype = buffers[arg.name].dtype
             kind = "*" + INTEGERS.get(dtype, dtype)
         elif isinstance(arg, Descriptor):
@@ -86,15 +88,15 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
         elif isinstance(arg, float):
             kind = "fp32"
         elif isinstance(arg, Size):
-            if divisor(arg.terms) % 16 == 0 and special:
-                divisible[path] = [["tt.divisibility", 16]]
+            if special:
+                divisible[path] = DIVISIBLE if divisor(arg.terms) % 16 == 0 else []
             kind = "i32"
         elif arg is None or (arg == 1 and special):
             constants[path] = arg
             return "constexpr"
         else:
-            if arg % 16 == 0 and special:
-                divisible[path] = [["tt.divisibility", 16]]
+            if special:
+                divisible[path] = DIVISIBLE if arg % 16 == 0 else []
             kind = "i32" if -(2**31) <= arg < 2**31 else "i64"
         runtime.append((arg, kind))
         return kind

@@ -92,18 +92,21 @@ def main() -> None:
         counts: list[int] = []
         for call in plan.calls:
             assert isinstance(call, KernelCall)
-            entry = compile_call(call, plan, H100).asm["ptx"].split(".entry")[1].split(")")[0]
+            ahead = compile_call(call, plan, H100)
+            entry = ahead.asm["ptx"].split(".entry")[1].split(")")[0]
             counts.append(len(re.findall(r"\.param", entry)) - 2)  # two are Triton's own scratch
             os.environ["PARAMETERS"] = str(counts[-1])
             file.write_text("")
             launch = KernelLaunch(call, plan, {name: t.stride() for name, t in tensors.items()}, Card)  # pyright: ignore
             launch(tensors)  # through Triton's JIT
             direct = launch.compiled is not None
+            known = direct and launch.compiled.hash == ahead.hash
             launch(tensors)
             launch(tensors)
-            print(plan.backend, call.kernel.fn.__name__, direct, file.read_text().splitlines(), sep="|")
+            print(plan.backend, call.kernel.fn.__name__, direct, known, file.read_text().splitlines(), sep="|")
         os.environ["PARAMETERS"] = str(min(counts))
-        print(plan.backend, "replay", *replayed(plan, file), sep="|")
+        replays, launches = replayed(plan, file)
+        print(plan.backend, "replay", replays, "", launches, sep="|")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Direct launches hand the driver what Triton's own launches do, bulk copy descriptors included.
+"""Direct launches hand the driver what Triton's own launches do, bulk copy descriptors included; and launches find compiled
+what `export.compile` compiled without a GPU.
 
 A recording stand-in for libcuda is compiled and given to Triton; what a GPU would get is compared word by word.
 """
@@ -45,13 +46,14 @@ def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     seen: list[str] = []
     for line in done.stdout.splitlines():
-        backend, kernel, direct, text = line.split("|")
+        backend, kernel, direct, known, text = line.split("|")
         if kernel == "replay":
             assert ast.literal_eval(direct) == ast.literal_eval(text) != []
             seen.append(f"{backend} {kernel}")
             continue
         first, *others = ast.literal_eval(text)
         assert direct == "True", f"{kernel} is still launched through the JIT"
+        assert known == "True", f"{kernel} is compiled anew, whatever export.compile left on disk"
         assert others == [first, first], f"{backend} {kernel}"
         seen.append(f"{backend} {kernel}")
     assert {"hopper attention_forward", "hopper attention_backward", "hopper replay", "triton attention_backward_keys"} <= set(
