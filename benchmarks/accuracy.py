@@ -1,10 +1,11 @@
 """Judges random GPU cases by the accuracy rule of tests/judge.py, and writes what it found.
 
     python benchmarks/accuracy.py [--cases 2400] [--seed 0] [--backend hopper] [--dtype fp32 ...] [--numbers 2217 ...]
-        [--output benchmarks/results/accuracy.csv]
+        [--budget SECONDS] [--output benchmarks/results/accuracy.csv]
 
 Lengths, batch and upstream gradients are random; dtype, head dims, mask kind, modifiers, heads and backward variant are
-drawn from a bounded set, so that a run compiles a few hundred kernels and no more. Of error ratios to plain PyTorch's the
+drawn from a bounded set, so that a run compiles a few hundred kernels and no more. Processes check cases side by side, first
+one of every combination, so that the kernels are compiled on all cores. Of error ratios to plain PyTorch's the
 rule bounds the largest (1.5; it counts errors below the floor as being on it), the 99th percentile (1.1) and the mean (1).
 The last part of a case's name is its number: --numbers runs it again.
 """
@@ -15,24 +16,23 @@ import argparse
 import random
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import record
+from benchmarks.processes import Failure, in_processes
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile import dispatch
-from flashtile.errors import NotSupported
-from flashtile.plan.backend import Gradients
 from flashtile.torch.attention import PreparedCall, make_problem, prepare
 from flashtile.torch.lengths import given_lengths
-from flashtile.torch.run import Bound, KernelLaunch, device_of
+from flashtile.torch.run import device_of
 from tests.cases import DTYPES, Case, Tensors
 from tests.judge import breaches, expected, measure, measure_lse, run
 
@@ -43,6 +43,7 @@ COLUMNS = (
     "name", "dtype", "head_dim", "head_dim_v", "causal", "window", "score", "backward", "batch", "heads_q", "heads_kv",
     "seqlen_q", "seqlen_k", "upstream",
 )  # fmt: skip
+SIZES = ("name", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "upstream", "cu_q", "cu_k", "used_q", "used_k")
 
 
 def profiles(seed: int) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ def refused(case: Case, device: torch.device) -> list[str]:
 
 
 def assess(case: Case, device: torch.device, backend: str) -> dict[str, Any]:
-    """A row: the errors, and `breach`, which says what broke the rule."""
+    """A row: the errors, and `failure`, which says what broke the rule."""
     tensors = case.tensors(device)
     row = describe(case) | {"problem": prepared(case, tensors, backend)[0].problem.spell(), "backend": backend}
     got = run(backend, case, tensors)
@@ -96,20 +97,11 @@ def assess(case: Case, device: torch.device, backend: str) -> dict[str, Any]:
         error = measure(name, case, got[name], exact, plain[name])
         row |= {f"{name}_error": error.largest, f"{name}_plain": error.plain_largest, f"{name}_floor": error.floor,
                 f"{name}_ratio": error.ratio, f"{name}_mean_ratio": error.mean_ratio}  # fmt: skip
-    return {**row, "breach": "; ".join(breaches(case, got, truth, plain))}
+    return {**row, "failure": "; ".join(breaches(case, got, truth, plain))}
 
 
 def describe(case: Case) -> dict[str, Any]:
     return {column: str(value) for column, value in asdict(case).items() if column in COLUMNS}
-
-
-def specialised(arg: Any) -> Any:
-    """What Triton makes of an argument's value: it compiles anew for strides of 1 and for multiples of 16."""
-    if isinstance(arg, tuple):
-        return tuple(
-            specialised(a) if isinstance(a, tuple) or a is None else a % 16 == 0 if isinstance(a, int) else "" for a in arg
-        )
-    return arg
 
 
 def prepared(case: Case, tensors: Tensors, backend: str) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
@@ -126,41 +118,44 @@ def is_captured(name: str) -> bool:
     return name.startswith(("score", "sink"))
 
 
-def launches_of(case: Case, device: torch.device, backend: str) -> list[tuple[Any, KernelLaunch, Tensors]]:
-    """Every kernel launch of a case with its tensors, and what distinguishes its compiled code from another's."""
-    tensors = case.tensors(device)
-    call, captured = prepared(case, tensors, backend)
-    if case.cu_q is not None:  # plans see items one after another as one batch entry
-        tensors = {n: t if is_captured(n) else t[None] for n, t in tensors.items()}
-    q, k, v = (tensors[n] for n in "qkv")
-    tensors = {n: t for n, t in tensors.items() if not is_captured(n)}
-    tensors.update(call.tensors((q, k, v), [t.detach() for t in captured]))
-    gradients = Gradients(dlse=case.upstream == "both")
-    found = []
-    for plan in (call.plan, dispatch.plan_backward(call.problem, call.place, gradients, backend, case.backward)):
-        bound = Bound(plan, {b.name: tensors[b.name] for b in plan.named("input")}, device)
-        for name, shape, strides, dtype, _ in bound.allocations:
-            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        for launch in bound.launches:
-            assert isinstance(launch, KernelLaunch)
-            identity = (launch.call.kernel.fn.__name__, launch.call.constants, case.dtype, specialised(tuple(launch.args)))
-            found.append((identity, launch, tensors))
-    return found
+def checked(case: Case, backend: str) -> dict[str, Any]:
+    """The row of a case, on this process's GPU."""
+    return assess(case, torch.device("cuda", 0), backend)
 
 
-def compile_ahead(cases: list[Case], device: torch.device, backend: str) -> None:
-    """Compile what the cases need, in parallel."""
-    needed: dict[Any, tuple[KernelLaunch, Tensors]] = {}
+def kind(case: Case) -> str:
+    """What two cases have in common that differ in sizes alone: most of their kernels."""
+    return str([value for name, value in asdict(case).items() if name not in SIZES])
+
+
+def check_all(
+    function: Callable[[Case, str], dict[str, Any]], cases: list[Case], backend: str, record: Record, ends: float
+) -> Iterator[dict[str, Any]]:
+    """The row of each case that is done in time, by `function` in several processes; the others are noted as missing.
+
+    The first case of every kind comes first, then the second of every kind: neighbours compile different kernels.
+    """
+    seen: Counter[str] = Counter()
+    turns: list[int] = []
     for case in cases:
-        for identity, launch, tensors in launches_of(case, device, backend):
-            needed.setdefault(identity, (launch, tensors))
-    print(f"{len(needed)} kernels to compile", flush=True)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda pair: pair[0].warm(pair[1]), needed.values()))
+        turns.append(seen[kind(case)])
+        seen[kind(case)] += 1
+    ordered = [case for _, case in sorted(zip(turns, cases, strict=True), key=lambda pair: pair[0])]
+    left, begun = {case.name: case for case in ordered}, time.monotonic()
+    for (case, _), made in in_processes(function, [(case, backend) for case in ordered], ends):
+        del left[case.name]
+        if len(ordered) - len(left) == len(seen):
+            print(f"as many cases as kinds are compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+        row = {**describe(case), "failure": made.text} if isinstance(made, Failure) else made
+        if row["failure"]:
+            print("FAILED", case, row["failure"], flush=True)
+        yield row
+    for name in left:
+        record.leave(name)
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Per dtype and tensor what the rule bounds; then lse."""
+    """Per dtype and tensor what the rule bounds; then lse, and the worst cases."""
     for dtype in DTYPES:
         for name in ("out", "dq", "dk", "dv", "dscore.0", "dscore.1"):
             mine = [r for r in rows if r["dtype"] == dtype and f"{name}_ratio" in r]
@@ -174,55 +169,36 @@ def report(rows: list[dict[str, Any]]) -> None:
     lse = sorted(r["lse_error"] for r in rows if "lse_error" in r)
     if lse:
         print(f"lse relative error: worst {lse[-1]:.2e} p99 {lse[int(0.99 * len(lse))]:.2e}")
+    for name in ("out", "dq", "dk", "dv", "dscore.0", "dscore.1"):
+        worst = sorted((r for r in rows if f"{name}_ratio" in r), key=lambda r: -r[f"{name}_ratio"])[:5]
+        print(f"worst {name}:", ", ".join(f"{r['name']} {r['dtype']} {r[f'{name}_ratio']:.2f}" for r in worst))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", type=int, default=2400)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=at_least_one, default=2400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="triton", choices=[backend.name for backend in dispatch.BACKENDS])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
-    parser.add_argument("--budget", type=float, default=400.0, help="seconds, after which no case is begun")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accuracy.csv"))
-    parser.add_argument("--commit", default="", help="where the files were copied without git")
+    options(parser, "benchmarks/results/accuracy.csv", 400)
     chosen = parser.parse_args()
+    need_gpu(parser)
     device = torch.device("cuda", 0)
-    start = time.perf_counter()
     cases = [
         case for case in (draw(n, chosen.seed) for n in chosen.numbers or range(chosen.cases)) if case.dtype in chosen.dtype
     ]
     if chosen.backend == "hopper":
         cases = [case for case in map(as_hopper_has_it, cases) if not refused(case, device)]
-    compile_ahead(cases, device, chosen.backend)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    if not cases:
+        parser.error("no case is left of those that are asked for")
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
     rows: list[dict[str, Any]] = []
-    for case in cases:
-        try:
-            rows.append(assess(case, device, chosen.backend))
-        except NotSupported:
-            raise
-        except RuntimeError as error:
-            if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
-                print("FAULT", case, flush=True)
-                raise
-            # a kernel that does not compile or run is a failure like a wrong one
-            rows.append({**describe(case), "breach": f"{type(error).__name__}: {error}"[:300]})
-        if rows[-1]["breach"]:
-            print("BREACH", case, rows[-1]["breach"], flush=True)
-        if time.perf_counter() - start > chosen.budget:
-            print("budget used up", flush=True)
-            break
-    failures = sum(bool(row["breach"]) for row in rows)
+    for row in check_all(checked, cases, chosen.backend, record, record.ends):
+        rows.append(row)
+        record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
     report(rows)
-    for name in ("out", "dq", "dk", "dv", "dscore.0", "dscore.1"):
-        worst = sorted((r for r in rows if f"{name}_ratio" in r), key=lambda r: -r[f"{name}_ratio"])[:5]
-        print(f"worst {name}:", ", ".join(f"{r['name']} {r['dtype']} {r[f'{name}_ratio']:.2f}" for r in worst))
-    properties = torch.cuda.get_device_properties(0)
-    print(f"{len(rows)} cases, {failures} failures, {properties.name}, torch {torch.__version__}, triton {triton.__version__}")
-    rows = [{column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()} for row in rows]
-    record(chosen.output, rows, device, chosen.commit)
-    return 1 if failures else 0
+    return record.end()
 
 
 if __name__ == "__main__":

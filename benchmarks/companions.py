@@ -1,6 +1,6 @@
 """Checks, then times, the ops of `flashtile.ops` beside torch.compile and, where it is installed, Liger, in rotation.
 
-    python benchmarks/companions.py [--section norm rotary ...] [--limit SECONDS] [--output benchmarks/results/companions.csv]
+    python benchmarks/companions.py [--section norm rotary ...] [--budget SECONDS] [--output benchmarks/results/companions.csv]
 
 GB/s are those of the fewest bytes that the op must move; `of_copy` and `of_read` are fractions of what this run's own copy
 and read of 1 GiB reach. The caches are cleared before every call. `compiled` is torch.compile of the plain formula.
@@ -11,45 +11,74 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from itertools import islice
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import Session
 from benchmarks.companion_sections import SECTIONS
-from benchmarks.record import record
+from benchmarks.processes import WORKERS, compile_ahead
+from benchmarks.record import Record, machine, need_gpu, options
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=200.0,
-        help="seconds, shared by the sections; cells that have not begun by then are left out",
-    )
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/companions.csv"))
-    parser.add_argument("--commit", default="")
-    chosen = parser.parse_args()
+def configure() -> None:
+    """How torch.compile is to work here and in the processes that compile ahead."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # a compiled backward is to be called again and again
     torch._dynamo.config.recompile_limit = 1000  # one function, many shapes: beyond the limit it would run eagerly
     torch._dynamo.config.accumulated_recompile_limit = 10000
     torch.manual_seed(0)
-    session = Session(torch.device("cuda", 0), chosen.limit)
+
+
+def warm(section: str, number: int) -> None:
+    """Run every entrant of a section's cell once, which compiles it."""
+    configure()
+    wrong: list[str] = []
+    cell = next(islice(SECTIONS[section](), number, None))
+    for name, entrant in cell.entrants().items():
+        try:
+            entrant.call()
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[:200])
+    torch.cuda.synchronize()
+    del cell
+    gc.collect()
+    torch.cuda.empty_cache()
+    if wrong:
+        raise RuntimeError(f"{'; '.join(wrong)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    options(parser, "benchmarks/results/companions.csv", 200)
+    chosen = parser.parse_args()
+    need_gpu(parser)
+    configure()
+    device = torch.device("cuda", 0)
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
+    session = Session(device, record)
+    cells = [(number, section) for section in chosen.section for number, _ in enumerate(SECTIONS[section]())]
+    gc.collect()
+    torch.cuda.empty_cache()  # the other processes need the memory
+    ahead = [(section, number) for number, section in sorted(cells, key=lambda cell: cell[0])]  # the large ones apart
+    compile_ahead(warm, ahead, record.left(), 0.5, min(WORKERS, 12))
     session.measure_ceilings()
-    for i, section in enumerate(chosen.section):
-        session.begin_section(len(chosen.section) - i)
-        for cell in SECTIONS[section]():
-            if session.left() < 0:
-                print(f"LEFT OUT, no time: {cell.section} {cell.case} {cell.direction}", flush=True)
-                continue
-            session.run(cell)
-            gc.collect()
-    record(chosen.output, session.rows, session.device, chosen.commit)
-    return int(any(row["provider"].endswith("FAILED") for row in session.rows))
+    for section, session.until in record.parts(chosen.section):
+        with record.attempt(section=section, case="all"):
+            for cell in SECTIONS[section]():
+                place = dict(section=section, case=cell.case, direction=cell.direction)
+                if session.left() < 0:
+                    record.leave(" ".join(place.values()))
+                    continue
+                with record.attempt(**place, provider="all"):
+                    session.run(cell)
+                gc.collect()
+    return record.end()
 
 
 if __name__ == "__main__":

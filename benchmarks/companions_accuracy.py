@@ -1,8 +1,9 @@
 """Judges random problems of every companion op on a GPU by the accuracy rule, and writes what it found.
 
-    python benchmarks/companions_accuracy.py [--cases 1000] [--op norm ...] [--limit SECONDS] [--output FILE.csv]
+    python benchmarks/companions_accuracy.py [--cases 1000] [--op norm ...] [--budget SECONDS] [--output FILE.csv]
 
-Shapes, layouts, dtypes and options are random, from sets that compile some dozens of kernels an op.
+Shapes, layouts, dtypes and options are random, from sets that compile some dozens of kernels an op. Several processes compile
+and check side by side.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import record
+from benchmarks.processes import Failure, in_processes
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.kernels.companions.catalogue import OPS
 from tests.companions.cases import Case, ce, mlp, norm, rope
 from tests.companions.judge import breaches, plain, result, truth
@@ -88,36 +90,51 @@ DRAW: dict[str, Callable[[random.Random], str]] = {
 assert set(DRAW) == set(OPS)
 
 
+def drawn(op: str, cases: int, seed: int) -> list[tuple[str, str]]:
+    """Spelling and layout of an op's cases."""
+    dice = random.Random(seed)
+    made = []
+    for _ in range(cases):
+        layout = dice.choice(("dense", "dense", "dense", "gaps", "transposed", "expanded"))
+        made.append((DRAW[op](dice), layout))
+    return made
+
+
+def checked(spelling: str, layout: str, backend: str) -> tuple[str, str]:
+    """A case's name, and what broke the rule."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    case = Case(spelling, layout)
+    tensors = case.tensors(torch.device("cuda", 0))
+    got = result(case, tensors, backend)
+    return case.name, "; ".join(breaches(case, got, truth(case, tensors), plain(case, tensors)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="of each op")
+    parser.add_argument("--cases", type=at_least_one, default=1000, help="of each op")
     parser.add_argument("--op", nargs="+", choices=list(DRAW), default=list(DRAW))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds, shared equally by the ops")
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/companions-accuracy.csv"))
-    parser.add_argument("--commit", default="", help="where the files were copied without git")
+    parser.add_argument("--backend", choices=("triton",), default="triton")
+    options(parser, "benchmarks/results/companions-accuracy.csv", 300)
     chosen = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows: list[dict[str, str]] = []
+    need_gpu(parser)
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
+    jobs: dict[tuple[str, str, str], str] = {}
+    for alike in zip(*([(op, case) for case in drawn(op, chosen.cases, chosen.seed)] for op in chosen.op), strict=True):
+        jobs |= {(*case, chosen.backend): op for op, case in alike}  # the ops in turn: none is left out where time is short
+    left = dict(jobs)
+    for job, made in in_processes(checked, list(jobs), record.ends):
+        op = left.pop(job)
+        name, failure = (f"{job[0]} {job[1]}", made.text) if isinstance(made, Failure) else made
+        record.add(dict(op=op, case=name, failure=failure))
+        if failure:
+            print(f"FAILED {name}: {failure}", flush=True)
+    for op, cases in Counter(left.values()).items():
+        record.leave(f"{cases} of {op}")
     for op in chosen.op:
-        dice, end, done, wrong = random.Random(chosen.seed), time.perf_counter() + chosen.limit / len(chosen.op), 0, 0
-        for _ in range(chosen.cases):
-            if time.perf_counter() > end:
-                break
-            layout = dice.choice(("dense", "dense", "dense", "gaps", "transposed", "expanded"))
-            case = Case(DRAW[op](dice), layout)
-            tensors = case.tensors(device)
-            got = result(case, tensors, chosen.backend)
-            found = "; ".join(breaches(case, got, truth(case, tensors), plain(case, tensors)))
-            rows.append(dict(op=op, case=case.name, breach=found))
-            done, wrong = done + 1, wrong + bool(found)
-            if found:
-                print(f"BREACH {case.name}: {found}", flush=True)
-        print(f"{op}: {done} cases, {wrong} breaches", flush=True)
-    record(chosen.output, rows, device, chosen.commit)
-    return int(any(row["breach"] for row in rows))
+        mine = [row for row in record.rows if row["op"] == op]
+        print(f"{op}: {len(mine)} cases, {sum(bool(row['failure']) for row in mine)} breaches", flush=True)
+    return record.end()
 
 
 if __name__ == "__main__":

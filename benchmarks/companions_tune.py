@@ -1,6 +1,6 @@
 """Times other launches of the norms and of cross-entropy than those that the library chooses, each checked first.
 
-    python benchmarks/companions_tune.py [--limit SECONDS] [--output benchmarks/results/companions-tune.csv] [--dry]
+    python benchmarks/companions_tune.py [--budget SECONDS] [--output benchmarks/results/companions-tune.csv] [--dry]
 
 Processes of their own compile all launches ahead. A launch is right where its outputs are those of the op's plain PyTorch
 form. --dry compiles them without a GPU and prints what the compiler says of them.
@@ -9,10 +9,8 @@ form. --dry compiles them without a GPU and prints what the compiler says of the
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import Session, distance
-from benchmarks.record import record
+from benchmarks.processes import compile_ahead
+from benchmarks.record import Record, machine, need_gpu, options
 from flashtile.kernels.companions import cross_entropy, norm
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.plan.call import KernelCall, Plan
@@ -115,14 +114,14 @@ CELLS = _cells()
 PAIRS = [(i, j) for i, cell in enumerate(CELLS) for j in range(len(cell.launches))]
 
 
-def compile_ahead(pair: tuple[int, int]) -> None:
+def warm(i: int, j: int) -> None:
     """Run a launch on few rows: Triton keeps what it compiled on disk."""
-    cell, device = CELLS[pair[0]], torch.device("cuda", 0)
+    cell, device = CELLS[i], torch.device("cuda", 0)
     rows = re.search(r"=(\d+)x", cell.spelling)
     assert rows is not None
     problem = Companion.parse(re.sub(rf"={rows[1]}([x:])", rf"={FEW_ROWS}\1", cell.spelling))
     given = cell.tensors(problem, device)
-    Bound(cell.plan(problem, device_of(device), cell.launches[pair[1]]), given, device).run(dict(given))
+    Bound(cell.plan(problem, device_of(device), cell.launches[j]), given, device).run(dict(given))
     torch.cuda.synchronize()
 
 
@@ -132,24 +131,23 @@ def measure(session: Session, cell: Cell) -> None:
     given = cell.tensors(problem, device)
     chosen = cell.plan(problem, device_of(device), None)
     exact = {name: tensor.float() for name, tensor in cell.truth(problem, given, chosen).items()}
-    bytes_moved = sum(t.nbytes for t in given.values() if t.dim() == 2)
+    bytes_in, bytes_out = sum(t.nbytes for t in given.values() if t.dim() == 2), 0
     timed: list[tuple[float, Any]] = []
     for launch in cell.launches:
-        bound = Bound(cell.plan(problem, device_of(device), launch), given, device)
-        made = bound.run(dict(given))
-        off = max(distance(made[name], exact[name]) for name in exact)
-        if not off < TOLERANCE:
-            print(f"WRONG {cell.spelling} {cell.direction} {launch}: off by {off:.1e}", flush=True)
-            continue
-        if launch is cell.launches[0]:
-            bytes_moved += sum(made[b.name].nbytes for b in chosen.named("output") if made[b.name].dim() == 2)
-        del made
-        timed.append((session.ms(lambda bound=bound: bound.run(dict(given)), 8), launch))
+        with session.record.attempt(problem=cell.spelling, direction=cell.direction, launch=str(launch)):
+            bound = Bound(cell.plan(problem, device_of(device), launch), given, device)
+            made = bound.run(dict(given))
+            off = max(distance(made[name], exact[name]) for name in exact)
+            if not off < TOLERANCE:
+                raise ArithmeticError(f"off by {off:.1e}")
+            bytes_out = sum(made[b.name].nbytes for b in chosen.named("output") if made[b.name].dim() == 2)
+            del made
+            timed.append((session.ms(lambda bound=bound: bound.run(dict(given)), 8), launch))
     for ms, launch in sorted(timed, key=lambda pair: pair[0]):
-        share = bytes_moved / ms * 1e-6 / session.ceilings["copy"]
+        share = (bytes_in + bytes_out) / ms * 1e-6 / session.ceilings["copy"]
         print(f"{share:.3f} of copy {ms:.4f} ms {cell.direction} {launch} {cell.spelling}", flush=True)
-        session.rows.append(dict(problem=cell.spelling, direction=cell.direction, launch=str(launch), ms=round(ms, 4),
-                                 of_copy=round(share, 3)))  # fmt: skip
+        session.record.add(dict(problem=cell.spelling, direction=cell.direction, launch=str(launch), ms=round(ms, 4),
+                                of_copy=round(share, 3)))  # fmt: skip
 
 
 def compile_all() -> None:
@@ -169,30 +167,23 @@ def compile_all() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds; cells that have not begun by then are left out")
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile ahead")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/companions-tune.csv"))
+    options(parser, "benchmarks/results/companions-tune.csv", 120)
     parser.add_argument("--dry", action="store_true", help="compile every launch, without a GPU")
     chosen = parser.parse_args()
     if chosen.dry:
         compile_all()
         return 0
-    session = Session(torch.device("cuda", 0), chosen.limit)
-    session.begin_section(1)
-    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
-        for pair, done in [(pair, pool.submit(compile_ahead, pair)) for pair in PAIRS]:
-            if done.exception() is not None:
-                print(f"FAILED {CELLS[pair[0]].launches[pair[1]]}: {done.exception()}"[:300], flush=True)
+    need_gpu(parser)
+    device = torch.device("cuda", 0)
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
+    session = Session(device, record)
+    compile_ahead(warm, PAIRS, record.left())
     session.measure_ceilings()
-    session.rows.clear()
-    for cell in CELLS:
-        if session.left() < 0:
-            print(f"LEFT OUT, no time: {cell.spelling} {cell.direction}", flush=True)
-            continue
-        measure(session, cell)
+    for cell, session.until in record.parts(CELLS, lambda cell: f"{cell.spelling} {cell.direction}"):
+        with record.attempt(problem=cell.spelling, direction=cell.direction, launch="all"):
+            measure(session, cell)
         torch.cuda.empty_cache()
-    record(chosen.output, session.rows, session.device)
-    return 0
+    return record.end()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ are held against float64 for random sizes and for the timed ones, and the forwar
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
 import random
 import sys
 import time
-from collections.abc import Callable
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.processes import compile_ahead
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options, positive, sized
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for, host_us
 from flashtile.bench.yardstick import Yardstick, tolerance
@@ -39,6 +38,7 @@ from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 CODES = {"fp32": 0, "fp16": 1, "bf16": 2}  # flashtile_dtype
 SHAPES = ("8x1024", "6x4096", "1x8192")
 HEADS, HEAD_DIM = 12, 64
+LEAST_SIZES = 7  # random ones that are checked whatever time it takes
 Tensors = dict[str, torch.Tensor]
 Sizes = tuple[int, int, int, int]  # B, T, NH, C
 
@@ -137,8 +137,9 @@ def sdpa(problem: AttentionProblem, t: Tensors) -> tuple[str, Callable[[], Any],
     return name, forward_alone, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def judge(exported: Exported, dtype: str, sizes: Sizes) -> tuple[Tensors, bool]:
-    """Whether both functions are right: against float64, and the forward bit by bit against the front end's."""
+def judge(exported: Exported, dtype: str, sizes: Sizes) -> Tensors:
+    """The tensors of a problem that both functions answered. Raises ArithmeticError where they are wrong by float64, or the
+    forward is not the front end's bit by bit."""
     problem = problem_of(dtype, sizes)
     t = draw(exported, dtype, sizes)
     exported.forward(dtype, sizes, t)()
@@ -151,78 +152,96 @@ def judge(exported: Exported, dtype: str, sizes: Sizes) -> tuple[Tensors, bool]:
     right = errors["out"] < most[0] and all(errors[n] < most[1] for n in ("dq", "dk", "dv"))
     same = torch.equal(front_end(problem, t)[0]()["out"], t["out"])
     if not (right and same):
-        print(f"WRONG {problem.spell()} {errors} bitwise {same}", flush=True)
-    return t, right and same
+        raise ArithmeticError(f"WRONG {errors}, bitwise the front end's: {same}")
+    return t
 
 
-def check(exported: Exported, dtypes: list[str], seconds: float) -> int:
-    """Failures among random sizes, checked until time is up."""
-    draw_size, end, failed, count = random.Random(0), time.monotonic() + seconds, 0, 0
-    sizes = [(1, 1, 1), (2, 1, 12), (1, 128, 1), (3, 257, 5), (40, 64, 12), (2, 1024, 12), (1, 1100, 3)]
-    while sizes or time.monotonic() < end:
-        b, t, heads = sizes.pop() if sizes else (draw_size.randint(1, 6), draw_size.randint(1, 1500), draw_size.randint(1, 16))
+def random_sizes() -> Iterator[Sizes]:
+    """A few odd ones, then random ones without end."""
+    dice = random.Random(0)
+    for b, t, heads in ((1, 1100, 3), (2, 1024, 12), (40, 64, 12), (3, 257, 5), (1, 128, 1), (2, 1, 12), (1, 1, 1)):
+        yield b, t, heads, heads * HEAD_DIM
+    while True:
+        heads = dice.randint(1, 16)
+        yield dice.randint(1, 6), dice.randint(1, 1500), heads, heads * HEAD_DIM
+
+
+def check(exported: Exported, dtypes: list[str], seconds: float, record: Record) -> None:
+    """Check random sizes until time is up; a row for each dtype and, where one is wrong, for that."""
+    end, checked = time.monotonic() + seconds, 0
+    for sizes in random_sizes():
+        if record.left() < 0 or (checked >= LEAST_SIZES and time.monotonic() > end):
+            break
+        checked += 1
         for dtype in dtypes:
-            failed += not judge(exported, dtype, (b, t, heads, heads * HEAD_DIM))[1]
-            count += 1
-    print(f"checked {count} random problems, {failed} wrong", flush=True)
-    return failed
+            with record.attempt(problem=problem_of(dtype, sizes).spell(), direction="check"):
+                judge(exported, dtype, sizes)
+    print(f"checked {checked} random sizes of {', '.join(dtypes)}", flush=True)
+    record.add(dict(problem=f"{checked} random sizes of {' '.join(dtypes)}", direction="check"))
 
 
-def measure(exported: Exported, dtype: str, shape: str, rounds: int) -> list[dict[str, Any]]:
-    """Rows of one shape, forward and backward; none where a result is wrong."""
+def warm(dtype: str, sizes: Sizes, which: int) -> None:
+    """Compile the front end's forward, or its backward, of a problem."""
+    b, t, heads, c = sizes
+    size = (b, t, heads, c // heads)
+    tensors = {"inp": torch.randn((b, t, 3, *size[2:]), device="cuda").to(TORCH_DTYPES[dtype])}
+    tensors["dout"] = torch.randn(size, device="cuda").to(TORCH_DTYPES[dtype])
+    (forward, backward) = front_end(problem_of(dtype, sizes), tensors)
+    (forward, backward)[which]()
+
+
+def measure(exported: Exported, dtype: str, shape: str, rounds: int, until: float, record: Record) -> None:
+    """Rows of one shape, forward and backward."""
     b, length = (int(n) for n in shape.split("x"))
     sizes = (b, length, HEADS, HEADS * HEAD_DIM)
     problem, device = problem_of(dtype, sizes), torch.device("cuda", 0)
-    t, right = judge(exported, dtype, sizes)
-    if not right:
-        return []
+    t = judge(exported, dtype, sizes)
     own, (peer, *theirs) = front_end(problem, t), sdpa(problem, t)
-    rows: list[dict[str, Any]] = []
     for i, direction in enumerate(("forward", "backward")):
         make = exported.forward if direction == "forward" else exported.backward
         calls = {"exported": make(dtype, sizes, t), "front end": own[i], peer: theirs[i]}
         counts = {name: calls_for(burst_ms(call, 3, device), device) for name, call in calls.items()}
-        times = rotate(list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device))  # noqa: B023
+        times = rotate(
+            list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device),  # noqa: B023
+            lambda: time.monotonic() < until,
+        )  # fmt: skip
         for name, taken in times.items():
             ms = median(taken)
-            rows.append(dict(
+            row = dict(
                 problem=problem.spell(), direction=direction, provider=name, ms=round(ms, 4), least_ms=round(min(taken), 4),
                 most_ms=round(max(taken), 4), tflops=round(problem.flops(direction) / ms / 1e9, 1),  # pyright: ignore
                 host_us=round(host_us(calls[name], ms), 1), speedup=round(ms / median(times["exported"]), 3),
-            ))  # fmt: skip
-            print(rows[-1], flush=True)
-    return rows
+            )  # fmt: skip
+            print(row, flush=True)
+            record.add(row)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library")
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, help="BxT")
-    parser.add_argument("--dtypes", nargs="*", default=list(CODES))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of random checks")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path("bench-output/exported.csv"))
-    parser.add_argument("--commit", default="", help="of the files, where git is not there to tell")
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--shapes", nargs="+", type=sized(2), default=SHAPES, help="BxT")
+    parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=list(CODES))
+    parser.add_argument("--seconds", type=positive, default=20.0, help="of random checks")
+    parser.add_argument("--rounds", type=at_least_one, default=8)
+    options(parser, "bench-output/exported.csv", 180)
     arguments = parser.parse_args()
-    exported = Exported(arguments.library)
+    if not arguments.library.exists():
+        parser.error(f"{arguments.library} is not there")
+    need_gpu(parser)
     torch.manual_seed(0)
-    torch.zeros(1, device="cuda")  # makes a context, which the functions want to find
-    failed = check(exported, arguments.dtypes, arguments.seconds)
-    rows = [
-        row
-        for dtype in arguments.dtypes
-        for shape in arguments.shapes
-        for row in measure(exported, dtype, shape, arguments.rounds)
-    ]
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    described = {**facts(torch.device("cuda", 0)), "date": date, "commit": commit(LIBRARY) or arguments.commit}
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *described])
-        writer.writeheader()
-        writer.writerows({**row, **described} for row in rows)
-    raise SystemExit(1 if failed or len(rows) < 6 * len(arguments.dtypes) * len(arguments.shapes) else 0)
+    torch.zeros(1, device="cuda")  # makes a context current, which the library wants to find when it is loaded
+    exported = Exported(str(arguments.library.resolve()))
+    record = Record(arguments.output, arguments.budget, machine(torch.device("cuda", 0), arguments.commit))
+    cells = [(dtype, shape) for dtype in arguments.dtypes for shape in arguments.shapes]
+    timed = [(dtype, (*map(int, shape.split("x")), HEADS, HEADS * HEAD_DIM)) for dtype, shape in cells]
+    odd = [(dtype, sizes) for sizes in islice(random_sizes(), LEAST_SIZES) for dtype in arguments.dtypes]
+    compile_ahead(warm, [(*cell, 1) for cell in timed] + [(*cell, 0) for cell in odd], record.left(), 0.4)
+    check(exported, arguments.dtypes, arguments.seconds, record)
+    for (dtype, shape), until in record.parts(cells, lambda cell: " ".join(cell)):
+        with record.attempt(problem=f"{dtype} {shape}", direction="both"):
+            measure(exported, dtype, shape, arguments.rounds, until, record)
+    return record.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

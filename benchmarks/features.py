@@ -1,37 +1,34 @@
 """Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
 
-    python benchmarks/features.py [--sections pairs costs dropout] [--backend hopper] [--cases 1100] [--seconds 420]
+    python benchmarks/features.py [--sections pairs costs dropout] [--backend hopper] [--cases 1100] [--budget 420]
                                   [--without flex] [--output features.csv]
 
-pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py; their
-kernels are compiled first, in parallel processes. costs: each feature beside the same call without it, and beside PyTorch's
-own way to it, all in one rotation. dropout: that the kernels keep what `dropout_mask` says, bit for bit, and how often.
-A section begins no case after its share of --seconds. The exit status is the number of failures, at most 1.
+pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py, in
+parallel processes. costs: each feature beside the same call without it, and beside PyTorch's own way to it, all in one
+rotation, compiled first in parallel processes. dropout: that the kernels keep what `dropout_mask` says, bit for bit, and how
+often. A section begins no case after its share of what is left of the budget. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.accuracy import launches_of, prepared
-from benchmarks.record import record
+from benchmarks.accuracy import check_all, prepared
+from benchmarks.processes import compile_ahead
+from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
 from tests.cases import Case
 from tests.judge import breaches, expected, run
@@ -70,53 +67,18 @@ def draw(number: int, choice: dict[str, str]) -> Case:
     return case_of(name, choice, seqlen_q=lengths[0], seqlen_k=lengths[1], batch=dice.randint(1, 3))
 
 
-def warm(case: Case, index: int) -> str:
-    """Compile one kernel of a case into Triton's cache; what went wrong, or ''."""
-    torch.set_num_threads(1)
-    try:
-        _, launch, tensors = launches_of(case, torch.device("cuda", 0), "triton")[index]
-        launch.warm(tensors)
-    except Exception as error:
-        return f"{case.name}: {type(error).__name__}: {error}"[:400]
-    return ""
+def checked(case: Case, backend: str) -> Row:
+    """The row of a case, on this process's GPU."""
+    tensors = case.tensors(torch.device("cuda", 0))
+    spelled = prepared(case, tensors, backend)[0].problem.spell()
+    failure = "; ".join(breaches(case, run(backend, case, tensors), *expected(case, tensors)))
+    return {"backend": backend, "backward": case.backward, "failure": failure, "problem": spelled}
 
 
-def compile_ahead(cases: list[Case], device: torch.device) -> None:
-    needed: dict[Any, tuple[Case, int]] = {}
-    for case in cases:
-        for index, (identity, _, _) in enumerate(launches_of(case, device, "triton")):
-            needed.setdefault(identity, (case, index))
-    print(f"{len(needed)} kernels to compile", flush=True)
-    workers = max(1, min(16, (os.cpu_count() or 2)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(warm, case, index) for case, index in needed.values()]
-        for job in jobs:
-            if job.result():
-                print("COMPILE", job.result(), flush=True)
-
-
-def pairs(count: int, until: float, device: torch.device) -> Iterator[Row]:
+def pairs(cases: int, until: float, record: Record) -> Iterator[Row]:
     """A row per case."""
-    cases = drawn_cases(count)
-    start = time.perf_counter()
-    compile_ahead(cases, device)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    for case in cases:
-        if time.perf_counter() > until:
-            print("pairs: time is up", flush=True)
-            return
-        row: Row = {"section": "pairs", "name": case.name, "backend": "triton", "backward": case.backward, "failure": ""}
-        try:
-            tensors = case.tensors(device)
-            row["problem"] = prepared(case, tensors, "triton")[0].problem.spell()
-            row["failure"] = "; ".join(breaches(case, run("triton", case, tensors), *expected(case, tensors)))
-        except RuntimeError as error:
-            if "illegal" in str(error) or "launch" in str(error):  # the process's GPU context is lost
-                raise
-            row["failure"] = f"{type(error).__name__}: {error}"[:300]
-        if row["failure"]:
-            print("BREACH", case, row["failure"], flush=True)
-        yield row
+    for row in check_all(checked, drawn_cases(cases), "triton", record, until):
+        yield {"section": "pairs", **row}
 
 
 # -- costs ------------------------------------------------------------------------------------------------------
@@ -163,8 +125,11 @@ def contestants(
     if not causal:
         theirs("sdpa bias", lambda: sdpa(*heads_first, attn_mask=bias.expand(BATCH, -1, -1, -1)))
         theirs("sdpa bias, gradient", lambda: sdpa(*heads_first, attn_mask=learned.expand(BATCH, -1, -1, -1)), learned)
-    for name, call, more in flex_contestants(heads_first, causal, bias, learned, sink, device) if flex else ():
-        theirs(name, call, *more)
+    try:
+        for name, call, more in flex_contestants(heads_first, causal, bias, learned, sink, device) if flex else ():
+            theirs(name, call, *more)
+    except Exception as error:  # ours are measured all the same
+        print(f"OUT flex: {type(error).__name__}: {error}"[:300], flush=True)
     return made
 
 
@@ -210,36 +175,55 @@ def elapsed_ms(function: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / REPEATS
 
 
-def costs(until: float, device: torch.device, measured: str | None, flex: bool) -> Iterator[Row]:
+def both(forward: Callable[[], Any], leaves: list[torch.Tensor]) -> None:
+    """A forward and its backward."""
+    out = forward()
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def warm(name: str, causal: bool, measured: str | None) -> None:
+    """Run a contestant once, which compiles it."""
+    forward, leaves = contestants(torch.device("cuda", 0), causal, measured, name.startswith("flex"))[name]
+    with torch.no_grad():
+        forward()
+    both(forward, leaves)
+    torch.cuda.synchronize()
+
+
+def costs(until: float, record: Record, measured: str | None, flex: bool) -> Iterator[Row]:
     """A row per contestant: milliseconds forward and forward + backward (medians), and the ratio to the plain call."""
-    for causal in (False, True):
-        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    device = torch.device("cuda", 0)
+    names = list(contestants(device, False, measured, flex))
+    masks = {causal: [n for n in names if not (causal and n.startswith("sdpa bias"))] for causal in (False, True)}
+    compile_ahead(
+        warm, [(name, causal, measured) for causal, named in masks.items() for name in named], until - time.monotonic()
+    )
+    for causal in masks:
+        share = time.monotonic() + (until - time.monotonic()) / (1 if causal else 2)
+        calls: dict[str, tuple[Callable[[], Any], list[torch.Tensor]]] = {}
         for name, (forward, leaves) in contestants(device, causal, measured, flex).items():
-
-            def both(forward: Callable[[], Any] = forward, leaves: list[torch.Tensor] = leaves) -> None:
-                out = forward()
-                torch.autograd.grad(out, leaves, torch.ones_like(out))
-
+            if time.monotonic() > until or record.lost:
+                record.leave(f"costs {name}, causal {causal}")
+                continue
             try:
-                both()
+                both(forward, leaves)
                 torch.cuda.synchronize()
             except Exception as error:  # a peer that cannot is a row that says so
                 failure = f"{type(error).__name__}: {error}"[:200]
+                record.lost |= is_lost(error)
+                print("FAILED", name, failure, flush=True)
                 yield {"section": "costs", "name": name, "causal": causal, "failure": "" if is_peer(name) else failure,
                        "note": failure}  # fmt: skip
                 continue
-            if time.perf_counter() > until:
-                print("costs: time is up while warming", flush=True)
-                return
-            calls[name] = (forward, both)
+            calls[name] = (forward, leaves)
         times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-        for _ in range(ROUNDS):
-            if time.perf_counter() > until and times["plain"][0]:
+        for turn in range(ROUNDS):
+            if time.monotonic() > share and turn:
                 break
-            for name, (forward, both) in calls.items():
+            for name, (forward, leaves) in calls.items():
                 with torch.no_grad():
                     times[name][0].append(elapsed_ms(forward))
-                times[name][1].append(elapsed_ms(both))
+                times[name][1].append(elapsed_ms(lambda f=forward, ls=leaves: both(f, ls)))
         for name, (forward_ms, both_ms) in times.items():
             base = "plain" if not is_peer(name) else f"{name.split()[0]} plain"
             row: Row = {"section": "costs", "name": name, "causal": causal, "failure": "", "forward_ms": median(forward_ms),
@@ -290,30 +274,24 @@ def dropout(device: torch.device) -> Iterator[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=("dropout", "costs", "pairs"), default=["dropout", "costs", "pairs"])
-    parser.add_argument("--cases", type=int, default=1100)
-    parser.add_argument("--seconds", type=float, default=420.0, help="for each section")
+    parser.add_argument("--cases", type=at_least_one, default=1100)
     parser.add_argument("--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured")
     parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
-    parser.add_argument("--output", type=Path, default=Path("bench-output/features.csv"))
-    parser.add_argument("--commit", default="", help="where the files were copied without git")
+    options(parser, "bench-output/features.csv", 420)
     chosen = parser.parse_args()
-    device, rows, measured = torch.device("cuda", 0), [], None if chosen.backend == "chosen" else chosen.backend
+    need_gpu(parser)
+    device, measured = torch.device("cuda", 0), None if chosen.backend == "chosen" else chosen.backend
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
         "dropout": lambda until: dropout(device),
-        "costs": lambda until: costs(until, device, measured, not chosen.without),
-        "pairs": lambda until: pairs(chosen.cases, until, device),
+        "costs": lambda until: costs(until, record, measured, not chosen.without),
+        "pairs": lambda until: pairs(chosen.cases, until, record),
     }
-    try:
-        for name in chosen.sections:
-            for row in sections[name](time.perf_counter() + chosen.seconds):
-                rows.append(row)
-    finally:
-        record(chosen.output, rows, device, chosen.commit)
-    for name in chosen.sections:
-        mine = [row for row in rows if row["section"] == name]
-        print(f"{name}: {len(mine)} rows, {sum(bool(row['failure']) for row in mine)} failures")
-    print(torch.cuda.get_device_name(device), "torch", torch.__version__, "triton", triton.__version__)
-    return int(any(row["failure"] for row in rows))
+    for name, until in record.parts(chosen.sections):
+        with record.attempt(section=name, name="the section"):
+            for row in sections[name](until):
+                record.add(row)
+    return record.end()
 
 
 if __name__ == "__main__":

@@ -1,33 +1,38 @@
 """Runs a sample of another library's own tests against `flashtile.compat`, and counts what passed, failed, was refused.
 
-    python benchmarks/field_tests.py TESTS [--wheels FOLDER] [--seconds 200] [--jobs 12] [--seed 0] [--output FOLDER]
+    python benchmarks/field_tests.py TESTS [--wheels FOLDER] [--budget 220] [--jobs 12] [--seed 0] [--output FOLDER/cases.csv]
 
 TESTS is the folder `tests` of flash-attention, fetched for the run (2.8.4 is the version whose names we speak); FOLDER holds
 wheels that the tests import and this Python lacks (einops, pytest). `flashtile.compat.install("flash_attn")` is all that
 stands between the tests and us: nothing else is replaced. Test functions are called with values drawn from their own
 `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several lengths; a process keeps its draws, so
-that each kernel is compiled by one. Writes cases.csv, one line for each case, and counts.csv; prints counts and every failure.
+that each kernel is compiled by one. Writes a line for each case as soon as it is done, and counts.csv beside it at the end;
+prints counts and every failure.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import itertools
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from datetime import datetime, timezone
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.record import STARTED, Record, at_least_one, is_lost, machine, need_gpu, options
 
 # Of each test how many draws, and at most how many cases of each. (1, 2): 300,000 cases of one refusal need no more.
 DRAWS: dict[str, dict[str, tuple[int, int]]] = {
@@ -73,6 +78,7 @@ DRAWS: dict[str, dict[str, tuple[int, int]]] = {
     "ops/test_fused_dense.py": {"test_fused_linear_bias": (8, 1), "test_fused_mlp": (24, 1)},
 }
 LENGTHS = ("seqlen", "seqlen_q,seqlen_k", "swap_sq_sk", "kvpacked")  # axes that ask for few other kernels, or none
+LAST_SECONDS = 15.0  # kept for a last case and the report
 SLOWEST_START = 25.0  # seconds; after so long before its deadline a process begins no new draw
 Case = tuple[str, str, dict[str, Any]]
 
@@ -146,111 +152,133 @@ def judge(test: Any, arguments: dict[str, Any]) -> tuple[str, str]:
     return "passed", ""
 
 
-def work(options: argparse.Namespace) -> None:
-    """One process: its share of all draws, a JSON line for each case."""
+def work(chosen: argparse.Namespace) -> None:
+    """One process: its share of all draws, a JSON line for each case. Ends at a case that costs it its GPU context."""
     import torch
 
     from flashtile.compat import install
 
-    began = time.monotonic()
+    ends = STARTED + chosen.budget - LAST_SECONDS
     install("flash_attn")
-    tests = modules(Path(options.tests), options.file)
+    tests = modules(chosen.tests, chosen.file)
     draws = [
         cases
-        for file in options.file
+        for file in chosen.file
         for name in DRAWS[file]
-        for cases in draw(file, name, getattr(tests[file], name), options.seed)
+        for cases in draw(file, name, getattr(tests[file], name), chosen.seed)
     ]
-    random.Random(options.seed).shuffle(draws)
+    random.Random(chosen.seed).shuffle(draws)
     printed = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests print
     with os.fdopen(printed, "w") as lines:
-        for cases in draws[options.worker :: options.jobs]:
-            late = time.monotonic() - began > options.seconds - SLOWEST_START
+        for cases in draws[chosen.worker :: chosen.jobs]:
+            late = time.monotonic() > ends - SLOWEST_START
             for file, name, arguments in cases:
                 start = time.monotonic()
-                over = late or start - began > options.seconds
+                over = late or start > ends
                 outcome, why = ("not reached", "") if over else judge(getattr(tests[file], name), arguments)
                 shown = {key: str(value) for key, value in arguments.items()}
                 seconds = round(time.monotonic() - start, 2)
-                record = dict(file=file, test=name, outcome=outcome, why=why, seconds=seconds, arguments=json.dumps(shown))
-                lines.write(json.dumps(record) + "\n")
+                row = dict(file=file, test=name, outcome=outcome, why=why, seconds=seconds, arguments=json.dumps(shown))
+                lines.write(json.dumps(row) + "\n")
                 lines.flush()
+                if outcome == "failed" and is_lost(RuntimeError(why)):
+                    raise SystemExit("the GPU context is lost")
                 if not over and torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
 
-def report(records: list[dict[str, Any]], options: argparse.Namespace) -> int:
-    """Writes cases.csv and counts.csv, prints counts and failures; how many failed."""
-    import torch
-
-    from flashtile.bench.machine import facts
-    from flashtile.bench.revision import commit
-
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    about = dict(
-        seed=options.seed, **facts(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=commit(Path(__file__).resolve().parent.parent) or options.commit,
-    )  # fmt: skip
-    summed = Counter((r["file"], r["test"], r["outcome"], r["why"] if r["outcome"] == "refused" else "") for r in records)
-    with (folder / "counts.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, ["file", "test", "outcome", "why", "cases", *about])
-        table.writeheader()
-        for key, cases in sorted(summed.items()):
-            table.writerow(dict(zip(("file", "test", "outcome", "why"), key, strict=True), cases=cases, **about))
-    with (folder / "cases.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, ["file", "test", "outcome", "seconds", "arguments", "why"])
-        table.writeheader()
-        table.writerows(records)
+def report(record: Record, folder: Path) -> None:
+    """Writes counts.csv, prints counts and failures."""
+    rows = record.rows
+    summed = Counter((r["file"], r["test"], r["outcome"], r["why"] if r["outcome"] == "refused" else "") for r in rows)
+    counted = Record(folder / "counts.csv", record.budget_s, record.about)
+    for key, cases in sorted(summed.items()):
+        counted.add(dict(zip(("file", "test", "outcome", "why"), key, strict=True), cases=cases))
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for record in records:
-        counts[record["test"]][record["outcome"]] += 1
-        counts["all"][record["outcome"]] += 1
-    for test, counted in counts.items():
-        print(f"{test}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counted.items())))
-    reasons = Counter((r["test"], r["why"]) for r in records if r["outcome"] in ("refused", "skipped"))
+    for row in rows:
+        counts[row["test"]][row["outcome"]] += 1
+        counts["all"][row["outcome"]] += 1
+    for test, outcomes in counts.items():
+        print(f"{test}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())))
+    reasons = Counter((r["test"], r["why"]) for r in rows if r["outcome"] in ("refused", "skipped"))
     for (test, why), n in reasons.items():
         print(f"{n} x {test}: {why or 'skipped by the test'}")
-    failures = [r for r in records if r["outcome"] == "failed"]
-    for record in failures:
-        print(f"FAILED {record['test']} {record['arguments']}\n    {record['why']}")
-    return len(failures)
+    for row in rows:
+        if row["outcome"] == "failed":
+            print(f"FAILED {row['test']} {row['arguments']}\n    {row['why']}")
+
+
+def listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Pass on what a process prints, and at its end None."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def collect(lines: queue.SimpleQueue[str | None], processes: int, record: Record) -> None:
+    """Write what the processes print, until all have ended or time is up."""
+    silent = 0
+    while silent < processes and record.left() > 0:
+        with suppress(queue.Empty):
+            line = lines.get(timeout=max(record.left(), 0.0))
+            if line is None:
+                silent += 1
+            elif (row := json.loads(line))["outcome"] == "not reached":
+                record.leave(row["test"])
+            else:
+                record.add({**row, "failure": row["why"] if row["outcome"] == "failed" else ""})
 
 
 def main() -> int:
     """0 where nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", help="folder `tests` of flash-attention")
-    parser.add_argument("--wheels", help="folder of wheels that the tests need")
-    parser.add_argument("--file", nargs="*", default=list(DRAWS), choices=list(DRAWS))
-    parser.add_argument("--seconds", type=float, default=200.0)
-    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("tests", type=Path, help="folder `tests` of flash-attention")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
+    parser.add_argument("--file", nargs="+", default=list(DRAWS), choices=list(DRAWS))
+    parser.add_argument("--jobs", type=at_least_one, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="field-tests")
-    parser.add_argument("--commit", default="", help="the commit of files that were copied without git")
+    options(parser, "field-tests/cases.csv", 220)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.wheels:
-        sys.path += [str(wheel) for wheel in sorted(Path(options.wheels).resolve().glob("*.whl"))]
-    if options.worker is not None:
-        work(options)
+    chosen = parser.parse_args()
+    missing = [file for file in chosen.file if not (chosen.tests / file).exists()]
+    wheels = sorted(chosen.wheels.resolve().glob("*.whl")) if chosen.wheels else []
+    if missing or (chosen.wheels and not wheels):
+        parser.error(f"{chosen.tests} lacks {', '.join(missing)}" if missing else f"{chosen.wheels} has no wheels")
+    sys.path += map(str, wheels)
+    if chosen.worker is not None:
+        work(chosen)
         return 0
-    command = [sys.executable, *sys.argv]
-    running = [
-        subprocess.Popen([*command, "--worker", str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(options.jobs)
-    ]
-    records: list[dict[str, Any]] = []
-    broken = 0
-    for i, process in enumerate(running):
-        out, error = process.communicate()
-        records += [json.loads(line) for line in out.splitlines()]
-        if process.returncode:
-            broken += 1
-            print(f"process {i} ended with {process.returncode}: {error[-2000:]}")
-    return int(bool(report(records, options) or broken))
+    need_gpu(parser)
+    import torch
+
+    about = machine(torch.device("cuda", 0), chosen.commit)
+    record = Record(chosen.output, chosen.budget, {"seed": chosen.seed, **about})
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(chosen.jobs)]
+        running = [
+            subprocess.Popen([sys.executable, *sys.argv, "--worker", str(i)], stdout=subprocess.PIPE, stderr=error, text=True)
+            for i, error in enumerate(errors)
+        ]
+        for process in running:
+            threading.Thread(target=listen, args=(process, lines), daemon=True).start()
+        collect(lines, len(running), record)
+        for i, (process, error) in enumerate(zip(running, errors, strict=True)):
+            try:
+                broken = process.wait(10.0 if record.left() > 0 else 0.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                record.leave(f"what process {i} was at")
+                continue
+            if broken:
+                error.seek(0)
+                why = f"ended with {broken}: {error.read()[-1500:]}"
+                record.fail(why, file="", test=f"process {i}", outcome="failed", why=why, arguments="")
+    report(record, chosen.output.parent)
+    record.missing = [f"{n} x {test}" for test, n in Counter(record.missing).items()]
+    return record.end()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Times fp32 forwards and backwards on a GPU by tile and kind of product, beside PyTorch's own fp32 kernel.
 
     python benchmarks/fp32.py [--forward 64x64/4/1/cut ...] [--fused 32x64/4/1/cut ...] [--split 32x64/4/1/cut,64x64/4/1/cut]
-        [--shapes 8x1024x12x64 ...] [--seconds 60] [--output fp32.csv]
+        [--shapes 8x1024x12x64 ...] [--budget 150] [--output fp32.csv]
 
 A tile is block_q x block_k / warps / stages / products; of the split backward keys, queries. Without tiles, those that are
 chosen anyway. Every variant is compiled first, in parallel processes, then judged against float64 on its own heads (largest
@@ -11,32 +11,32 @@ and mean error beside plain PyTorch's), then timed: all of a shape in one rotati
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import compile_ahead
+from benchmarks.record import Record, machine, need_gpu, options, sized
 from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.tile import Launch, Pass
+from flashtile.kernels.triton.tile import Launch, Pass, Products
 from flashtile.plan.backend import Gradients
 from flashtile.reference.attention import attention_plain, attention_reference
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import Bound, KernelLaunch, device_of
 
 Tensors = dict[str, torch.Tensor]
+Kind = Literal["forward", "fused", "split"]
 SHAPES = ("8x1024x12x64", "6x4096x12x64", "1x8192x12x64")
-PASSES: dict[str, tuple[Pass, ...]] = {"forward": ("forward",), "fused": ("fused",), "split": ("keys", "queries")}
+PASSES: dict[Kind, tuple[Pass, ...]] = {"forward": ("forward",), "fused": ("fused",), "split": ("keys", "queries")}
 BURST, ROUNDS = 3, 9
 
 
@@ -47,7 +47,7 @@ def problem_of(shape: str) -> AttentionProblem:
     )
 
 
-def launches_of(kind: str, text: str) -> dict[Pass, Launch]:
+def launches_of(kind: Kind, text: str) -> dict[Pass, Launch]:
     """The tiles of a variant by pass; none of an empty text."""
     made: dict[Pass, Launch] = {}
     for which, tile in zip(PASSES[kind], text.split(","), strict=False):
@@ -58,7 +58,7 @@ def launches_of(kind: str, text: str) -> dict[Pass, Launch]:
     return made
 
 
-def bind(shape: str, kind: str, text: str, tensors: Tensors) -> Bound:
+def bind(shape: str, kind: Kind, text: str, tensors: Tensors) -> Bound:
     problem, place = problem_of(shape), device_of(torch.device("cuda", 0))
     launches = launches_of(kind, text)
     if kind == "forward":
@@ -78,19 +78,29 @@ def inputs_of(shape: str) -> Tensors:
     return made
 
 
-def warm(job: tuple[str, str, str]) -> str:
-    """Compile a variant's kernels into Triton's cache; what went wrong, or ''."""
-    shape, kind, text = job
-    try:
-        tensors = inputs_of("1x128x1x" + shape.split("x")[-1])
-        bound = bind("1x1024x1x" + shape.split("x")[-1], kind, text, {**tensors})
-        tensors.update({name: torch.empty(1, dtype=dtype, device="cuda") for name, _, _, dtype, _ in bound.allocations})
-        for launch in bound.launches:
-            assert isinstance(launch, KernelLaunch)
-            launch.warm(tensors)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:200]
-    return ""
+def variant(kind: Kind) -> Callable[[str], str]:
+    """An argument that spells the tiles of a kind of pass."""
+
+    def checked(text: str) -> str:
+        try:
+            made = launches_of(kind, text)
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text} is no tile: {error}") from error
+        if (text and not made) or any(m.products not in get_args(Products) for m in made.values()):
+            raise argparse.ArgumentTypeError(f"{text} is not tiles of {', '.join(PASSES[kind])}")
+        return text
+
+    return checked
+
+
+def warm(shape: str, kind: Kind, text: str) -> None:
+    """Compile a variant's kernels into Triton's cache."""
+    tensors = inputs_of(shape)
+    bound = bind(shape, kind, text, tensors)
+    tensors.update({name: torch.empty(1, dtype=dtype, device="cuda") for name, _, _, dtype, _ in bound.allocations})
+    for launch in bound.launches:
+        assert isinstance(launch, KernelLaunch)
+        launch.warm(tensors)
 
 
 def errors(shape: str, tensors: Tensors, made: Tensors) -> dict[str, float]:
@@ -137,61 +147,50 @@ def clock(call: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / BURST
 
 
-def measure(shape: str, jobs: list[tuple[str, str]], seconds: float) -> list[dict[str, Any]]:
+def measure(shape: str, jobs: list[tuple[Kind, str]], until: float, record: Record) -> None:
+    """The rows of a shape: the peer's, and each variant's that is right."""
     tensors = inputs_of(shape)
     bind(shape, "forward", "", tensors).run(tensors)
     calls: dict[str, Callable[[], Any]] = peers(tensors)
-    rows: dict[str, dict[str, Any]] = {name: {"shape": shape, "variant": name} for name in calls}
+    found: dict[str, dict[str, float]] = {name: {} for name in calls}
     for kind, text in jobs:
         name = f"{'forward' if kind == 'forward' else 'backward'} {kind} {text or 'chosen'}"
-        bound = bind(shape, kind, text, tensors)
-        made = bound.run(dict(tensors))
-        rows[name] = {"shape": shape, "variant": name, **errors(shape, tensors, made)}
-        if not all(math.isfinite(v) and v < 3 for k, v in rows[name].items() if k.endswith(("_largest", "_mean"))):
-            rows[name]["ms"] = math.nan
-            continue
-        calls[name] = lambda bound=bound: bound.run(dict(tensors))
+        with record.attempt(shape=shape, variant=name):
+            bound = bind(shape, kind, text, tensors)
+            found[name] = errors(shape, tensors, bound.run(dict(tensors)))
+            if not all(math.isfinite(v) and v < 3 for v in found[name].values()):
+                raise ArithmeticError(f"wrong: {found[name]}")
+            calls[name] = lambda bound=bound: bound.run(dict(tensors))
+            clock(calls[name])
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        clock(call)
-    end = time.perf_counter() + seconds
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
+        if turn and time.monotonic() > until:
+            break
         for name, call in calls.items():
             times[name].append(clock(call))
-        if time.perf_counter() > end:
-            break
-    for name, found in times.items():
-        rows[name]["ms"] = median(found)
-        rows[name]["of_sdpa"] = median(times[f"{name.split()[0]} sdpa"]) / median(found)
-    return list(rows.values())
+    for name, taken in times.items():
+        row = {"ms": median(taken), "of_sdpa": median(times[f"{name.split()[0]} sdpa"]) / median(taken), **found[name]}
+        print(shape, name, {n: round(v, 3) for n, v in row.items()}, flush=True)
+        record.add({"shape": shape, "variant": name, **{n: f"{v:.4g}" for n, v in row.items()}})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for kind in PASSES:
-        parser.add_argument(f"--{kind}", nargs="*", default=[""])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of timing, all shapes together")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/fp32.csv"))
+        parser.add_argument(f"--{kind}", nargs="*", type=variant(kind), default=[""])
+    parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
+    options(parser, "benchmarks/results/fp32.csv", 150)
     chosen = parser.parse_args()
-    jobs = [(kind, text) for kind in PASSES for text in getattr(chosen, kind)]
-    every = [(shape, *job) for shape in {s.split("x")[-1]: s for s in chosen.shapes}.values() for job in jobs]
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        broken = {job: why for job, why in zip(every, pool.map(warm, every), strict=True) if why}
-    for job, why in broken.items():
-        print("BROKEN", job, why, flush=True)
-    jobs = [job for job in jobs if not any(bad[1:] == job for bad in broken)]
-    rows: list[dict[str, Any]] = []
-    for shape in chosen.shapes:
-        rows += measure(shape, jobs, chosen.seconds / len(chosen.shapes))
-        for row in rows[-len(jobs) - 2 :]:
-            print({n: round(v, 3) if isinstance(v, float) else v for n, v in row.items()}, flush=True)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
-        writer.writeheader()
-        writer.writerows({n: f"{v:.4g}" if isinstance(v, float) else v for n, v in row.items()} for row in rows)
-    return 0
+    need_gpu(parser)
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
+    jobs: list[tuple[Kind, str]] = [(kind, text) for kind in PASSES for text in getattr(chosen, kind)]
+    firsts = {shape.split("x")[-1]: shape for shape in reversed(chosen.shapes)}.values()
+    ahead = [(shape, kind, text) for shape in firsts for kind, text in dict.fromkeys([("forward", ""), *jobs])]
+    compile_ahead(warm, ahead, record.left())
+    for shape, until in record.parts(chosen.shapes):
+        with record.attempt(shape=shape, variant="all"):
+            measure(shape, jobs, until, record)
+    return record.end()
 
 
 if __name__ == "__main__":

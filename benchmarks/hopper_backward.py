@@ -1,8 +1,9 @@
 """Checks and times tiles of the Hopper backward, beside the backward of SDPA's cuDNN backend.
 
-    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-stages3 ...] [--output FILE] [--dry]
+    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-lag0 ...] [--budget SECONDS] [--output FILE]
+        [--dry]
 
-Every variant first answers small, odd problems against float64, in a process of its own and on poisoned memory: one that
+Every variant first answers small, odd problems against float64, in several processes and on poisoned memory: one that
 is wrong, fails or hangs is named and left out. The others are timed in rotation. --dry compiles every variant without a
 GPU and prints what the compiler says of it.
 """
@@ -10,11 +11,9 @@ GPU and prints what the compiler says of it.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import record
+from benchmarks.processes import Failure, in_processes
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
@@ -129,9 +129,9 @@ def bind(plan: Plan, tensors: Tensors, device: torch.device) -> tuple[Bound, Ten
 # -- correctness ----------------------------------------------------------------------------------------------------
 
 
-def check(variant: Variant) -> list[str]:
+def check(name: str) -> list[str]:
     """What is wrong with a variant, on this GPU."""
-    device, wrong = torch.device("cuda", 0), []
+    variant, device, wrong = VARIANTS[name], torch.device("cuda", 0), []
     for problem, dlse in checked(variant.head_dim):
         tensors = draw(problem, device)
         exact = expect(problem, tensors, dlse)
@@ -174,35 +174,24 @@ def poisoned(shape: Any, strides: Any, **options: Any) -> torch.Tensor:
 EMPTY_STRIDED = torch.empty_strided
 
 
-def check_all(names: list[str], limit_s: float, script: str = __file__) -> list[str]:
-    """The names of those that `script --check` finds right; the others are printed. All run at the same time."""
-    command = [sys.executable, "-u", str(Path(script).resolve()), "--check"]
-    children = {
-        name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for name in names
-    }
-    end, right = time.perf_counter() + limit_s, []
-    for name, child in children.items():
-        try:
-            said = child.communicate(timeout=max(5.0, end - time.perf_counter()))[0]
-        except subprocess.TimeoutExpired:
-            child.kill()
-            said = f"HANGS, or is not done after {limit_s:.0f} s\n"
-            with suppress(subprocess.TimeoutExpired):  # a process may not die while its kernel does not
-                said += child.communicate(timeout=10.0)[0]
-        print(f"check {name}: {'right' if child.returncode == 0 else said.strip()[-1500:]}", flush=True)
-        if child.returncode == 0:
+def check_all(check: Callable[[str], list[str]], names: list[str], record: Record, share: float = 0.6) -> list[str]:
+    """The names of those that `check` finds nothing wrong with, in several processes; the others are failed rows.
+
+    What is not done within that share of the seconds left hangs, or is missing: it is not timed.
+    """
+    begun, right = time.monotonic(), list[str]()
+    left = dict.fromkeys(names)
+    for (name,), made in in_processes(check, [(name,) for name in names], begun + share * record.left()):
+        del left[name]
+        wrong = [made.text] if isinstance(made, Failure) else made
+        if wrong:
+            record.fail("; ".join(wrong), provider=name)
+        else:
             right.append(name)
-    return right
-
-
-def answer_check(name: str, check: Callable[[Any], list[str]], table: Mapping[str, Any]) -> int:
-    """The child of `check_all`: says what is wrong with an entry of a script's table, and exits with 1 if anything is."""
-    try:
-        wrong = check(table[name])
-    except Exception as error:  # a kernel that does not compile or run is as wrong as another
-        wrong = [f"{type(error).__name__}: {error}"[:600]]
-    print("\n".join(wrong))
-    return 1 if wrong else 0
+    for name in left:
+        record.fail(f"hangs, or its check did not come to an end within {share * record.budget_s:.0f} s", provider=name)
+    print(f"compiled and checked in {time.monotonic() - begun:.0f} s; right: {' '.join(right)}", flush=True)
+    return [name for name in names if name in right]
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
@@ -217,7 +206,7 @@ def cudnn_backward(problem: AttentionProblem, tensors: Tensors) -> Callable[[], 
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def measure(problem: AttentionProblem, names: list[str], rounds: int) -> list[dict[str, Any]]:
+def measure(problem: AttentionProblem, names: list[str], rounds: int, until: float, record: Record) -> None:
     """A row for cuDNN and for each variant that is right at this size too."""
     device = torch.device("cuda", 0)
     tensors = draw(problem, device)
@@ -227,33 +216,33 @@ def measure(problem: AttentionProblem, names: list[str], rounds: int) -> list[di
     calls: dict[str, Callable[[], Any]] = {CUDNN: cudnn_backward(problem, tensors)}
     bounds: dict[str, tuple[Bound, Tensors]] = {}
     for name in names:
-        bound, given = bind(VARIANTS[name].plan(problem, device_of(device)), tensors, device)
-        made = bound.run(dict(given))
-        errors = {grad: yardstick.error(grad, made[grad]) for grad in ("dq", "dk", "dv")}
-        if not all(error < tolerance(problem)[1] for error in errors.values()):
-            print(f"WRONG {name} {problem.spell()} {errors}", flush=True)
-            continue
-        bounds[name] = bound, made
-        calls[name] = lambda bound=bound, given=given: bound.run(dict(given))
+        with record.attempt(problem=problem.spell(), provider=name):
+            bound, given = bind(VARIANTS[name].plan(problem, device_of(device)), tensors, device)
+            made = bound.run(dict(given))
+            errors = {grad: yardstick.error(grad, made[grad]) for grad in ("dq", "dk", "dv")}
+            if not all(error < tolerance(problem)[1] for error in errors.values()):
+                raise ArithmeticError(f"WRONG {errors}")
+            bounds[name] = bound, made
+            calls[name] = lambda bound=bound, given=given: bound.run(dict(given))
     counts = {name: calls_for(burst_ms(call, 3, device), device) for name, call in calls.items()}
-    times = rotate(list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device))
+    times = rotate(
+        list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device), lambda: time.monotonic() < until
+    )  # fmt: skip
     flops, base = problem.flops("backward"), median(times[CUDNN])
-    rows = []
     for name, taken in times.items():
         ms = median(taken)
-        row = dict(
+        row: dict[str, Any] = dict(
             problem=problem.spell(), provider=name, tile=VARIANTS[name].launch.spell() if name in VARIANTS else "",
             ms=round(ms, 4), least_ms=round(min(taken), 4), most_ms=round(max(taken), 4),
             tflops=round(flops / ms * 1e-9, 1), ratio=round(base / ms, 3),
         )  # fmt: skip
         parts = {} if name == CUDNN else parts_ms(*bounds[name], ms, device)
-        rows.append({**row, **{f"{part}_ms": parts.get(f"{part}_ms", "") for part in PARTS}})
+        record.add({**row, **{f"{part}_ms": parts.get(f"{part}_ms", "") for part in PARTS}})
         print(
             f"{row['problem']:58s} {name:26s} {ms:8.3f} ms {row['tflops']:6.1f} TFLOP/s x {row['ratio']:.3f}"
             f"  {' '.join(f'{part} {part_ms}' for part, part_ms in parts.items())}",
             flush=True,
         )
-    return rows
 
 
 def parts_ms(bound: Bound, tensors: Tensors, ms: float, device: torch.device) -> dict[str, float]:
@@ -296,28 +285,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=list(TIMED), default=list(TIMED))
     parser.add_argument("--variant", nargs="+", choices=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds that the checks may take, all together")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/hopper-backward.csv"))
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--rounds", type=at_least_one, default=4)
+    options(parser, "benchmarks/results/hopper-backward.csv", 150)
     parser.add_argument("--dry", action="store_true", help="compile every variant, without a GPU")
-    parser.add_argument("--check", choices=list(VARIANTS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.check:
-        return answer_check(chosen.check, check, VARIANTS)
     names = [n for n in chosen.variant or VARIANTS if VARIANTS[n].head_dim in chosen.head_dim]
+    if not names:
+        parser.error("no variant that is named has a head dim that is")
     if chosen.dry:
         return 1 if compile_all(names) else 0
-    right = check_all(names, chosen.limit)
-    rows: list[dict[str, Any]] = []
-    for head_dim in chosen.head_dim:
-        mine = [name for name in right if VARIANTS[name].head_dim == head_dim]
-        for problem in timed(head_dim) if mine else ():
-            rows += measure(problem, mine, chosen.rounds)
-            torch.cuda.empty_cache()
-    if rows:
-        record(chosen.output, rows, torch.device("cuda", 0), chosen.commit)
-    return 0 if len(right) == len(names) else 1
+    need_gpu(parser)
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
+    right = check_all(check, names, record)
+    dims = dict.fromkeys(VARIANTS[name].head_dim for name in right)
+    problems = [problem for head_dim in dims for problem in timed(head_dim)]
+    for problem, until in record.parts(problems, AttentionProblem.spell):
+        mine = [name for name in right if VARIANTS[name].head_dim == problem.head_dim]
+        with record.attempt(problem=problem.spell(), provider="all"):
+            measure(problem, mine, chosen.rounds, until, record)
+        torch.cuda.empty_cache()
+    return record.end()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Checks and times Hopper forwards that do more than plain attention, against the plain one and SDPA's cuDNN backend.
 
-    python benchmarks/hopper_forward.py [--row softcap-128 ...] [--output FILE] [--dry]
+    python benchmarks/hopper_forward.py [--row softcap-128-full ...] [--budget SECONDS] [--output FILE] [--dry]
 
-Every row first answers small, odd problems and the end of its own against float64, in a process of its own and on poisoned
+Every row first answers small, odd problems and the end of its own against float64, in several processes and on poisoned
 memory: one that is wrong, fails or hangs is named and left out. The others are timed in rotation with the plain problem
 that they are compared with. --dry compiles every row without a GPU and prints what the compiler says of it.
 """
@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.hopper_backward import Tensors, answer_check, bind, check_all, distance, poisoned
-from benchmarks.record import record
+from benchmarks.hopper_backward import Tensors, bind, check_all, distance, poisoned
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.hopper.backend import BACKEND
@@ -114,9 +114,9 @@ def draw(problem: AttentionProblem, device: torch.device) -> Tensors:
     return made
 
 
-def check(row: Row) -> list[str]:
+def check(name: str) -> list[str]:
     """What is wrong with a row, on this GPU."""
-    device, wrong = torch.device("cuda", 0), []
+    row, device, wrong = ROWS[name], torch.device("cuda", 0), []
     rest = row.rest.partition(",band=:0")
     tail = (rest[0] + rest[2]).replace("(4x", "({batch}x")
     modified = tail.partition(",")[2]
@@ -182,7 +182,7 @@ def cudnn_forward(problem: AttentionProblem, tensors: Tensors) -> Callable[[], A
     return call
 
 
-def measure(base: str, names: list[str], rounds: int, in_time: Callable[[], bool]) -> list[dict[str, Any]]:
+def measure(base: str, names: list[str], rounds: int, until: float, record: Record) -> None:
     """Results of the rows that are compared with `base`, and of cuDNN where it computes the same, in one rotation."""
     device = torch.device("cuda", 0)
     calls: dict[str, Callable[[], Any]] = {}
@@ -195,23 +195,24 @@ def measure(base: str, names: list[str], rounds: int, in_time: Callable[[], bool
         if not problem.score and problem.mask.left is None:
             calls[f"cudnn {name}"], problems[f"cudnn {name}"] = cudnn_forward(problem, tensors), problem
     counts = {name: calls_for(burst_ms(call, 3, device), device) for name, call in calls.items()}
-    times = rotate(list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device), in_time)
+    times = rotate(
+        list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device), lambda: time.monotonic() < until
+    )  # fmt: skip
     speeds = {name: problems[name].flops() / median(taken) * 1e-9 for name, taken in times.items()}
-    rows = []
     for name in names:
         cudnn = f"cudnn {name}"
-        rows.append(dict(
+        row: dict[str, Any] = dict(
             row=name, problem=problems[name].spell(), tile=ROWS[name].plan(problems[name], H100).notes[0],
             ms=round(median(times[name]), 4), least_ms=round(min(times[name]), 4), most_ms=round(max(times[name]), 4),
             tflops=round(speeds[name], 1), base=base, of_base=round(speeds[name] / speeds[base], 3) if base in speeds else "",
             of_cudnn=round(speeds[name] / speeds[cudnn], 3) if cudnn in speeds else "",
-        ))  # fmt: skip
+        )  # fmt: skip
+        record.add(row)
         print(
-            f"{name:26s} {rows[-1]['ms']:8.4f} ms {speeds[name]:6.1f} TFLOP/s, {rows[-1]['of_base']} of {base}, "
-            f"{rows[-1]['of_cudnn'] or '-'} of cuDNN",
+            f"{name:26s} {row['ms']:8.4f} ms {speeds[name]:6.1f} TFLOP/s, {row['of_base']} of {base}, "
+            f"{row['of_cudnn'] or '-'} of cuDNN",
             flush=True,
         )
-    return rows
 
 
 def compile_all(names: list[str]) -> int:
@@ -239,30 +240,21 @@ def compile_all(names: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--check-limit", type=float, default=90.0, help="seconds that the checks may take, all together")
-    parser.add_argument("--limit", type=float, default=50.0, help="seconds after which the timing ends, at a full round")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/hopper-forward.csv"))
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--rounds", type=at_least_one, default=6)
+    options(parser, "benchmarks/results/hopper-forward.csv", 140)
     parser.add_argument("--dry", action="store_true", help="compile every row, without a GPU")
-    parser.add_argument("--check", choices=list(ROWS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.check:
-        return answer_check(chosen.check, check, ROWS)
     if chosen.dry:
         return 1 if compile_all(chosen.row) else 0
-    right = check_all(chosen.row, chosen.check_limit, __file__)
+    need_gpu(parser)
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
+    right = check_all(check, chosen.row, record)
     bases = list(dict.fromkeys(ROWS[name].base for name in right))
-    rows: list[dict[str, Any]] = []
-    start = time.perf_counter()
-    for i, base in enumerate(bases):
-        end = start + chosen.limit * (i + 1) / len(bases)
-        mine = [name for name in right if ROWS[name].base == base]
-        rows += measure(base, mine, chosen.rounds, lambda end=end: time.perf_counter() < end)
+    for base, until in record.parts(bases):
+        with record.attempt(row=base, problem="all that are compared with it"):
+            measure(base, [name for name in right if ROWS[name].base == base], chosen.rounds, until, record)
         torch.cuda.empty_cache()
-    if rows:
-        record(chosen.output, rows, torch.device("cuda", 0), chosen.commit)
-    return 0 if len(right) == len(chosen.row) else 1
+    return record.end()
 
 
 if __name__ == "__main__":

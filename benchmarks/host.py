@@ -1,17 +1,15 @@
 """Host time of one eager call, (1, 128, 8, 64) bf16, beside SDPA's flash backend: calls are queued, not waited for.
 
-python benchmarks/host.py [--output benchmarks/results/host.csv] [--commit HASH, where there is no git]
+python benchmarks/host.py [--budget SECONDS] [--output benchmarks/results/host.csv] [--commit HASH, where there is no git]
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -21,10 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.record import Record, machine, need_gpu, options
 
-CALLS, ROUNDS = 200, 15
+SHAPE = (1, 128, 8, 64)
+CALLS, ROUNDS, WARM_CALLS = 200, 15, 100
+WHAT = ("forward", "forward+backward")
+Call = Callable[[], object]
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -38,17 +38,23 @@ def host_us(call: Callable[[], object]) -> float:
     return elapsed / CALLS * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/host.csv"))
-    parser.add_argument("--commit", default="")
-    chosen = parser.parse_args()
-    q, k, v = (torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
+    """By name: a forward, and a forward with its backward."""
+    q, k, v = (torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
     qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
     qg, kg, vg = (t.detach().clone().requires_grad_() for t in (q, k, v))
     qs, ks, vs = (t.transpose(1, 2) for t in (qg, kg, vg))
     dout, douts = torch.randn_like(q), torch.randn_like(qt)
-    providers: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    exact = F.scaled_dot_product_attention(qt.double(), kt.double(), vt.double(), is_causal=True).transpose(1, 2)
+
+    def right(name: str, out: torch.Tensor) -> None:
+        error = ((out.double() - exact).norm() / exact.norm()).item()
+        if not error < 1e-2:
+            raise ArithmeticError(f"{name} is wrong: {error}")
+
+    right("flashtile", flashtile.attention(q, k, v, causal=True))
+    right("sdpa/flash", F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2))
+    return {
         "flashtile": (
             lambda: flashtile.attention(q, k, v, causal=True),
             lambda: torch.autograd.grad(flashtile.attention(qg, kg, vg, causal=True), (qg, kg, vg), dout),
@@ -58,40 +64,38 @@ def main() -> None:
             lambda: torch.autograd.grad(F.scaled_dot_product_attention(qs, ks, vs, is_causal=True), (qg, kg, vg), douts),
         ),
     }
-    exact = F.scaled_dot_product_attention(qt.double(), kt.double(), vt.double(), is_causal=True).transpose(1, 2)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        for name, (forward, both) in providers.items():
-            out = forward()
-            out = out.transpose(1, 2) if name != "flashtile" else out  # pyright: ignore
-            error = ((out.double() - exact).norm() / exact.norm()).item()  # pyright: ignore
-            assert error < 1e-2, f"{name} is wrong: {error}"
-            for _ in range(100):
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser, "benchmarks/results/host.csv", 60)
+    chosen = parser.parse_args()
+    need_gpu(parser)
+    device = torch.device("cuda", 0)
+    record = Record(chosen.output, chosen.budget, {"calls": CALLS, "rounds": ROUNDS, **machine(device, chosen.commit)})
+    times: dict[tuple[str, str], list[float]] = {}
+    with record.attempt(provider="all"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        begun = time.monotonic()
+        named = providers(device)
+        for forward, both in named.values():
+            for _ in range(WARM_CALLS):
                 forward(), both()
-        times: dict[tuple[str, str], list[float]] = {}
+        torch.cuda.synchronize()
+        print(f"compiled four kernels and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
         for turn in range(ROUNDS):
-            names = list(providers) if turn % 2 == 0 else list(reversed(providers))
-            for name in names:
-                for what, call in zip(("forward", "forward+backward"), providers[name], strict=True):
+            if turn and record.left() < 0:
+                record.leave(f"rounds {turn + 1} to {ROUNDS}")
+                break
+            for name in list(named) if turn % 2 == 0 else list(reversed(named)):
+                for what, call in zip(WHAT, named[name], strict=True):
                     times.setdefault((name, what), []).append(host_us(call))
-    machine = dict(
-        calls=CALLS, rounds=ROUNDS, **facts(q.device), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=commit(LIBRARY) or chosen.commit,
-    )  # fmt: skip
-    rows = [
-        dict(provider=name, what=what, host_us=round(statistics.median(t), 2), least_us=round(min(t), 2), **machine)
-        for (name, what), t in times.items()
-    ]  # fmt: skip
-    for row in rows:
-        print(row["provider"], row["what"], row["host_us"], "us (least", row["least_us"], ")")
-    for what in ("forward", "forward+backward"):
-        mine, peer = (next(r["host_us"] for r in rows if r["provider"] == n and r["what"] == what) for n in providers)
-        print(f"{what}: {mine / peer:.2f} x SDPA flash's host time")
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        for (name, what), taken in times.items():
+            middle = statistics.median(taken)
+            print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}), "
+                  f"{middle / statistics.median(times['sdpa/flash', what]):.2f} x SDPA flash's", flush=True)  # fmt: skip
+            record.add(dict(provider=name, what=what, host_us=round(middle, 2), least_us=round(min(taken), 2)))
+    return record.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,27 +1,28 @@
 """Times `flashtile.jax` beside JAX's own attentions on a GPU, in one rotation, after a check against float32.
 
-    python benchmarks/jax_attention.py [--limit SECONDS] [--output FILE]
+    python benchmarks/jax_attention.py [--budget SECONDS] [--output FILE]
 
 Cells: bf16, batch 4, 4096 tokens, head_dim 64 with 32 heads and 128 with 16, causal and full, forward and forward with
-backward. Before them a child process times flashtile from PyTorch, where PyTorch is installed: device time is to be the same.
+backward. Our kernels are compiled first, in parallel processes; then a process times flashtile from PyTorch, where PyTorch is
+installed: device time is to be the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.metadata
-import json
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.processes import Failure, compile_ahead, in_processes
+from benchmarks.record import Record, at_least_one, options, provenance
 
 CELLS = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
 BATCH, SEQLEN, TOLERANCE = 4, 4096, 1.5e-2  # of the norm, against float32 attention of a part
@@ -38,13 +39,13 @@ def flops(head_dim: int, causal: bool, which: str) -> float:
     return one * (2 if which == "forward" else 7)
 
 
-def time_torch(limit: float) -> dict[str, float]:
+def time_torch() -> dict[tuple[int, bool, str], list[float]]:
     """Milliseconds of flashtile from PyTorch, by cell."""
     import torch
 
     import flashtile
 
-    found: dict[str, float] = {}
+    found: dict[tuple[int, bool, str], list[float]] = {}
     for head_dim, causal in CELLS:
         shape = (BATCH, SEQLEN, heads(head_dim), head_dim)
         q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -68,12 +69,13 @@ def time_torch(limit: float) -> dict[str, float]:
                     call()
                 torch.cuda.synchronize()
                 taken.append((time.perf_counter() - start) * 100)
-            found[f"{head_dim} {causal} {which}"] = median(taken)
+            found[head_dim, causal, which] = taken
     return found
 
 
 def lower(head_dim: int, causal: bool, backward: str) -> None:
     """Compile a cell's kernels for an H100, without a GPU: Triton keeps them on disk."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
 
@@ -92,16 +94,6 @@ def lower(head_dim: int, causal: bool, backward: str) -> None:
     check = jax.export.DisabledSafetyCheck.custom_call(HANDLER)
     with target("sm90"):
         jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=[check])(*(array,) * 4)
-
-
-def lower_all() -> None:
-    """All cells at once, each in a process of its own."""
-    import os
-
-    jobs = [f"{d},{int(causal)},{backward}" for d, causal in CELLS for backward in ("auto", "split", "fused")]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    children = [subprocess.Popen([sys.executable, __file__, "--lower", job], env=environment) for job in jobs]
-    print(f"{sum(child.wait() != 0 for child in children)} of {len(children)} compilations failed", flush=True)
 
 
 def providers(head_dim: int, causal: bool) -> dict[str, Any]:
@@ -139,7 +131,7 @@ def providers(head_dim: int, causal: bool) -> dict[str, Any]:
     return found
 
 
-def measure(head_dim: int, causal: bool, rounds: int, end: float) -> list[dict[str, Any]]:
+def measure(head_dim: int, causal: bool, rounds: int, until: float, record: Record) -> None:
     """The rows of a cell."""
     import jax
     import jax.numpy as jnp
@@ -163,6 +155,9 @@ def measure(head_dim: int, causal: bool, rounds: int, end: float) -> list[dict[s
         truth = jax.jit(both_of(exact))(*part, dout[:1, :, :1].astype(jnp.float32))
     calls: dict[str, dict[str, Call]] = {which: {} for which in PASSES}
     for name, function in providers(head_dim, causal).items():
+        if time.monotonic() > until:
+            record.leave(f"{head_dim} {causal} {name}")
+            continue
         try:
             forward, both = jax.jit(function), jax.jit(both_of(function))
             started = time.perf_counter()
@@ -173,15 +168,17 @@ def measure(head_dim: int, causal: bool, rounds: int, end: float) -> list[dict[s
                 float(jnp.linalg.norm(m[:1, :, :1].astype(jnp.float32) - t) / jnp.linalg.norm(t))
                 for m, t in zip(made, truth, strict=True)
             ]
-            if max(off) > TOLERANCE:
-                raise AssertionError(f"off by {[f'{x:.1e}' for x in off]} of the norm")
+            if not max(off) <= TOLERANCE:
+                raise ArithmeticError(f"off by {[f'{x:.1e}' for x in off]} of the norm")
             print(f"{head_dim} {causal} {name}: compiled in {compiled:.1f} s, off by {max(off):.1e}", flush=True)
         except Exception as error:
-            print(f"{head_dim} {causal} {name}: {type(error).__name__}: {error}"[:400], flush=True)
+            if name.startswith("flashtile"):
+                record.fail(error, head_dim=head_dim, causal=causal, provider=name)
+            else:
+                print(f"{head_dim} {causal} {name}: {type(error).__name__}: {error}"[:400], flush=True)
             continue
         calls["forward"][name] = lambda forward=forward: forward(q, k, v)
         calls["both"][name] = lambda both=both: both(q, k, v, dout)
-    rows = []
     for which in PASSES:
         taken: dict[str, list[float]] = {name: [] for name in calls[which]}
         for turn in range(rounds):
@@ -193,61 +190,50 @@ def measure(head_dim: int, causal: bool, rounds: int, end: float) -> list[dict[s
                     made = call()
                 jax.block_until_ready(made)
                 taken[name].append((time.perf_counter() - started) * 1000 / count)
-            if turn and time.perf_counter() > end:
+            if turn and time.monotonic() > until:
                 break
         for name, times in taken.items():
-            if times:
-                ms = median(times)
-                cell = dict(head_dim=head_dim, causal=causal, which=which, provider=name)
-                speed = flops(head_dim, causal, which) / ms * 1e-9
-                rows.append(dict(**cell, ms=round(ms, 4), least_ms=round(min(times), 4), tflops=round(speed, 1)))
-    return rows
+            add(record, head_dim, causal, which, name, times)
+
+
+def add(record: Record, head_dim: int, causal: bool, which: str, name: str, times: list[float]) -> None:
+    """The row of a provider's times in milliseconds."""
+    ms = median(times)
+    speed = flops(head_dim, causal, which) / ms * 1e-9
+    cell = dict(head_dim=head_dim, causal=causal, which=which, provider=name)
+    record.add(dict(**cell, ms=round(ms, 4), least_ms=round(min(times), 4), tflops=round(speed, 1)))
+    print(f"{head_dim:>4} {causal!s:5} {which:8} {name:18} {ms:>9.4f} ms {speed:>7.1f} TFLOP/s", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds of the timing")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/jax-attention.csv"))
-    parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--lower", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=at_least_one, default=6)
+    options(parser, "benchmarks/results/jax-attention.csv", 180)
     chosen = parser.parse_args()
-    if chosen.lower:
-        head_dim, causal, backward = chosen.lower.split(",")
-        lower(int(head_dim), causal == "1", backward)
-        return 0
-    if chosen.torch:
-        print(json.dumps(time_torch(60.0)))
-        return 0
-    started = time.perf_counter()
-    lower_all()
-    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    child = subprocess.run([sys.executable, __file__, "--torch"], capture_output=True, text=True, check=False)
-    theirs = json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 and child.stdout else {}
-    if not theirs:
-        print(f"PyTorch: {child.stderr[-300:]}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes need memory too
+    about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
+    record = Record(chosen.output, chosen.budget, {**gpu(parser), **about, **provenance(chosen.commit)})
+    compile_ahead(lower, [(*cell, backward) for cell in CELLS for backward in ("auto", "split", "fused")], record.left(), 0.5)
+    for _, made in in_processes(time_torch, [()], time.monotonic() + 0.3 * record.left()):
+        if isinstance(made, Failure):
+            print(f"PyTorch: {made.text}", flush=True)
+            continue
+        for (head_dim, causal, which), times in made.items():
+            add(record, head_dim, causal, which, "flashtile/torch", times)
+    for (head_dim, causal), until in record.parts(CELLS):
+        with record.attempt(head_dim=head_dim, causal=causal, provider="all"):
+            measure(head_dim, causal, chosen.rounds, until, record)
+    return record.end()
+
+
+def gpu(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """JAX's GPU; ends with a usage error where there is none."""
     import jax
 
-    rows: list[dict[str, Any]] = []
-    for key, ms in theirs.items():
-        head_dim, causal, which = key.split()
-        speed = flops(int(head_dim), causal == "True", which) / ms * 1e-9
-        rows.append(dict(head_dim=head_dim, causal=causal, which=which, provider="flashtile/torch", ms=round(ms, 4),
-                         least_ms="", tflops=round(speed, 1)))  # fmt: skip
-    start = time.perf_counter()
-    for i, (head_dim, causal) in enumerate(CELLS):
-        rows += measure(head_dim, causal, chosen.rounds, start + chosen.limit * (i + 1) / len(CELLS))
-    facts = dict(device=jax.devices()[0].device_kind, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    facts |= {name: importlib.metadata.version(name) for name in ("jax", "triton")}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
-    for row in rows:
-        cell = f"{row['head_dim']:>4} {row['causal']!s:5} {row['which']:8} {row['provider']:18}"
-        print(f"{cell} {row['ms']:>9} ms {row['tflops']:>7} TFLOP/s")
-    return 0
+    try:
+        return {"device": jax.devices("cuda")[0].device_kind}
+    except RuntimeError as error:
+        parser.error(f"JAX sees no GPU here: {error}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
 """A GPT-2-124M-shaped model in training under torch.compile, bf16, with each attention: tokens/s, loss curves, host time.
 
-    python benchmarks/train.py [--steps 50] [--context 8192] [--seconds 160] [--output train.csv] [--commit HASH, without git]
+    python benchmarks/train.py [--steps 50] [--context 8192] [--budget 160] [--output train.csv] [--commit HASH, without git]
 
 Contestants differ in one function, get the same weights and the same batches, and are checked first: loss and gradients of one
-batch against the first contestant's. They are stepped in turn, so that they share what the machine does; a
-step's time is the median of those after the first three. Then host time: of a forward and a backward of one small attention,
-compiled and eager, calls queued and not waited for. The exit status is 1 if one is wrong or loss curves part.
+batch against the first contestant's. Processes of their own compile them before that, side by side. They are stepped in turn,
+so that they share what the machine does; a step's time is the median of those after the first three. Then host time: of a
+forward and a backward of one small attention, compiled and eager, calls queued and not waited for. The exit status is 1 if one
+is wrong or loss curves part.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +28,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from flashtile.bench.machine import facts
-from flashtile.bench.revision import LIBRARY, commit
+from benchmarks.processes import compile_ahead
+from benchmarks.record import Record, at_least_one, machine, options
 
 Attend = Callable[[Tensor], Tensor]  # (batch, seqlen, 3, heads, head_dim) -> (batch, seqlen, heads, head_dim), causal
 WIDTH, LAYERS, HEADS, VOCABULARY = 768, 12, 12, 50304
+HOST_SHAPE = (1, 128, 3, 8, 64)  # of the attention whose host time is measured
 MOST_APART = 0.05  # nats between two loss curves at any step; bf16 runs of one seed part by as much by rounding alone
 PROBE_TOLERANCE = 0.05  # of a gradient's norm, in bf16
 
@@ -178,96 +178,111 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int, rounds
     return median(found)
 
 
-def host_rows(device: torch.device, count: int = 100) -> list[dict[str, Any]]:
+def host_rows(device: torch.device, record: Record, count: int = 100) -> None:
     """Host time of one attention, (1, 128, 8, 64), forward and forward with backward, eager and compiled."""
     dtype = torch.bfloat16
-    qkv = torch.randn(1, 128, 3, 8, 64, device=device, dtype=dtype)
+    qkv = torch.randn(HOST_SHAPE, device=device, dtype=dtype)
     wanting = qkv.clone().requires_grad_()
-    rows = []
-    for name, attend in {"flashtile": attend_flashtile, "sdpa/flash": attend_sdpa(SDPBackend.FLASH_ATTENTION)}.items():
-        for how, function in {"eager": attend, "compiled": torch.compile(attend, fullgraph=True)}.items():
+    contestants = {"flashtile": attend_flashtile, "sdpa/flash": attend_sdpa(SDPBackend.FLASH_ATTENTION)}
+    cells = [(name, how) for name in contestants for how in ("eager", "compiled")]
+    for (name, how), _ in record.parts(cells, lambda cell: f"host time of {' '.join(cell)}"):
+        with record.attempt(section="host", contestant=name, what=how):
+            attend = contestants[name]
+            function = attend if how == "eager" else torch.compile(attend, fullgraph=True)
             dout = torch.randn_like(function(qkv))
             calls = {
                 "forward": lambda f=function: f(qkv),
                 "forward+backward": lambda f=function, d=dout: torch.autograd.grad(f(wanting), wanting, d),
             }
             for what, call in calls.items():
-                rows.append(
-                    dict(section="host", contestant=name, what=f"{how} {what}", host_us=round(host_us(call, device, count), 2))
-                )
-                print(f"host time, {name} {how} {what}: {rows[-1]['host_us']} us", flush=True)
-    return rows
+                taken = round(host_us(call, device, count), 2)
+                record.add(dict(section="host", contestant=name, what=f"{how} {what}", host_us=taken))
+                print(f"host time, {name} {how} {what}: {taken} us", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--only", nargs="*", default=None)
-    parser.add_argument("--seconds", type=float, default=160.0, help="no contestant begins, and no round, after so many")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/train.csv"))
-    parser.add_argument("--commit", default="")
-    chosen = parser.parse_args()
-    began = time.perf_counter()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def contestant(name: str, context: int, device: torch.device) -> Attend:
+    """The attention of a contestant."""
+    kernels = {"sdpa/cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa/flash": SDPBackend.FLASH_ATTENTION}
+    if name in kernels:
+        return attend_sdpa(kernels[name])
+    return attend_flashtile if name == "flashtile" else attend_flex(context, device)
+
+
+CONTESTANTS = ("sdpa/cudnn", "flashtile", "sdpa/flash", "flex")
+
+
+def configure() -> torch.device:
+    """How torch.compile is to work here and in the processes that compile ahead; the device."""
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # every contestant's model is a specialisation of one forward
-    contestants: dict[str, Attend] = {
-        "sdpa/cudnn": attend_sdpa(SDPBackend.CUDNN_ATTENTION),
-        "flashtile": attend_flashtile,
-        "sdpa/flash": attend_sdpa(SDPBackend.FLASH_ATTENTION),
-        "flex": attend_flex(chosen.context, device),
-    }
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def warm(name: str, chosen: argparse.Namespace) -> None:
+    """Step a contestant once, which compiles it."""
+    device = configure()
+    draw = text(chosen.context, chosen.batch, chosen.vocabulary, device)
+    run = Run(name, contestant(name, chosen.context, device), chosen, device)
+    run.probe(draw(0))
+    run.step(draw(0))
+
+
+def train(chosen: argparse.Namespace, device: torch.device, record: Record) -> None:
+    """A row for each contestant; failed where one is wrong, or its loss curve parts from the first one's."""
     draw = text(chosen.context, chosen.batch, chosen.vocabulary, device)
     runs: list[Run] = []
-    known, wrong = list[Tensor](), 0
-    for name, attend in contestants.items():
-        if (chosen.only and name not in chosen.only) or time.perf_counter() - began > 0.7 * chosen.seconds:
-            continue
-        runs.append(Run(name, attend, chosen, device))
-        found = runs[-1].probe(draw(0))
-        known = known or found
-        off = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, known, strict=True))
-        wrong += not off < PROBE_TOLERANCE
-        print(
-            f"{name}: loss {found[0].item():.4f}, off the first by {off:.2g}; {time.perf_counter() - began:.0f} s", flush=True
-        )
+    known = list[Tensor]()
+    names = chosen.only or CONTESTANTS
+    if device.type == "cuda":
+        compile_ahead(warm, [(name, chosen) for name in names], record.left(), 0.5, len(names))
+    for name, _ in record.parts(names, reserve_s=0.3 * chosen.budget):
+        with record.attempt(section="train", contestant=name):
+            run = Run(name, contestant(name, chosen.context, device), chosen, device)
+            found = run.probe(draw(0))
+            known = known or found
+            off = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, known, strict=True))
+            print(f"{name}: loss {found[0].item():.4f}, off the first by {off:.2g}; {record.left():.0f} s left", flush=True)
+            if not off < PROBE_TOLERANCE:
+                raise ArithmeticError(f"off the first contestant by {off:.2g} of the norm")
+            runs.append(run)
+    host_s = 0.15 * chosen.budget  # kept for host times
     for number in range(chosen.steps):
         batch = draw(number)
         for run in runs if number % 2 == 0 else reversed(runs):
             run.step(batch)
         if number in (0, 1, chosen.steps - 1) or number % 10 == 9:
             print(f"step {number + 1}: " + ", ".join(f"{r.name} {r.losses[-1]:.4f}" for r in runs), flush=True)
-        if time.perf_counter() - began > chosen.seconds:
+        if record.left() < host_s and number + 1 < chosen.steps:
+            record.leave(f"steps {number + 2} to {chosen.steps}")
             break
-    machine = dict(
-        **facts(device), date=datetime.now(timezone.utc).isoformat(timespec="seconds"), commit=commit(LIBRARY) or chosen.commit
-    )
-    rows: list[dict[str, Any]] = []
     tokens = chosen.batch * chosen.context
     for run in runs:
         seconds = median(run.seconds[3:] or run.seconds)
         apart = max(abs(a - b) for a, b in zip(run.losses, runs[0].losses, strict=True))
-        wrong += not apart < MOST_APART
-        rows.append(dict(
+        row = dict(
             section="train", contestant=run.name, what=f"GPT-2 124M, {chosen.batch} x {chosen.context}", steps=len(run.losses),
             step_ms=round(seconds * 1e3, 2), tokens_per_s=round(tokens / seconds), first_loss=round(run.losses[0], 4),
             last_loss=round(run.losses[-1], 4), most_apart=round(apart, 4), losses=" ".join(f"{x:.4f}" for x in run.losses),
-        ))  # fmt: skip
-        print(*(f"{name}={rows[-1][name]}" for name in ("contestant", "tokens_per_s", "step_ms", "last_loss", "most_apart")))
-    runs.clear()
-    rows += host_rows(device, 100 if device.type == "cuda" else 2)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with chosen.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *machine])
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
-    raise SystemExit(wrong > 0)
+            failure="" if apart < MOST_APART else "the loss curve parts from the first contestant's",
+        )  # fmt: skip
+        record.add(row)
+        print(*(f"{name}={row[name]}" for name in ("contestant", "tokens_per_s", "step_ms", "last_loss", "most_apart")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("steps", 50), ("context", 8192), ("batch", 2), ("layers", LAYERS), ("vocabulary", VOCABULARY)):
+        parser.add_argument(f"--{name}", type=at_least_one, default=default)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS)
+    options(parser, "benchmarks/results/train.csv", 160)
+    chosen = parser.parse_args()
+    device = configure()
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
+    with record.attempt(section="train", contestant="all"):
+        train(chosen, device, record)
+    host_rows(device, record, 100 if device.type == "cuda" else 2)
+    return record.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Varlen, padding and block masks on a GPU: poisoned cases, throughput beside the dense call, peers on the same problem.
 
-    python benchmarks/varlen.py [--output FILE] [--seconds 150] [--section poison varlen tiles build blocks] [--backend hopper]
+    python benchmarks/varlen.py [--output FILE] [--budget 240] [--section poison varlen tiles build blocks] [--backend hopper]
 
-Sections, each bounded in seconds, each checked before it is timed:
+Sections, each with its share of the budget, each compiled in parallel processes and checked before it is timed:
   poison   NaN and Inf where nothing is visible (padding, holes, past cu_seqlens[-1]): results bitwise those of clean tensors
   varlen   64 lognormal lengths, mean 1k, at most 16k: TFLOP/s beside the same backend's dense call, SDPA on jagged tensors,
            FlexAttention with a document mask, FlashAttention-4's varlen call where it can be imported
@@ -14,13 +14,12 @@ Sections, each bounded in seconds, each checked before it is timed:
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,21 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from flashtile import Blocks, Document, KeyPadding, Options
-from flashtile.bench.machine import facts
+from benchmarks.poisoned import DEVICE, KINDS, one_poisoned, starts, tokens
+from benchmarks.processes import Failure, compile_ahead, in_processes
+from benchmarks.record import Record, is_lost, machine, need_gpu, options
+from flashtile import Blocks, Document, Options
 from flashtile.bench.timing import burst_ms, calls_for
+from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+from flashtile.kernels.hopper.choose import choose_forward
 from flashtile.reference.attention import attention_reference
+from flashtile.spec.attention import AttentionProblem
+from flashtile.torch.run import Bound, device_of
 
 HEADS, HEAD_DIM, BLOCK = 16, 128, 128
+DENSE = 4096  # tokens of each item of the dense call that varlen is compared with
 ROUNDS = 3  # bursts of each call, in rotation; the median is kept
 POISONED_PER_KIND = 75
-DEVICE = torch.device("cuda", 0)
-BACKEND: list[str | None] = ["triton"]  # that is measured; None lets the library choose
 
 
 @dataclass
@@ -54,10 +58,24 @@ class Row:
     ratio: float | None = None  # what of it, `of` says
     of: str = ""
     note: str = ""
+    failure: str = ""
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=dtype)
+@dataclass
+class Run:
+    """What the sections share. `backend`: the one that is measured; None lets the library choose."""
+
+    record: Record
+    backend: str | None
+    ends: float = math.inf  # of the section, by time.monotonic
+
+    def left(self) -> float:
+        """Seconds until the section has to end."""
+        return min(self.ends - time.monotonic(), self.record.left())
+
+    @property
+    def word(self) -> str:
+        return self.backend or "chosen"
 
 
 def lognormal_lengths(count: int = 64, mean: float = 1024.0, most: int = 16384, seed: int = 0) -> list[int]:
@@ -65,10 +83,6 @@ def lognormal_lengths(count: int = 64, mean: float = 1024.0, most: int = 16384, 
     generator = torch.Generator().manual_seed(seed)
     raw = torch.exp(torch.randn(count, generator=generator, dtype=torch.float64))
     return [max(1, min(most, round(n))) for n in (raw / raw.mean() * mean).tolist()]
-
-
-def starts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
 
 
 def flops(lengths: list[int], causal: bool, backward: bool) -> float:
@@ -80,23 +94,35 @@ def flops(lengths: list[int], causal: bool, backward: bool) -> float:
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-def timed(calls: dict[str, Callable[[], Any]], deadline: float) -> dict[str, float]:
-    """Milliseconds of each call, by name: bursts in rotation, the median; those that raise are left out and said."""
+def timed(calls: dict[str, Callable[[], Any]], run: Run) -> dict[str, float]:
+    """Milliseconds of each call, by name: bursts in rotation, the median. Ours that raises is a failed row."""
     counts: dict[str, int] = {}
     for name, call in calls.items():
-        if time.monotonic() > deadline:
-            print(f"    {name}: no time left", flush=True)
+        if run.left() < 0:
+            run.record.leave(name)
             continue
         try:
             call()  # compiles
             counts[name] = calls_for(burst_ms(call, 3, DEVICE, 0.0), DEVICE)
         except Exception as error:
-            print(f"    {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            left_out(run, name, error)
     found: dict[str, list[float]] = {name: [] for name in counts}
     for _ in range(ROUNDS):
         for name, count in counts.items():
             found[name].append(burst_ms(calls[name], count, DEVICE))
     return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+
+
+def left_out(run: Run, name: str, error: Exception) -> None:
+    """Say that a peer cannot; ours that cannot is a failed row."""
+    if is_peer(name) and not is_lost(error):
+        print(f"    {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    else:
+        run.record.fail(error, name=name)
+
+
+def is_peer(name: str) -> bool:
+    return name.startswith(("sdpa", "flex", "fa4"))
 
 
 def directions(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
@@ -124,130 +150,103 @@ def worst(mine: torch.Tensor, truth: torch.Tensor) -> float:
 # -- poison -----------------------------------------------------------------------------------------------------------
 
 
-def poison(deadline: float) -> Iterator[Row]:
+def poison(run: Run) -> Iterator[Row]:
     """Random lengths and holes; everything outside of them is NaN, Inf or -Inf."""
-    kinds = ["varlen", "varlen-causal", "varlen-used-softcap", "padded-causal", "padded-keys", "holes", "documents"]
-    for kind in kinds:
-        failed, done = 0, 0
-        for seed in range(POISONED_PER_KIND):
-            if time.monotonic() > deadline:
-                break
-            failed += not one_poisoned(kind, seed)
-            done += 1
-        yield Row("poison", kind, ratio=failed, of=f"failures of {done}", note="" if done == POISONED_PER_KIND else "no time")
-
-
-def one_poisoned(kind: str, seed: int) -> bool:
-    """Whether the results of a poisoned case are bitwise those of the clean one."""
-    torch.manual_seed(seed)
-    draw = torch.Generator().manual_seed(seed)
-    value = (math.nan, math.inf, -math.inf)[seed % 3]
-    options = Options(backend=BACKEND[0], deterministic=True)
-    how: dict[str, Any] = {"options": options, "return_lse": True}
-    if kind.startswith("varlen"):
-        lengths = (torch.rand(6, generator=draw) ** 3 * 500).long().tolist()
-        total, rows = sum(lengths) + 70, torch.zeros(sum(lengths) + 70, dtype=torch.bool)
-        rows[: sum(lengths)] = True
-        how.update(cu_seqlens_q=starts(lengths), causal="causal" in kind)
-        if "used" in kind:
-            used = [int(n * torch.rand(1, generator=draw).item()) for n in lengths]
-            how.update(seqused_k=torch.tensor(used, device=DEVICE, dtype=torch.int32), score=(flashtile.Softcap(20.0),))
-            keys = torch.zeros_like(rows)
-            for first, count in zip(starts(lengths).tolist(), used, strict=False):
-                keys[first : first + count] = True
-        else:
-            keys = rows
-        shape_q, shape_k, function = (total, 4, 64), (total, 2, 64), flashtile.attention_varlen
-    else:
-        batch, seqlen = 3, 200 + int(torch.randint(0, 200, (1,), generator=draw))
-        rows, keys = torch.ones(batch, seqlen, dtype=torch.bool), torch.ones(batch, seqlen, dtype=torch.bool)
-        used = torch.randint(0, seqlen + 1, (batch,), generator=draw)
-        inside = torch.arange(seqlen) < used[:, None]
-        if kind == "padded-causal":
-            rows = keys = inside
-            how.update(seqused_q=used.to(DEVICE, torch.int32), seqused_k=used.to(DEVICE, torch.int32), causal=True)
-        elif kind == "padded-keys":
-            keys = inside
-            how["seqused_k"] = used.to(DEVICE, torch.int32)
-        elif kind == "holes":
-            keys = torch.rand(batch, seqlen, generator=draw) < 0.5
-            how["mask"] = KeyPadding(keys.to(DEVICE))
-        else:  # keys of a document that no query has
-            ids = torch.randint(0, 5, (batch, seqlen), generator=draw).to(torch.int32)
-            keys = ids < 3
-            how["mask"] = Document((ids % 3).to(DEVICE), ids.to(DEVICE))
-        shape_q, shape_k, function = (batch, seqlen, 4, 64), (batch, seqlen, 2, 64), flashtile.attention
-    rows, keys = rows.to(DEVICE), keys.to(DEVICE)
-    q, k, v, dout = tokens(*shape_q), tokens(*shape_k), tokens(*shape_k), tokens(*shape_q)
-    results: list[list[torch.Tensor]] = []
-    for dirty in (False, True):
-        leaves = [t.clone() for t in (q, k, v)]
-        arriving = dout.clone()
-        if dirty:
-            leaves[0][~rows] = value
-            leaves[1][~keys] = value
-            leaves[2][~keys] = value
-            arriving[~rows] = value
-        leaves = [t.requires_grad_() for t in leaves]
-        out, lse = function(*leaves, **how)
-        results.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, arriving)])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    jobs = [(kind, seed, run.backend) for seed in range(POISONED_PER_KIND) for kind in KINDS]
+    failed: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    done = dict.fromkeys(KINDS, 0)
+    for (kind, seed, _), made in in_processes(one_poisoned, jobs, run.ends):
+        done[kind] += 1
+        if made is not False:
+            failed[kind].append(f"seed {seed}: {made.text if isinstance(made, Failure) else 'other results'}")
+    for kind in KINDS:
+        if done[kind] < POISONED_PER_KIND:
+            run.record.leave(f"{POISONED_PER_KIND - done[kind]} of poison {kind}")
+        text = "; ".join(failed[kind])[:500]
+        yield Row("poison", kind, ratio=len(failed[kind]), of=f"failures of {done[kind]}", failure=text)
 
 
 # -- varlen -----------------------------------------------------------------------------------------------------------
 
 
-def varlen(deadline: float) -> Iterator[Row]:
+PEERS = ("sdpa nested", "flex document", "fa4 varlen")
+Contestant = tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[int]]  # the function, its q, k, v, and its lengths
+
+
+def varlen_names(word: str) -> tuple[str, ...]:
+    return (f"flashtile/{word} varlen", f"flashtile/{word} dense {DENSE}", *PEERS)
+
+
+def contestant(name: str, causal: bool, backend: str | None, lengths: list[int], qkv: list[torch.Tensor]) -> Contestant:
+    """One of `varlen_names`; it may compile."""
+    ends, longest, ours = starts(lengths), max(lengths), Options(backend=backend)
+    if name in PEERS:
+        make = {"sdpa nested": sdpa_nested, "flex document": flex_document, "fa4 varlen": fa4_varlen}[name]
+        return make(ends, longest, lengths, causal), qkv, lengths
+    if name.endswith("varlen"):
+        return lambda q, k, v: flashtile.attention_varlen(q, k, v, ends, causal=causal, options=ours), qkv, lengths
+    batch = max(1, round(sum(lengths) / DENSE))
+    dense = [tokens(batch, DENSE, HEADS, HEAD_DIM) for _ in range(3)]
+    return lambda q, k, v: flashtile.attention(q, k, v, causal=causal, options=ours), dense, [DENSE] * batch
+
+
+def warm_varlen(name: str, causal: bool, backend: str | None, direction: str) -> None:
     lengths = lognormal_lengths()
-    total, ends, longest = sum(lengths), starts(lengths), max(lengths)
-    print(f"  {len(lengths)} items, {total} tokens, longest {longest}, shortest {min(lengths)}", flush=True)
-    q, k, v = (tokens(total, HEADS, HEAD_DIM) for _ in range(3))
-    ours, word = Options(backend=BACKEND[0]), BACKEND[0] or "chosen"
+    attend, inputs, _ = contestant(
+        name, causal, backend, lengths, [tokens(sum(lengths), HEADS, HEAD_DIM) for _ in range(3)]
+    )  # fmt: skip
+    directions(attend, inputs)[direction]()
+    torch.cuda.synchronize()
+
+
+def varlen(run: Run) -> Iterator[Row]:
+    lengths = lognormal_lengths()
+    total, ends = sum(lengths), starts(lengths)
+    print(f"  {len(lengths)} items, {total} tokens, longest {max(lengths)}, shortest {min(lengths)}", flush=True)
+    qkv, names = [tokens(total, HEADS, HEAD_DIM) for _ in range(3)], varlen_names(run.word)
+    jobs = [(name, causal, run.backend, way) for way in ("fwd", "bwd") for causal in (True, False) for name in names]
+    compile_ahead(warm_varlen, jobs, run.left(), 0.4)
     for causal in (True, False):
-        calls: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[int]]] = {}
-        calls[f"flashtile/{word} varlen"] = (
-            lambda q, k, v, causal=causal: flashtile.attention_varlen(q, k, v, ends, causal=causal, options=ours),
-            [q, k, v], lengths,
-        )  # fmt: skip
-        batch = max(1, round(total / 4096))
-        calls[f"flashtile/{word} dense 4096"] = (
-            lambda q, k, v, causal=causal: flashtile.attention(q, k, v, causal=causal, options=ours),
-            [tokens(batch, 4096, HEADS, HEAD_DIM) for _ in range(3)], [4096] * batch,
-        )  # fmt: skip
-        for name, make in (("sdpa nested", sdpa_nested), ("flex document", flex_document), ("fa4 varlen", fa4_varlen)):
+        calls: dict[str, Contestant] = {}
+        for name in names:
             try:
-                calls[name] = (make(ends, longest, lengths, causal), [q, k, v], lengths)
+                calls[name] = contestant(name, causal, run.backend, lengths, qkv)
             except Exception as error:
-                print(f"    {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        yield from check_varlen(calls, ends, lengths, causal)
+                left_out(run, name, error)
+        check_varlen(calls, ends, lengths, causal, run)
         for direction in ("fwd", "bwd"):
             made = {name: directions(attend, inputs)[direction] for name, (attend, inputs, _) in calls.items()}
-            found = timed(made, deadline)
+            found = timed(made, run)
             rates = {n: flops(calls[n][2], causal, direction == "bwd") / ms / 1e9 for n, ms in found.items()}
-            dense = rates.get(f"flashtile/{word} dense 4096")
+            dense = rates.get(names[1])
             for name, ms in found.items():
                 ratio = rates[name] / dense if dense else None
                 mask = "causal" if causal else "full"
                 yield Row("varlen", f"{name}, {mask}", direction, ms, rates[name], ratio, "TFLOP/s of our dense call")
 
 
-def check_varlen(calls: dict[str, Any], ends: torch.Tensor, lengths: list[int], causal: bool) -> Iterator[Row]:
-    """Our output beside float64 on the shortest items, and the peers' beside ours; a wrong one is not timed."""
-    attend, inputs, _ = next(iter(calls.values()))
-    mine = attend(*inputs)
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i])[:5]:
-        part = slice(int(ends[i]), int(ends[i + 1]))
-        truth, _ = attention_reference(*(t[None, part] for t in inputs), causal=causal)
-        assert worst(mine[part], truth[0]) < 2e-2, f"item {i} is wrong"
-    for name in [n for n in calls if not n.startswith("flashtile")]:
+def check_varlen(calls: dict[str, Contestant], ends: torch.Tensor, lengths: list[int], causal: bool, run: Run) -> None:
+    """Our output beside float64 on the shortest items, and the peers' beside ours; what is wrong is not timed."""
+    mine: torch.Tensor | None = None
+    for name, (attend, inputs, _) in list(calls.items()):
         try:
-            error = worst(calls[name][0](*inputs).reshape(mine.shape), mine.double())
-        except Exception as failure:
-            error, reason = math.inf, f"{type(failure).__name__}: {str(failure)[:150]}"
-            print(f"    {name}: {reason}", flush=True)
-        if not error < 3e-2:
-            yield Row("varlen", name, note=f"left out, off by {error:.3g}")
+            out = attend(*inputs)
+            if mine is None:
+                for i in sorted(range(len(lengths)), key=lambda i: lengths[i])[:5]:
+                    part = slice(int(ends[i]), int(ends[i + 1]))
+                    off = worst(out[part], attention_reference(*(t[None, part] for t in inputs), causal=causal)[0][0])
+                    if not off < 2e-2:
+                        raise ArithmeticError(f"item {i} is off by {off:.3g}")
+                mine = out
+            elif is_peer(name):
+                off = worst(out.reshape(mine.shape), mine.double())
+                if not off < 3e-2:
+                    raise ArithmeticError(f"off by {off:.3g}")
+        except Exception as error:
+            left_out(run, name, error)
             del calls[name]
+            if mine is None:  # nothing to hold the others against
+                return
 
 
 def sdpa_nested(ends: torch.Tensor, longest: int, lengths: list[int], causal: bool) -> Callable[..., torch.Tensor]:
@@ -288,46 +287,54 @@ def fa4_varlen(ends: torch.Tensor, longest: int, lengths: list[int], causal: boo
     return attend
 
 
-def tiles(deadline: float) -> Iterator[Row]:
-    """Hopper's forward under other launches, each checked against the chosen one's result."""
-    from dataclasses import replace
+TILED = [(head_dim, mask) for head_dim in (128, 64) for mask in ("", ",band=:0")]
+MOST_TILES = 6
 
-    from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-    from flashtile.kernels.hopper.choose import choose_forward
-    from flashtile.spec.attention import AttentionProblem
-    from flashtile.torch.run import Bound, device_of
 
+def tile_calls(head_dim: int, mask: str) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+    """Hopper's forward under the chosen launch, then under others, by its spelling."""
     lengths = lognormal_lengths()
     total, ends, longest = sum(lengths), starts(lengths), max(lengths)
-    for head_dim in (128, 64):
-        q, k, v = (tokens(1, total, HEADS, head_dim) for _ in range(3))
-        given = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        sizes = f"q={len(lengths)}x{longest}x{HEADS}x{head_dim},kv={longest}x{HEADS}x{head_dim}"
-        for mask in ("", ",band=:0"):
-            problem = AttentionProblem.parse(f"attention({sizes},bf16{mask},varlen={total}x{total})")
-            base = choose_forward(problem, device_of(DEVICE))
-            launches = [base, *(replace(base, swizzle=n) for n in (1, 4) if n != base.swizzle)]
-            launches += [replace(base, resident=True, swizzle=n) for n in (16, 4)]
-            launches += [replace(base, groups=2, stages=4, split_max=False, loader_warps=4)] if head_dim == 64 else []
-            calls: dict[str, Callable[[], Any]] = {}
-            expected: torch.Tensor | None = None
-            for launch in launches:
-                bound = Bound(HOPPER.forward(problem, device_of(DEVICE), launch), given, DEVICE)
-                out = bound.run(dict(given))["out"]
+    q, k, v = (tokens(1, total, HEADS, head_dim) for _ in range(3))
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    sizes = f"q={len(lengths)}x{longest}x{HEADS}x{head_dim},kv={longest}x{HEADS}x{head_dim}"
+    problem = AttentionProblem.parse(f"attention({sizes},bf16{mask},varlen={total}x{total})")
+    base = choose_forward(problem, device_of(DEVICE))
+    launches = [base, *(replace(base, swizzle=n) for n in (1, 4) if n != base.swizzle)]
+    launches += [replace(base, resident=True, swizzle=n) for n in (16, 4)]
+    launches += [replace(base, groups=2, stages=4, split_max=False, loader_warps=4)] if head_dim == 64 else []
+    bounds = {launch.spell(): Bound(HOPPER.forward(problem, device_of(DEVICE), launch), given, DEVICE) for launch in launches}
+    return [(name, lambda bound=bound: bound.run(dict(given))["out"]) for name, bound in bounds.items()]
+
+
+def warm_tile(head_dim: int, mask: str, number: int) -> None:
+    for _, call in tile_calls(head_dim, mask)[number : number + 1]:
+        call()
+    torch.cuda.synchronize()
+
+
+def tiles(run: Run) -> Iterator[Row]:
+    """Hopper's forward under other launches, each checked against the chosen one's result."""
+    compile_ahead(warm_tile, [(*tiled, number) for tiled in TILED for number in range(MOST_TILES)], run.left(), 0.5)
+    for head_dim, mask in TILED:
+        calls: dict[str, Callable[[], Any]] = {}
+        expected: torch.Tensor | None = None
+        for name, call in tile_calls(head_dim, mask):
+            with run.record.attempt(section="tiles", name=f"{head_dim}{mask} {name}"):
+                out = call()
                 expected = out if expected is None else expected
-                if worst(out, expected.double()) > 1e-2:
-                    yield Row("tiles", launch.spell(), note="left out: another result")
-                else:
-                    calls[launch.spell()] = lambda bound=bound, given=given: bound.run(dict(given))
-            for name, ms in timed(calls, deadline).items():
-                rate = flops(lengths, bool(mask), False) * head_dim / HEAD_DIM / ms / 1e9
-                yield Row("tiles", f"{head_dim}{mask} {name}", "fwd", ms, rate)
+                if not worst(out, expected.double()) <= 1e-2:
+                    raise ArithmeticError("another result")
+                calls[name] = call
+        for name, ms in timed(calls, run).items():
+            rate = flops(lognormal_lengths(), bool(mask), False) * head_dim / HEAD_DIM / ms / 1e9
+            yield Row("tiles", f"{head_dim}{mask} {name}", "fwd", ms, rate)
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def build(deadline: float) -> Iterator[Row]:
+def build(run: Run) -> Iterator[Row]:
     seqlen = 65536
     ids = (torch.arange(seqlen, device=DEVICE) // 3000).to(torch.int32)
 
@@ -341,54 +348,73 @@ def build(deadline: float) -> Iterator[Row]:
     whole = (first == last)[:, None] & (first == last)[None] & (first[:, None] == first[None])
     expected[0, 0] = meets.to(torch.int8) + whole.to(torch.int8)
     wrong = int((made.state != expected).sum())
+    failure = f"{wrong} blocks wrong" if wrong else ""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ms = timed({"build": make}, deadline)["build"]
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    yield Row("build", "document 64k x 64k", ms=ms, ratio=peak, of="MiB at the peak", note=f"{wrong} blocks wrong")
+    for ms in timed({"build": make}, run).values():
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        yield Row("build", "document 64k x 64k", ms=ms, ratio=peak, of="MiB at the peak", failure=failure)
 
 
-def blocks(deadline: float) -> Iterator[Row]:
+BLOCKS_SEQLEN, SPARSITIES = 8192, (0.0, 0.5, 0.8, 0.95)
+
+
+def block_table(sparsity: float) -> torch.Tensor:
+    """Which blocks of keys each block of queries sees, the first one always: bool (blocks, blocks)."""
+    rows, generator = BLOCKS_SEQLEN // BLOCK, torch.Generator().manual_seed(1)
+    table = torch.rand((rows, rows), generator=generator) >= sparsity
+    table[:, 0] = True
+    return table
+
+
+def block_call(name: str, backend: str | None) -> Callable[..., torch.Tensor]:
+    """ "dense", "flashtile 50%" or "flex 50%"."""
+    options = Options(backend=backend)
+    if name == "dense":
+        return lambda q, k, v: flashtile.attention(q, k, v, options=options)
+    table = block_table(float(name.split()[1].rstrip("%")) / 100)
+    if name.startswith("flashtile"):
+        mask = Blocks.from_block_mask(table.to(DEVICE), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
+        return lambda q, k, v: flashtile.attention(q, k, v, mask=mask, options=options)
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    seqlen, options = 8192, Options(backend=BACKEND[0])
-    rows = seqlen // BLOCK
-    q, k, v = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(3))
-    calls: dict[str, Callable[..., torch.Tensor]] = {"dense": lambda q, k, v: flashtile.attention(q, k, v, options=options)}
-    kept = {"dense": 1.0}
     compiled = torch.compile(flex_attention)
-    for sparsity in (0.0, 0.5, 0.8, 0.95):
-        generator = torch.Generator().manual_seed(1)
-        table = torch.rand((rows, rows), generator=generator) >= sparsity
-        table[:, 0] = True
-        mask = Blocks.from_block_mask(table.to(DEVICE), seqlen, seqlen)
-        count = table.sum(1).to(DEVICE, torch.int32)[None, None]
-        index = (~table).to(torch.int8).argsort(dim=1, stable=True).to(DEVICE, torch.int32)[None, None]
-        nothing = torch.zeros_like(count)
-        flex = BlockMask.from_kv_blocks(nothing, index, count, index, BLOCK_SIZE=BLOCK)
-        names = f"flashtile {sparsity:.0%}", f"flex {sparsity:.0%}"
-        calls[names[0]] = lambda q, k, v, mask=mask: flashtile.attention(q, k, v, mask=mask, options=options)
-        calls[names[1]] = lambda q, k, v, flex=flex: compiled(
-            *(t.transpose(1, 2) for t in (q, k, v)), block_mask=flex
-        ).transpose(1, 2)
-        for name in names:
-            kept[name] = table.float().mean().item()
-        part = slice(0, 256)
+    count = table.sum(1).to(DEVICE, torch.int32)[None, None]
+    index = (~table).to(torch.int8).argsort(dim=1, stable=True).to(DEVICE, torch.int32)[None, None]
+    flex = BlockMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=BLOCK)
+    return lambda q, k, v: compiled(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=flex).transpose(1, 2)
+
+
+def warm_blocks(name: str, backend: str | None, direction: str) -> None:
+    inputs = [tokens(1, BLOCKS_SEQLEN, HEADS, HEAD_DIM) for _ in range(3)]
+    directions(block_call(name, backend), inputs)[direction]()
+    torch.cuda.synchronize()
+
+
+def blocks(run: Run) -> Iterator[Row]:
+    seqlen = BLOCKS_SEQLEN
+    q, k, v = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(3))
+    jobs = [(name, run.backend, way) for name in ("dense", "flashtile 50%", "flex 50%") for way in ("fwd", "bwd")]
+    compile_ahead(warm_blocks, jobs, run.left(), 0.5)
+    calls, kept = {"dense": block_call("dense", run.backend)}, {"dense": 1.0}
+    for sparsity in SPARSITIES:
+        table, part = block_table(sparsity), slice(0, 256)
         keep = table.to(DEVICE).repeat_interleave(BLOCK, 1)[torch.arange(256, device=DEVICE) // BLOCK]
         scores = (q[0, part, 0].double() @ k[0, :, 0].double().T) / math.sqrt(HEAD_DIM)
         truth = torch.softmax(scores.masked_fill(~keep, -math.inf), -1) @ v[0, :, 0].double()
-        for name in names:
+        for name in (f"flashtile {sparsity:.0%}", f"flex {sparsity:.0%}"):
+            kept[name] = table.float().mean().item()
             try:
-                error = worst(calls[name](q, k, v)[0, part, 0], truth)
+                call = block_call(name, run.backend)
+                error = worst(call(q, k, v)[0, part, 0], truth)
+                if not error < 2e-2:
+                    raise ArithmeticError(f"off by {error:.3g}")
+                calls[name] = call
             except Exception as failure:
-                error = math.inf
-                print(f"    {name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-            if not error < 2e-2:
-                yield Row("blocks", name, note=f"left out, off by {error:.3g}")
-                del calls[name]
+                left_out(run, name, failure)
     for direction in ("fwd", "bwd"):
-        found = timed({name: directions(attend, [q, k, v])[direction] for name, attend in calls.items()}, deadline)
+        found = timed({name: directions(attend, [q, k, v])[direction] for name, attend in calls.items()}, run)
         for name, ms in found.items():
             rate = flops([seqlen], False, direction == "bwd") * kept[name] / ms / 1e9
             ideal = found["dense"] * kept[name] / ms if "dense" in found else None
@@ -400,39 +426,22 @@ SECTIONS = {"poison": poison, "varlen": varlen, "tiles": tiles, "build": build, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0, help="for each section")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="triton")
+    options(parser, "bench-output/varlen.csv", 240)
     chosen = parser.parse_args()
-    BACKEND[0] = None if chosen.backend == "chosen" else chosen.backend
-    about, made = facts(DEVICE), list[Row]()
-    print(about, flush=True)
-    for name in chosen.section:
+    need_gpu(parser)
+    record = Record(chosen.output, chosen.budget, machine(DEVICE, chosen.commit))
+    run = Run(record, None if chosen.backend == "chosen" else chosen.backend)
+    for name, run.ends in record.parts(chosen.section):
         begun = time.monotonic()
         print(name, flush=True)
-        try:
-            for row in SECTIONS[name](begun + chosen.seconds):
-                made.append(row)
+        with record.attempt(section=name, name="the section"):
+            for row in SECTIONS[name](run):
+                record.add({**vars(row), "backend": run.word})
                 print("  ", *(v if not isinstance(v, float) else f"{v:.4g}" for v in vars(row).values()), flush=True)
-                if chosen.output:
-                    write(chosen.output, made, about)
-        except Exception as error:
-            made.append(Row(name, "failed", note=f"{type(error).__name__}: {str(error)[:300]}"))
-            print("  ", made[-1].note, flush=True)
-            if chosen.output:
-                write(chosen.output, made, about)
         print(f"  {time.monotonic() - begun:.0f} s", flush=True)
-    failures = [row for row in made if row.name == "failed" or (row.section == "poison" and row.ratio)]
-    return 1 if failures else 0
-
-
-def write(path: Path, rows: list[Row], about: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*Row.__dataclass_fields__, "machine"])
-        writer.writeheader()
-        writer.writerows({**vars(row), "machine": str(about)} for row in rows)
+    return record.end()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ LEAST_LEFT_S = 5.0  # with less of the budget left no further case is begun
 class Order:
     """What to run.
 
-    base: a revision to compare with. also: a Python file with further PROVIDERS. commit: the hash to write down where
-    there is no git to ask.
+    base: a revision to compare with. also: a Python file with further PROVIDERS. commit: the hash to write down in
+    the place of what git says.
     """
 
     suites: tuple[Suite, ...]
@@ -55,7 +55,7 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
         if order.base is not None:
             workers.append(Worker(stack.enter_context(checked_out(order.base)), log, base=True))
         commits = {worker.base: commit(worker.library) for worker in workers}
-        commits[False] = commits[False] or order.commit or ""
+        commits[False] = order.commit or commits[False]
         for worker in workers:
             stack.callback(worker.stop)
             worker.start()

@@ -1,0 +1,96 @@
+"""A GPU that is none, for running the scripts of benchmarks/ where there is no GPU: an H100 by its properties, a CPU by its
+tensors. Kernels run in Triton's interpreter, times are those of a clock that ticks, processes are calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks import processes
+from flashtile.bench import timing
+from flashtile.plan.device import H100
+from flashtile.torch import run
+
+TICKS = itertools.count()
+PROPERTIES = SimpleNamespace(
+    name="an H100 that is none", major=9, minor=0, multi_processor_count=H100.sm_count,
+    shared_memory_per_block_optin=H100.smem_bytes,
+)  # fmt: skip
+
+
+class Event:
+    """An event at the next tick, a millisecond after the one before."""
+
+    def __init__(self, **_: Any):
+        self.tick = 0
+
+    def record(self) -> None:
+        self.tick = next(TICKS)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.tick - self.tick)
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Sends what is asked for on a GPU to the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.device:
+            return function(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = here(kwargs["device"])
+        return function(*map(here, args), **kwargs)
+
+
+class Generator:
+    """Makes a generator of the CPU, whatever is named; a class, as annotations want it."""
+
+    genuine = torch.Generator
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return cls.genuine(here(device))
+
+
+def here(value: Any) -> Any:
+    """The CPU, where a GPU is named."""
+    named = str(value) if isinstance(value, (str, torch.device)) else ""
+    return torch.device("cpu") if named.partition(":")[0] == "cuda" else value
+
+
+def one_by_one(function: Callable[..., Any], jobs: Any, ends: float, workers: int = 1) -> Iterator[Any]:
+    """What `in_processes` does, without processes."""
+    for job in jobs:
+        try:
+            made = function(*job)
+        except Exception as error:
+            made = processes.Failure(f"{type(error).__name__}: {error}"[:500])
+        yield job, made
+
+
+def pretend(patch: Any) -> None:
+    """Pretend by pytest's monkeypatch; to be undone with it, after leaving `OnTheCpu`."""
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True, "synchronize": lambda *_: None, "empty_cache": lambda: None, "Event": Event,
+        "get_device_name": lambda *_: PROPERTIES.name, "get_device_properties": lambda *_: PROPERTIES,
+        "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch, "Generator", Generator)
+    patch.setattr(torch, "compile", lambda function=None, **_: function)
+    patch.setattr(torch.nn.attention, "sdpa_kernel", wraps(torch.nn.attention.sdpa_kernel)(lambda *_: nullcontext()))
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    patch.setattr(processes, "in_processes", one_by_one)
+    patch.setattr(timing, "BURST_MS", 0.0)
+    run.device_of.cache_clear()

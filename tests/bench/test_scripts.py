@@ -1,0 +1,138 @@
+"""The scripts of benchmarks/: on a GPU that is none they run to their end, keep what they measured, and name what they lack."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import companion_cells, companion_sections, processes, record
+from tests.bench import fake_gpu
+from tests.conftest import HAS_GPU
+
+SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("*.py") if "__main__" in p.read_text())
+NAMED: dict[str, list[str]] = {"exported": ["here.so"], "field_tests": ["tests"]}  # what a script does not begin without
+
+# Of a script: arguments, constants that are made small, and how many rows there are at least.
+RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
+    "accuracy": (["--numbers", "127", "165"], {}, 2),
+    "features": (["--sections", "costs"], dict(BATCH=1, SEQLEN=16, HEADS=1, HEAD_DIM=16, ROUNDS=1, REPEATS=1), 18),
+    "fp32": (["--shapes", "1x16x1x16", "--split", "16x16/4/1/unit,16x16/4/1/unit"], dict(ROUNDS=1, BURST=1), 5),
+    "varlen": (
+        ["--section", "varlen"], dict(HEADS=1, HEAD_DIM=16, ROUNDS=1, DENSE=8, lognormal_lengths=lambda: [5, 3]), 8,
+    ),
+    "companions": (["--section", "norm"], dict(NORM_SHAPES=((8, 16),), FLUSH_BYTES=1024, WARM_CALLS=1), 12),
+    "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
+}  # fmt: skip
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    if HAS_GPU:
+        pytest.skip("there is a GPU")
+    fake_gpu.pretend(monkeypatch)
+    yield monkeypatch
+    fake_gpu.run.device_of.cache_clear()
+
+
+def run(
+    name: str, arguments: list[str], output: Path, patch: Any, constants: dict[str, Any]
+) -> tuple[int, list[dict[str, str]]]:
+    """The exit status and the rows of a script."""
+    patch.setattr(record, "STARTED", time.monotonic())
+    script = importlib.reload(importlib.import_module(f"benchmarks.{name}"))
+    for constant, value in constants.items():
+        for module in (script, companion_cells, companion_sections):
+            if hasattr(module, constant):
+                patch.setattr(module, constant, value)
+    patch.setattr(sys, "argv", [name, *arguments, "--output", str(output), "--commit", "told"])
+    with fake_gpu.OnTheCpu():
+        status = script.main()
+    with output.open() as file:
+        return status, list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_runs_to_its_end(name, tmp_path, pretended, capsys) -> None:
+    arguments, constants, least = RUNS[name]
+    status, rows = run(name, arguments, tmp_path / "new" / "rows.csv", pretended, constants)
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "MISSING" not in said
+    assert len(rows) >= least, said
+    assert {row["commit"] for row in rows} == {"told"}
+    assert not any(row.get("failure") for row in rows)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_arguments_are_checked_before_anything_is_done(name, monkeypatch, capsys) -> None:
+    script = pytest.importorskip(f"benchmarks.{name}")
+    for wrong in (["--budget", "0"], ["--output", "rows.txt"], ["--unknown"]):
+        monkeypatch.setattr(sys, "argv", [name, *NAMED.get(name, []), *wrong])
+        with pytest.raises(SystemExit) as end:
+            script.main()
+        assert end.value.code == 2
+        assert wrong[0] in capsys.readouterr().err
+
+
+def test_rows_are_kept_as_they_come(tmp_path) -> None:
+    path = tmp_path / "made" / "rows.csv"
+    kept = record.Record(path, 1e9, {"commit": "abc"})
+    for cell, _ in kept.parts(["right", "wrong", "other"]):
+        with kept.attempt(cell=cell):
+            if cell == "wrong":
+                raise ArithmeticError("off\nby one")
+            kept.add({"cell": cell, f"{cell}_ms": 1.0})
+            assert path.read_text().count(cell) >= 1  # already
+    rows = list(csv.DictReader(path.open()))
+    assert [row["cell"] for row in rows] == ["right", "wrong", "other"]
+    assert [row["failure"] for row in rows] == ["", "ArithmeticError: off by one", ""]
+    assert {row["commit"] for row in rows} == {"abc"}
+    assert kept.end() == 1
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path, capsys) -> None:
+    kept = record.Record(tmp_path / "rows.csv", 1e9, {})
+    for cell, _ in kept.parts(["first", "second", "third"]):
+        kept.add({"cell": cell})
+        kept.ends = time.monotonic()
+    assert kept.missing == ["second", "third"]
+    assert kept.end() == 0
+    assert "2 cells: second; third" in capsys.readouterr().out
+
+
+def test_a_lost_gpu_ends_what_follows(tmp_path) -> None:
+    kept = record.Record(tmp_path / "rows.csv", 1e9, {})
+    for cell, _ in kept.parts(["first", "second"]):
+        with kept.attempt(cell=cell):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert len(kept.rows) == 1
+    assert kept.missing == ["second"]
+
+
+def answer(what: str) -> str:
+    """A job of the processes below."""
+    if what == "raises":
+        raise ValueError(what)
+    if what == "dies":
+        os._exit(3)
+    if what == "loses":
+        raise RuntimeError("CUDA error: misaligned address")
+    time.sleep(1000.0 if what == "hangs" else 0.0)
+    return what.upper()
+
+
+def test_processes_outlive_what_happens_to_one(capsys) -> None:
+    jobs = [(what,) for what in ("a", "dies", "b", "raises", "c", "loses", "d", "hangs")]
+    found = dict(processes.in_processes(answer, jobs, time.monotonic() + 20.0, workers=2))
+    texts = {job[0]: made if isinstance(made, str) else made.text for job, made in found.items()}
+    assert texts == {
+        "a": "A", "b": "B", "c": "C", "d": "D", "raises": "ValueError: raises", "dies": "its process ended with 3",
+        "loses": "RuntimeError: CUDA error: misaligned address",
+    }  # fmt: skip
