@@ -22,7 +22,8 @@ def bias_add(score, at, args, unit):
         element += at.row.to(tl.int64) * strides[2]
     if strides[3] is not None:
         element += at.k.to(tl.int64) * strides[3]
-    return score + tl.load(element).to(tl.float32) * unit
+    loaded = tl.load(element).to(score.dtype)
+    return tl.fma(loaded, unit, score)  # a sum would become the product's accumulator, and the product wait for the load
 
 
 @jit

@@ -37,13 +37,13 @@ def problem(tail: str) -> AttentionProblem:
     ],
 )
 def test_the_form_of_a_problem(tail: str, form: Form) -> None:
-    assert form_of(problem(tail)) == form_of(problem(tail), backward=True) == form
+    assert form_of(problem(tail)) == form_of(problem(tail), gradients=True) == form
 
 
 def test_gradients_of_captured_tensors_need_scaled_scores() -> None:
     p = problem("bf16,score=alibi(1x2:fp32:grad)")
     assert form_of(p) == Form(False, 1)
-    assert form_of(p, backward=True) == ONE_BY_ONE
+    assert form_of(p, gradients=True) == ONE_BY_ONE
 
 
 def test_the_functions_of_a_form() -> None:

@@ -129,7 +129,7 @@ class HopperBackend:
 
         p = problem
         launch = launch or choose_backward(p, device)
-        form, schedules = form_of(p, backward=True), Schedules(p)
+        form, schedules = form_of(p, gradients=True), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)

@@ -29,4 +29,4 @@ def kept(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.conste
         words = gl.join(gl.join(a, c), gl.join(b, d))
     words = words.permute([0, 4, 1, 2, 5, 3]).reshape([64, COLUMNS])
     words = gl.convert_layout(words, matrix_layout(COLUMNS), assert_trivial=True)
-    return (words ^ 0x80000000).to(gl.int32, bitcast=True) >= seed[3]
+    return words >= seed[3]

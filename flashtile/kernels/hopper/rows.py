@@ -43,7 +43,7 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
         sunk = tl.sum(-tl.exp2((sink - level) * LOG2E) * delta)
     if T.folds:
         level, delta = -level / scale, -delta
-    elif not T.prescale:
+    else:
         level = level * LOG2E
     per_head, first = (batch * heads + head).to(tl.int64) * padded, first_padded(item, T)
     head_rows, rows = per_head + first, out_ptrs[0] + 2 * per_head + (first + index)
@@ -67,7 +67,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
     level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit
-    starts from; T.prescale: lse; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
+    starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
     in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.locked else None,
     what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,

@@ -75,6 +75,7 @@ class BackwardTile:
     resident: bool = True
     clears: bool = False  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
     exact: bool = False  # as the portable tile has it: no fp32 here
+    together: bool = False  # likewise: items in order
 
     @property
     def block_k(self) -> int:

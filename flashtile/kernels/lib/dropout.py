@@ -7,23 +7,25 @@ from flashtile.spec import dropout
 
 ROUNDS = constexpr(dropout.ROUNDS)
 MULTIPLIER_A, MULTIPLIER_B = constexpr(dropout.MULTIPLIERS[0]), constexpr(dropout.MULTIPLIERS[1])
+SIGN = constexpr(-(2**31))
 WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 
 
 @jit
 def load_seed(score_args, T: tl.constexpr):
-    """(two words of seed, offset, least word less 2^31, 1 / (1 - p)); any tuple unless T.dropout."""
+    """(two words of seed, offset, least word that is kept, 1 / (1 - p), 0); any tuple unless T.dropout."""
     if T.dropout:
         args = score_args[T.modifiers]
         return (
             tl.load(args[0]).to(tl.uint32, bitcast=True),
             tl.load(args[0] + 1).to(tl.uint32, bitcast=True),
             tl.load(args[0] + 2).to(tl.uint32, bitcast=True),
-            args[1],
+            (args[1] ^ SIGN).to(tl.uint32, bitcast=True),  # it comes less 2^31
             args[2],
+            args[2] - args[2],
         )
     else:
-        return (0, 0, 0, 0, 1.0)
+        return (0, 0, 0, 0, 1.0, 0.0)
 
 
 @jit
@@ -66,9 +68,21 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
         else:
             words = tl.permute(tl.reshape(words, (BLOCK_Q // 16, 8, BLOCK_K // 16, 8, 2, 2)), (0, 5, 1, 2, 4, 3))
             words = tl.reshape(words, (BLOCK_Q, BLOCK_K))
-        words = (words ^ 0x80000000).to(tl.int32, bitcast=True)
         if T.wide:  # Triton 3.6.0 cannot multiply float64 numbers that depend on `join` other than through a reduction
             words = tl.max(tl.reshape(words, (words.shape[0], words.shape[1], 1)), 2)
         return words >= seed[3]
     else:
         return 0
+
+
+@jit
+def dropped(p, survives, seed, T: tl.constexpr):
+    """p where `survives` says so, 0 elsewhere; p as it is unless T.dropout.
+
+    The zero is one that LLVM does not know: with a constant it would draw the conversion to 16 bits that follows into the
+    select, and take packed pairs apart and together again (1.2 instructions per score).
+    """
+    if T.dropout:
+        return tl.where(survives, p, seed[5])
+    else:
+        return p

@@ -18,7 +18,7 @@ from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
-from flashtile.spec.score import Position, ScoreSpec
+from flashtile.spec.score import Position, ScoreSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Form:
     curved: bool = False
 
 
-def form_of(p: AttentionProblem, backward: bool = False) -> Form:
+def form_of(p: AttentionProblem, gradients: bool = False) -> Form:
     """fp32 is scaled first for its accuracy, scales that are not positive because the maximum is taken before them.
 
-    Gradients of captured tensors are formed of scaled scores.
+    gradients: a pass forms those of captured tensors, which takes scaled scores.
     """
     kinds = [spec.kind for spec in p.score]
     adds = next((i for i, kind in enumerate(kinds) if kind.add is None), len(kinds))
     curved = len(kinds) == adds + 1 and kinds[adds].curve is not None
-    generic = len(kinds) > adds + curved or (backward and any(spec.wants_grad for spec in p.score))
+    generic = len(kinds) > adds + curved or (gradients and any(spec.wants_grad for spec in p.score))
     if generic or p.dtype is DType.FP32 or p.scale_value <= 0:
         return Form(prescale=True)
     return Form(False, adds, curved)
@@ -85,6 +85,22 @@ def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
     elements for single queries or keys."""
     described = spec.tensors[tensor]
     return described.grad and (not spec.kind.captured[tensor].broadcast or described.shape[2:] == (1, 1))
+
+
+def score_bytes(p: AttentionProblem) -> int:
+    """Bytes that broadcast tensors, which have an element for every score, add to one."""
+    return sum(DType(described.dtype).size_bytes for described in _of_scores(p))
+
+
+def shares_items(p: AttentionProblem) -> bool:
+    """Whether all items read one tensor that has an element for every score."""
+    return not p.lengths.ragged and any(described.shape[0] == 1 for described in _of_scores(p))
+
+
+def _of_scores(p: AttentionProblem) -> list[TensorSpec]:
+    """The broadcast tensors with both query and key axis."""
+    pairs = [pair for spec in p.score for pair in zip(spec.kind.captured, spec.tensors, strict=True)]
+    return [described for captured, described in pairs if captured.broadcast and 1 not in described.shape[2:]]
 
 
 def uneven_refusals(p: AttentionProblem) -> list[str]:
@@ -161,17 +177,24 @@ def stages(raw, at, scale, score_args, SCORE: tl.constexpr):
 
 
 @jit
+def probability(score, row, T: tl.constexpr):
+    """norm * exp(score - level) of scaled scores; row = (level, anything, norm), as for `probabilities`."""
+    if T.exact:
+        return exp(score - row[0], T) * row[2]
+    else:
+        return tl.exp2(score * LOG2E - row[0])
+
+
+@jit
 def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
     """(p, ds) of a tile: probabilities, and the gradient of the scaled product.
 
     dp is the gradient of p; row = (level, delta, norm) broadcasts along the keys, p = norm * exp(score - level), with
-    level in units of the base-2 exponential unless T.prescale; keep says which scores exist.
+    level in units of the base-2 exponential, and norm 1, unless T.exact; keep says which scores exist.
     """
     if T.prescale:
         scores = stages(raw, at, scale, score_args, SCORE)
-        p = exp(scores[len(SCORE) // 2] - row[0], T)
-        if T.exact:
-            p = p * row[2]
+        p = probability(scores[len(SCORE) // 2], row, T)
     else:
         y = bent(added(raw, at, scale, score_args, T, SCORE), scale, score_args, T, SCORE)
         p = tl.exp2(y * (unit(scale, score_args, T, SCORE) * LOG2E) - row[0])
@@ -192,13 +215,16 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
 
 @jit
 def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
-            INDEXED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+            INDEXED: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+            CAPTURED: tl.constexpr):  # fmt: skip
     """Add what a tile sends to captured tensors: sums to `totals` (rows, slots) and, if INDEXED, elements to memory.
 
     grad_args[i][j] = (slot, pointer): the place in `totals`, and where sums or elements are stored.
     """
     scores = stages(raw, at, scale, score_args, SCORE)
-    p = tl.where(keep, row[2] * exp(scores[len(SCORE) // 2] - row[0], T), 0.0)
+    p = probability(scores[len(SCORE) // 2], row, T)
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
     ds = p * (dp - row[1])
     for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
         score = scores[len(SCORE) // 2 - r]
@@ -207,19 +233,23 @@ def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
                 totals = capture_one(
                     totals, ds, score, at, keep, score_args[len(SCORE) // 2 - r], grad_args[len(SCORE) // 2 - r][j],
                     CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j],
-                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1], INDEXED, T,
+                    CAPTURED[(len(SCORE) // 2 - r) * (2 * len(CAPTURED) // len(SCORE)) + 2 * j + 1], INDEXED, MASKED, T,
                 )  # fmt: skip
         ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r])
-        ds = tl.where(keep, ds, 0.0)
+        if MASKED:
+            ds = tl.where(keep, ds, 0.0)
     return totals
 
 
 @jit
 def capture_one(totals, grad, score, at, keep, score_args, target,
-                CONTRIBUTION: tl.constexpr, INDEX: tl.constexpr, INDEXED: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                CONTRIBUTION: tl.constexpr, INDEX: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr,
+                T: tl.constexpr):  # fmt: skip
     """The totals after one captured tensor; without INDEX its contributions are summed, with it they go to memory."""
     SLOTS: tl.constexpr = T.slots
-    share = tl.where(keep, CONTRIBUTION(grad, score, at, score_args), 0.0)
+    share = CONTRIBUTION(grad, score, at, score_args)
+    if MASKED:
+        share = tl.where(keep, share, 0.0)
     if INDEX is None:
         totals += tl.where(tl.arange(0, SLOTS)[None, :] == target[0], tl.sum(share, 1)[:, None], 0.0)
     elif INDEXED:
@@ -230,18 +260,22 @@ def capture_one(totals, grad, score, at, keep, score_args, target,
 
 @jit
 def contribution(raw, dp, row, at, keep, scale, score_args,
-                 T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
+                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
     """What each score sends to a captured tensor; CAPTURED = (its contribution, its modifier's place in the chain)."""
     WHICH: tl.constexpr = CAPTURED[1]
     scores = stages(raw, at, scale, score_args, SCORE)
-    p = tl.where(keep, row[2] * exp(scores[len(SCORE) // 2] - row[0], T), 0.0)
+    p = probability(scores[len(SCORE) // 2], row, T)
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
     ds = p * (dp - row[1])
     for r in tl.static_range(1, len(SCORE) // 2 - WHICH):  # r modifiers before the end
         ds = SCORE[len(SCORE) - 2 * r + 1](
             ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
         )
-        ds = tl.where(keep, ds, 0.0)
-    return tl.where(keep, CAPTURED[0](ds, scores[WHICH], at, score_args[WHICH]), 0.0)
+        if MASKED:
+            ds = tl.where(keep, ds, 0.0)
+    share = CAPTURED[0](ds, scores[WHICH], at, score_args[WHICH])
+    return tl.where(keep, share, 0.0) if MASKED else share
 
 
 @jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._triton import jit, tl
+from flashtile.kernels.lib.dropout import dropped
 from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
 from flashtile.kernels.lib.product import add_product, free_parts
 from flashtile.kernels.lib.score import bent, unit
@@ -29,7 +30,8 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
 
 
 @jit
-def fold(rows, score, keep, survives, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr):
+def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr,
+         SCORE: tl.constexpr):  # fmt: skip
     """The state after a tile of `logits`; keep says which exist, survives, where T.dropout, which count for the values.
 
     A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
@@ -56,8 +58,7 @@ def fold(rows, score, keep, survives, v, scale, score_args, MASKED: tl.constexpr
         decay = tl.exp2(rows.top * factor - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
-    if T.dropout:
-        p = tl.where(survives, p, 0.0)
+    p = dropped(p, survives, seed, T)
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
 

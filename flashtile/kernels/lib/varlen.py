@@ -117,7 +117,8 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
 def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
     """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
 
-    unit counts tiles: those of one head, and of one item where all are alike, stand together.
+    unit counts tiles: those of one head, and of one item where all are alike, stand together. T.together: the items' tiles
+    of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
     """
     if T.ragged:
         slots = tiles // heads
@@ -132,7 +133,12 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOC
     else:
         per_head = tl.cdiv(seqlen, BLOCK)
         tile, batch_head = seat(number, per_head, tiles // per_head, T.swizzle, T.last_first)
-        batch, head = batch_head // heads, batch_head % heads
+        if T.together:
+            batches = tiles // per_head // heads
+            batch, head = batch_head % batches, batch_head // batches
+            batch_head = batch * heads + head
+        else:
+            batch, head = batch_head // heads, batch_head % heads
         item = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_k, seqlen_k)
         return tile, head, item, batch_head * per_head + tile
 

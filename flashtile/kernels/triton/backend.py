@@ -19,7 +19,7 @@ from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.rows import attention_delta
-from flashtile.kernels.triton.tile import Launch, Pass, make_tile
+from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, make_tile
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -149,7 +149,7 @@ class TritonBackend:
                 own, length = (size, 1) if shape[1] == 1 else (1, size)
                 calls.append(_sum_shared(target, gradient, own, rows // size, length))
         buffers += (*(partial for partial, _ in sums), *schedules.buffers)
-        for i, j in _broadcast(p):
+        for i, j in broadcast_gradients(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
             scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
             buffers += tuple(scratch)
@@ -180,7 +180,7 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
         "queries": variant is not None and (not fused or bool(captures(p.score))),
         "keys": variant is not None and not fused,
         "fused": fused,
-        "pairs": variant is not None and bool(_broadcast(p)),
+        "pairs": variant is not None and bool(broadcast_gradients(p)),
     }
     passes = [which for which, run in runs.items() if run]
     sizes = {which: shared_bytes(p, choose(p, device, which), which) for which in passes}
@@ -200,7 +200,7 @@ def _call(
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
     if score:
-        constants += (("SCORE", chain(p, device, form_of(p, backward=which != "forward"))),)
+        constants += (("SCORE", chain(p, device, form_of(p, forms_captured(p, which)))),)
     if "MASK" in kernel.arg_names:
         constants += (("MASK", predicates(p)),)
     if "CAPTURED" in kernel.arg_names:
@@ -285,7 +285,7 @@ def _capture(p: AttentionProblem, tiles: int, dtype: str) -> _Capture:
     return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
 
 
-def _broadcast(p: AttentionProblem) -> list[tuple[int, int]]:
+def broadcast_gradients(p: AttentionProblem) -> list[tuple[int, int]]:
     """(modifier, tensor) of the broadcast tensors whose gradient needs a pass of its own."""
     return [
         (i, j)
@@ -315,7 +315,7 @@ def _broadcast_calls(
         tuple(Strides(n) for n in ("q", "k", "v", "dout", "rows")), *integers(p).values(), p.scale_value, score_args(p),
         (tuple(Pointer(n) if n in p.lengths.tensors else None for n in ("seqused_q", "seqused_k")), mask_args(p)), p.batch,
     )  # fmt: skip
-    constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, backward=True))),
+    constants = (("T", make_tile(p, launch, "pairs")), ("SCORE", chain(p, device, form_of(p, gradients=True))),
                  ("CAPTURED", JitTuple((captured.contribution, i, *shared))), ("MASK", predicates(p)))  # fmt: skip
     kernel = broadcast.attention_backward_broadcast
     calls = [KernelCall(kernel, (programs, 1, 1), args, constants, launch.num_warps, launch.num_stages)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.blocks import block_list, block_start
-from flashtile.kernels.lib.dropout import kept, load_seed
+from flashtile.kernels.lib.dropout import dropped, kept, load_seed
 from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import seen, tiles_seen, zero_unseen
@@ -101,7 +101,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
     level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
-    at = locate(batch, head, index[None, :], place[2], sizes, MASKED)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.pads_keys)
     keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
@@ -111,8 +111,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4][4], T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
-    if T.dropout:
-        p = tl.where(survives, p, 0.0)
+    p = dropped(p, survives, place[4], T)
     dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
@@ -236,7 +235,7 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         k = zero_unseen(k, keep, 0)
@@ -246,7 +245,7 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4][4], T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
-        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, T, SCORE, CAPTURED)
+        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     if T.corrects:
         excess = p * (dp + row[3])
@@ -260,7 +259,7 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
         if T.wide:
             mass += tl.sum(p, 1)
         if T.slots > 0:
-            units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, T, SCORE, CAPTURED)
+            units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, MASKED, T, SCORE, CAPTURED)
         off = (off[0] + tl.sum(excess, 1), turn, units, mass)
     return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
 
@@ -314,7 +313,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     sunk = none  # the probability that the sink takes
     if T.sink:
         sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
-        sunk = exp(sink - level, T) * norm if T.prescale else tl.exp2(sink * LOG2E - level)
+        sunk = exp(sink - level, T) * norm if T.exact else tl.exp2(sink * LOG2E - level)
     change = -(delta + slip)  # of lse, less what it averages to: what a sink's score receives
     if T.corrects:
         mean = delta

@@ -28,32 +28,49 @@ def lengths_of(batch, used_ptrs, seqlen_q, seqlen_k):
 
 
 @jit
-def tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
-                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """What the tile of scores from (row, key) sends to the tensor: queries by keys, 0 where nothing is seen."""
+def load_queries(ptrs, strides, sizes, batch, head, row, T: tl.constexpr):
+    """(q, dout) of the query tile from `row`, and what `load_rows` gives of it; ptrs and strides as for the kernel."""
     BLOCK_Q: tl.constexpr = T.block_q
-    BLOCK_K: tl.constexpr = T.block_k
     q_tile = ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row, strides[0])
+    dout_tile = ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
+    q = load_tile(q_tile, strides[0], 0, sizes.q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    dout = load_tile(dout_tile, strides[3], 0, sizes.q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+    rows = ptrs[4] + batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
+    return q, dout, load_rows(rows, strides[4], row, T)
+
+
+@jit
+def load_keys(ptrs, strides, sizes, batch, head, key, T: tl.constexpr):
+    """(k, v) of the key tile from `key`."""
+    BLOCK_K: tl.constexpr = T.block_k
     k_tile = ptrs[1] + head_offset(batch, head // sizes.group, strides[1]) + row_offset(key, strides[1])
     v_tile = ptrs[2] + head_offset(batch, head // sizes.group, strides[2]) + row_offset(key, strides[2])
-    dout_tile = ptrs[3] + head_offset(batch, head, strides[3]) + row_offset(row, strides[3])
-    rows_here, keys_here = sizes.q - row, sizes.k - key
-    q = load_tile(q_tile, strides[0], 0, rows_here, T.head_dim, BLOCK_Q, T.columns, True)
-    k = load_tile(k_tile, strides[1], 0, keys_here, T.head_dim, BLOCK_K, T.columns, True)
-    v = load_tile(v_tile, strides[2], 0, keys_here, T.head_dim_v, BLOCK_K, T.columns_v, True)
-    dout = load_tile(dout_tile, strides[3], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True)
-    batch_head = batch * sizes.heads + head
-    rows = ptrs[4] + batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
-    level, delta, norm, slip = load_rows(rows, strides[4], row, T)
+    k = load_tile(k_tile, strides[1], 0, sizes.k - key, T.head_dim, BLOCK_K, T.columns, True)
+    return k, load_tile(v_tile, strides[2], 0, sizes.k - key, T.head_dim_v, BLOCK_K, T.columns_v, True)
+
+
+@jit
+def tile_contribution(queries, keys, sizes, band, batch, head, row, key, seed, scale, score_args,
+                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """What the tile of scores from (row, key) sends to the tensor: queries by keys, 0 where nothing is seen.
+
+    queries and keys are what `load_queries` and `load_keys` gave.
+    """
+    BLOCK_Q: tl.constexpr = T.block_q
+    BLOCK_K: tl.constexpr = T.block_k
+    q, dout, rows = queries
+    k, v = keys
+    level, delta, norm, slip = rows
     index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
     at = locate(batch, head, index, column, sizes, T.pads_keys)
     raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
-    survives = kept(seed, batch_head, row, key, False, T)
+    survives = kept(seed, batch * sizes.heads + head, row, key, False, T)
     values = transposed(aligned_parts(v, T), T)
     dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed[4], T)
     state = (level[:, None], 0.0, norm[:, None])
-    keep = seen(at, index, column, sizes, band, True, T, MASK)
-    return contribution(raw, dp, state, at, keep, scale, score_args, T, SCORE, CAPTURED)
+    MASKED: tl.constexpr = T.left or T.right or T.predicate or T.pads_keys  # queries that do not exist have p = 0
+    keep = seen(at, index, column, sizes, band, MASKED, T, MASK)
+    return contribution(raw, dp, state, at, keep, scale, score_args, MASKED, T, SCORE, CAPTURED)
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
@@ -81,13 +98,25 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         key, row = program % tiles_k * BLOCK_K, program // tiles_k % tiles_q * BLOCK_Q
         own = program // (tiles_k * tiles_q)
         total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
-        for n in tl.range(0, shared):
+        lo, _, _, hi, _ = tiles_seen(row, seqlen_q, seqlen_k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+        count = shared
+        if not T.ragged:  # asked once: loads under a condition are not made ahead
+            count = tl.where((key >= lo) & (key < hi), shared, 0)
+        for n in tl.range(0, count):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
             sizes = Sizes(queries, keys, heads, group)
-            lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
-            if (key >= lo) & (key < hi):
-                total += tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale, score_args,
+            if T.ragged:
+                lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+                if (key >= lo) & (key < hi):
+                    here = load_queries(ptrs, strides, sizes, batch, head, row, T)
+                    there = load_keys(ptrs, strides, sizes, batch, head, key, T)
+                    total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                                               T, SCORE, CAPTURED, MASK)  # fmt: skip
+            else:
+                here = load_queries(ptrs, strides, sizes, batch, head, row, T)
+                there = load_keys(ptrs, strides, sizes, batch, head, key, T)
+                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
@@ -104,23 +133,27 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
         if CAPTURED[4]:
             key = tile * BLOCK_K
             lo, _, _, hi, _ = tiles_seen(key, keys, queries, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
-            sums = tl.zeros([BLOCK_K], WIDE)
+            total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)  # added up across threads once, behind the loop
+            there = load_keys(ptrs, strides, sizes, batch, head, key, T)
             for row in tl.range(lo, hi, BLOCK_Q):
                 row = row // BLOCK_Q * BLOCK_Q
-                sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, T, SCORE, CAPTURED, MASK), 0)  # fmt: skip
+                here = load_queries(ptrs, strides, sizes, batch, head, row, T)
+                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                                           T, SCORE, CAPTURED, MASK)  # fmt: skip
             column = key + tl.arange(0, BLOCK_K)
-            tl.store(out_ptr + place * seqlen_k + column, sums, mask=column < seqlen_k)
+            tl.store(out_ptr + place * seqlen_k + column, tl.sum(total, 0), mask=column < seqlen_k)
         else:
             row = tile * BLOCK_Q
             lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
-            sums = tl.zeros([BLOCK_Q], WIDE)
+            total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
+            here = load_queries(ptrs, strides, sizes, batch, head, row, T)
             for key in tl.range(lo, hi, BLOCK_K):
                 key = key // BLOCK_K * BLOCK_K
-                sums += tl.sum(tile_contribution(ptrs, strides, sizes, band, batch, head, row, key, seed, scale,
-                                                 score_args, T, SCORE, CAPTURED, MASK), 1)  # fmt: skip
+                there = load_keys(ptrs, strides, sizes, batch, head, key, T)
+                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                                           T, SCORE, CAPTURED, MASK)  # fmt: skip
             index = row + tl.arange(0, BLOCK_Q)
-            tl.store(out_ptr + place * seqlen_q + index, sums, mask=index < seqlen_q)
+            tl.store(out_ptr + place * seqlen_q + index, tl.sum(total, 1), mask=index < seqlen_q)
 
 
 @jit

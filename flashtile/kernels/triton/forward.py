@@ -28,14 +28,14 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.predicate:
         v = zero_unseen(v, keep, 0)
     score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    return fold(rows, score, keep, survives, v, scale, score_args, MASKED, T, SCORE)
+    return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)

@@ -15,7 +15,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
     which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
     padded to whole tiles by item, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
-    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two unless T.prescale; the four others
+    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two; the four others
     lie in rows of their own.
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
@@ -53,9 +53,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
         delta -= dlse
         level = tl.load(in_ptrs[2] + per_head * seqlen_q + token, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
-        if not T.prescale:
-            level *= LOG2E
-        tl.store(rows + 2 * index, level, mask=written)
+        tl.store(rows + 2 * index, level * LOG2E, mask=written)
         tl.store(rows + 2 * index + 1, delta, mask=written)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import form_of, sums_per_head
+from flashtile.kernels.lib.score import captures, form_of, shares_items, sums_per_head
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -60,7 +60,7 @@ class Tile:
     grouped: bool  # several query heads share a key/value head
     left: bool  # the band is bounded on the left
     right: bool
-    pads_keys: bool  # the last key tile reaches beyond the keys
+    pads_keys: bool  # the last key tile reaches beyond the keys; where a pass asks
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
@@ -83,6 +83,7 @@ class Tile:
     starts: int = 0  # where their terms begin (`term_starts`)
     blocks_q: int = 0  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int = 0
+    together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
 
     @property
@@ -137,13 +138,18 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     return "cut" if device.target == "sm90" else "unit"
 
 
+def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
+    """Whether a pass forms gradients of captured tensors."""
+    return which == "pairs" or (which == "queries" and bool(captures(problem.score)))
+
+
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
     lone = problem.span_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
     lone = lone and problem.sink is None
-    form = form_of(problem, backward=which != "forward")
+    form = form_of(problem, forms_captured(problem, which))
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -154,7 +160,8 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=which in ("keys", "fused") and problem.group > 1,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=which in ("keys", "fused", "pairs") and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
+        pads_keys=(which in ("keys", "fused", "pairs") or bool(problem.score or problem.where))
+        and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
@@ -178,5 +185,6 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         starts=term_starts(problem),
         blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
         blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
+        together=shares_items(problem),
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )
