@@ -1,12 +1,14 @@
 """Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
 
-    python benchmarks/features.py [--sections pairs costs dropout] [--backend hopper] [--cases 1100] [--budget 420]
+    python benchmarks/features.py [--sections pairs costs dropout tiles] [--backend hopper] [--cases 1100] [--budget 420]
                                   [--without flex] [--output features.csv]
 
 pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py, in
 parallel processes. costs: each feature beside the same call without it, and beside PyTorch's own way to it, all in one
 rotation, compiled first in parallel processes. dropout: that the kernels keep what `dropout_mask` says, bit for bit, and how
-often. A section begins no case after its share of what is left of the budget. The exit status is 1 if anything failed.
+often. tiles (not by default): candidates for each feature's passes, the tile in use first; those whose results differ from its
+are failures and not timed; the fastest go into a file for `flashtile.use_tuning`, beside the output. A section begins no case
+after its share of what is left of the budget. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +33,12 @@ from benchmarks.accuracy import check_all, prepared
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
+from flashtile.kernels.triton.candidates import shared_bytes
+from flashtile.kernels.triton.choose import choose, family
+from flashtile.kernels.triton.tile import Launch, Pass
+from flashtile.spec.attention import AttentionProblem
+from flashtile.torch.run import device_of
+from flashtile.tune import measure, random_inputs, write_table
 from tests.cases import Case
 from tests.judge import breaches, expected, run
 from tests.pairwise import all_pairs, case_of, choices, pairs_of
@@ -239,6 +248,73 @@ def is_peer(name: str) -> bool:
     return name.startswith(("sdpa", "flex"))
 
 
+# -- tiles ------------------------------------------------------------------------------------------------------
+
+# Features by name: what they add to the spelling of a problem, and the passes that it changes.
+SCORES = f"{HEADS}x{SEQLEN}x{SEQLEN}:bf16"
+TILED: dict[str, tuple[str, tuple[Pass, ...]]] = {
+    "softcap": ("score=softcap(30.0)", ("keys", "queries")),
+    "alibi, gradient": (f"score=alibi({BATCH}x{HEADS}:fp32:grad)", ("keys", "queries")),
+    "dropout": ("dropout=0.1", ("forward", "keys", "queries")),
+    "bias, gradient": (f"score=bias(1x{SCORES}:grad)", ("forward", "keys", "queries", "pairs")),
+    "bias of keys, gradient": (f"score=bias({BATCH}x1x1x{SEQLEN}:bf16:grad)", ("forward", "keys", "queries", "pairs")),
+}
+# For head_dim 128: what compiles for sm90 with few spills in the loop (`export/compile.py`, Triton 3.6.0).
+CANDIDATES: dict[Pass, tuple[Launch, ...]] = {
+    "forward": (
+        Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 3, 8), Launch(128, 64, 8, 2, 8),
+        Launch(128, 64, 8, 3, 8), Launch(128, 128, 8, 2, 8), Launch(64, 64, 4, 2, 1), Launch(128, 128, 8, 2, 1),
+    ),
+    "keys": (
+        Launch(32, 64, 4, 2, 8, held=1), Launch(32, 64, 4, 3, 8, held=1), Launch(32, 64, 4, 2, 8), Launch(32, 128, 8, 2, 8),
+        Launch(32, 128, 8, 3, 8, held=1), Launch(64, 128, 8, 2, 8), Launch(32, 128, 8, 2, 1),
+    ),
+    "queries": (
+        Launch(64, 64, 4, 2, 8, held=1), Launch(64, 64, 4, 3, 8, held=1), Launch(64, 64, 4, 2, 8),
+        Launch(64, 32, 4, 3, 8, held=1), Launch(128, 64, 8, 2, 8, held=1), Launch(128, 64, 8, 2, 8),
+        Launch(64, 64, 4, 2, 1, held=1),
+    ),
+    "pairs": (
+        Launch(64, 64, 4, 1), Launch(64, 64, 4, 2), Launch(64, 128, 8, 1), Launch(64, 128, 8, 2), Launch(128, 64, 8, 1),
+        Launch(128, 64, 8, 2), Launch(128, 128, 8, 1),
+    ),
+}  # fmt: skip
+
+
+def tiles(until: float, device: torch.device, table: Path) -> Iterator[Row]:
+    """A row per candidate: milliseconds of its pass alone; `table` receives the fastest of each family."""
+    place, fastest = device_of(device), dict[str, Any]()
+    for causal in (False, True):
+        shape = f"q={BATCH}x{SEQLEN}x{HEADS}x{HEAD_DIM},kv={SEQLEN}x{HEADS}x{HEAD_DIM},bf16" + ",band=:0" * causal
+        for name, (tail, passes) in TILED.items():
+            problem = AttentionProblem.parse(f"attention({shape},{tail})")
+            tensors = random_inputs(problem, device)
+            for which in passes:
+                if time.monotonic() > until:
+                    print("tiles: time is up", flush=True)
+                    return
+                now = choose(problem, place, which)
+                launches = [now, *(launch for launch in CANDIDATES[which] if launch != now)]
+                fitting = [launch for launch in launches if shared_bytes(problem, launch, which) <= place.smem_bytes]
+                measured = measure(problem, place, device, which, tensors, fitting)
+                alive = [m for m in measured if not m.failed]
+                for m in sorted(measured, key=lambda m: m.ms):
+                    note = f"{which} {m.launch.spell()}" + " (in use)" * (m.launch == now)
+                    wrong = m.failed if m.failed.startswith("wrong") or m.launch == now else ""
+                    print(f"{name} {'causal' if causal else 'full'} {note}: {m.failed or f'{m.ms:.4f} ms'}", flush=True)
+                    yield {"section": "tiles", "name": name, "causal": causal, "failure": wrong, "note": note,
+                           "pass_ms": m.ms if m in alive else None}  # fmt: skip
+                if alive:
+                    best = min(alive, key=lambda m: m.ms)
+                    fastest[family(problem, which)] = {
+                        **asdict(best.launch),
+                        "ms": round(best.ms, 4),
+                        "problem": problem.spell(),
+                    }
+                    write_table(table, fastest, place)
+            del tensors
+
+
 # -- dropout ----------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +349,8 @@ def dropout(device: torch.device) -> Iterator[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=("dropout", "costs", "pairs"), default=["dropout", "costs", "pairs"])
+    usual = ["dropout", "costs", "pairs"]
+    parser.add_argument("--sections", nargs="+", choices=(*usual, "tiles"), default=usual)
     parser.add_argument("--cases", type=at_least_one, default=1100)
     parser.add_argument("--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured")
     parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
@@ -286,6 +363,7 @@ def main() -> int:
         "dropout": lambda until: dropout(device),
         "costs": lambda until: costs(until, record, measured, not chosen.without),
         "pairs": lambda until: pairs(chosen.cases, until, record),
+        "tiles": lambda until: tiles(until, device, chosen.output.with_suffix(".json")),
     }
     for name, until in record.parts(chosen.sections):
         with record.attempt(section=name, name="the section"):

@@ -20,17 +20,27 @@ import torch
 import triton
 
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.triton.backend import BACKEND
+from flashtile.kernels.triton.backend import BACKEND, broadcast_gradients
+from flashtile.kernels.triton.backward import attention_backward_keys, attention_backward_queries
+from flashtile.kernels.triton.broadcast import attention_backward_broadcast
 from flashtile.kernels.triton.candidates import candidates
 from flashtile.kernels.triton.choose import family
+from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass
 from flashtile.plan.backend import Gradients
-from flashtile.plan.call import Plan
+from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
-PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused")
+PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
+KERNELS: dict[Pass, object] = {
+    "forward": attention_forward,
+    "keys": attention_backward_keys,
+    "queries": attention_backward_queries,
+    "fused": attention_backward_keys,
+    "pairs": attention_backward_broadcast,
+}
 SWIZZLES = (1, 8)
 ROUNDS = 3
 BURST_MS = 12.0
@@ -59,18 +69,26 @@ def tune(spellings: Iterable[str], output: Path, passes: Iterable[Pass] = PASSES
         problem = AttentionProblem.parse(spelling)
         tensors = random_inputs(problem, device)
         for which in passes:
+            if which == "pairs" and not broadcast_gradients(problem):
+                continue
             best = tune_pass(problem, place, device, which, tensors, verbose)
             if best is not None:
                 table[family(problem, which)] = {**asdict(best.launch), "ms": round(best.ms, 4), "problem": spelling}
         del tensors
+    return write_table(output, table, place)
+
+
+def write_table(output: Path, tiles: dict[str, Any], place: Device) -> dict[str, Any]:
+    """What `flashtile.use_tuning` reads, with where and when it was measured; also written to `output`."""
     result = {
         "device": place.name,
         "target": place.target,
         "triton": triton.__version__,
         "torch": torch.__version__,
         "date": date.today().isoformat(),
-        "tiles": table,
+        "tiles": tiles,
     }
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
@@ -89,9 +107,11 @@ def random_inputs(problem: AttentionProblem, device: torch.device) -> dict[str, 
 def plan_of(problem: AttentionProblem, place: Device, which: Pass, launch: Launch) -> tuple[Plan, int]:
     """The plan that holds the pass with this launch, and the position of its call."""
     if which == "forward":
-        return BACKEND.forward(problem, place, {which: launch}), 0
-    variant = "fused" if which == "fused" else "split"
-    return BACKEND.backward(problem, place, Gradients(), variant, {which: launch}), 2 if which == "keys" else 1
+        plan = BACKEND.forward(problem, place, {which: launch})
+    else:
+        plan = BACKEND.backward(problem, place, Gradients(), "fused" if which == "fused" else "split", {which: launch})
+    kernels = [call.kernel if isinstance(call, KernelCall) else None for call in plan.calls]
+    return plan, kernels.index(KERNELS[which])
 
 
 def tune_pass(

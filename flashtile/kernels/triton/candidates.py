@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product as combinations
 
+from flashtile.kernels.lib.score import score_bytes
 from flashtile.kernels.triton.tile import Launch, Pass, padded, products
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -17,9 +18,13 @@ MOST_HELD = 224  # with operands that wait in registers, which ptxas fits more t
 
 
 def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
-    """Shared memory of a tile: the resident operands once, the streamed ones per stage, and ds where it is shared."""
+    """Shared memory of a tile: the resident operands once, the streamed ones per stage, and ds where it is shared.
+
+    A bias is streamed too, in one stage less: it goes to registers before its stage is filled again.
+    """
     (d, dv), size = padded(problem), problem.dtype.size_bytes
     rows, columns = launch.block_q, launch.block_k
+    biased = score_bytes(problem) * rows * columns * max(launch.num_stages - 1, 1)
     scratch = 0
     if launch.products == "float64":
         size = 8
@@ -28,15 +33,15 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
         # compiled kernels: Triton 3.6.0 takes it in the pass over keys alone)
         size, scratch = 6, 4 * rows * max(d, dv) if which in ("keys", "fused") else 0
     if which == "forward":
-        return size * (rows * d + launch.num_stages * columns * (d + dv))
+        return size * (rows * d + launch.num_stages * columns * (d + dv)) + biased
     if which == "queries":
-        return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv))
+        return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv)) + biased
     if which == "pairs":
-        return size * launch.num_stages * (rows + columns) * (d + dv)
+        return size * launch.num_stages * (rows + columns) * (d + dv) + biased
     resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
     if max(d, dv) > 256:  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
         scratch += size * rows * max(d, dv)
-    return size * (resident + (rows * columns if which == "fused" else 0)) + scratch
+    return size * (resident + (rows * columns if which == "fused" else 0)) + scratch + biased
 
 
 def registers(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
@@ -78,7 +83,7 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
         if registers(problem, launch, which) < 40:  # too little work per thread to hide latency
             continue
         chosen.append(launch)
-        if device.target == "sm90" and not wide and which != "forward":  # only wgmma reads operands from registers
+        if device.target == "sm90" and not wide and which in ("keys", "queries", "fused"):  # wgmma reads registers
             free = MOST_HELD - registers(problem, launch, which)
             chosen += [replace(launch, held=n) for n in (1, 2) if n * held_registers(problem, launch, which) <= free]
     return chosen

@@ -11,14 +11,15 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.lib.score import sums_per_head
+from flashtile.kernels.lib.score import score_bytes, sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, padded, products
+from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, padded, products
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
+from flashtile.spec.score import ScoreSpec
 
 DELTA = Launch(128, 128, 8, 1)  # a memory-bound pass over whole padded rows
 CONVERT = Launch(32, 128, 8, 1)  # another, from float32 to the type of dq
@@ -107,8 +108,43 @@ IEEE: dict[int, tuple[Launch, ...]] = {
 IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),)}  # its correction of delta beside them: 32 x 32 would spill 11 KB on sm90
 
 
+# 16-bit problems with modifiers, where wgmma is: chosen by what ptxas makes of the tiles (Triton 3.6.0: hardly a spill in the
+# loop, no product that waits for the one before, few instructions per score), until `flashtile tune` measures them.
+SCORED: dict[tuple[Pass, int], Launch] = {
+    ("keys", 128): Launch(32, 64, 4, 2, 8, held=1),
+    ("queries", 128): Launch(64, 64, 4, 3, 8, held=1),
+}
+# With captured tensors that broadcast. One with an element for every score is a third stream of tiles in shared memory:
+# with two stages instead of three two programs still share an SM. The pass over keys holds its tiles in registers, of eight
+# warps.
+BIASED: dict[tuple[Pass, int], Launch] = {
+    ("forward", 128): Launch(64, 64, 4, 2, 8),
+    ("keys", 128): Launch(32, 128, 8, 2, 8),
+    ("queries", 128): Launch(64, 64, 4, 2, 8, held=1),
+    ("pairs", 128): Launch(128, 64, 8, 2),
+}
+
+
 def family(problem: AttentionProblem, which: Pass) -> str:
-    """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes."""
+    """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes.
+
+    Behind the plain problem's stand modifiers, with those of the axes "qk" that a broadcast tensor has, "grad" where the pass
+    sums up gradients of captured tensors beside dq, and "dropout".
+    """
+    features = [_named(spec) for spec in problem.score]
+    features += ["grad"] * (which == "queries" and forms_captured(problem, which))
+    features += ["dropout"] * (problem.dropout is not None)
+    return "/".join([plain_family(problem, which), *features])
+
+
+def _named(spec: ScoreSpec) -> str:
+    pairs = zip(spec.kind.captured, spec.tensors, strict=True)
+    axes = [axis for c, t in pairs if c.broadcast for axis, n in zip("qk", t.shape[2:], strict=True) if n != 1]
+    return f"{spec.kind.name}:{''.join(axes)}" if axes else spec.kind.name
+
+
+def plain_family(problem: AttentionProblem, which: Pass) -> str:
+    """The key of the same problem without modifiers and dropout."""
     band = problem.band
     mask = {(False, False): "full", (False, True): "causal", (True, False): "left", (True, True): "window"}[
         (band.left is not None, band.right is not None)
@@ -130,10 +166,10 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     kind = products(problem, device, which)
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], products=kind)  # small, so that short sequences still cross tile borders
-    tuned = tiles_of(device.target).get(family(problem, which))
-    if tuned is not None and not problem.score and kind == "unit":
-        return tuned
     width = max(*padded(problem), 64)
+    launch = measured(problem, device, which) or modified(problem, device, which, width)
+    if launch is not None and kind == "unit":
+        return launch
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
@@ -159,6 +195,23 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         if shared_bytes(problem, launch, which) <= device.smem_bytes:
             return launch
     return rules[-1]
+
+
+def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
+    """The tile that was tuned for such a problem; dropout takes the plain problem's if it has none of its own."""
+    tuned = tiles_of(device.target)
+    own = tuned.get(family(problem, which))
+    return tuned.get(plain_family(problem, which)) if own is None and not problem.score else own
+
+
+def modified(problem: AttentionProblem, device: Device, which: Pass, width: int) -> Launch | None:
+    """The tile that has room for a 16-bit problem's modifiers, where that is known."""
+    if device.target != "sm90" or problem.dtype is DType.FP32 or not problem.score or problem.where:
+        return None
+    biased = any(captured.broadcast for spec in problem.score for captured in spec.kind.captured)
+    if which == "keys" and score_bytes(problem) == 0:
+        biased = False
+    return (BIASED if biased else SCORED).get((which, width))
 
 
 def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:

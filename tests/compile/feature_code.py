@@ -1,0 +1,39 @@
+"""Compiles one pass of each spelling for an H100, "pass:attention(...)", and prints, as JSON, what test_features.py judges."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import cast
+
+from flashtile.export.compile import assemble, compile_call, resources
+from flashtile.export.sass import disassemble, matrix_loops
+from flashtile.kernels.triton.choose import choose
+from flashtile.kernels.triton.tile import Pass
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import H100
+from flashtile.spec.attention import AttentionProblem
+from flashtile.tune import plan_of
+
+for argument in sys.argv[1:]:
+    name, _, spelling = argument.partition(":")
+    problem, which = AttentionProblem.parse(spelling), cast(Pass, name)
+    launch = choose(problem, H100, which)
+    plan, index = plan_of(problem, H100, which, launch)
+    call = plan.calls[index]
+    assert isinstance(call, KernelCall)
+    compiled = compile_call(call, plan, H100)
+    scores = launch.block_q * launch.block_k / (32 * launch.num_warps)
+    kinds = ("LDG", "LDGSTS", "PRMT", "MUFU", "SHFL")
+    loops = [
+        {"instructions": len(loop.opcodes) / scores, "spills": loop.spills, **{kind: loop.count(kind) for kind in kinds}}
+        for loop in matrix_loops(disassemble(compiled))
+    ]
+    found = {
+        "spelling": argument,
+        "shared_bytes": resources(compiled, H100).shared_bytes,
+        "serialised": re.findall(r"\(C75\d\d\)", assemble(compiled.asm["ptx"], H100, "-v")[1]),
+        "loops": loops,
+    }
+    print(json.dumps(found))

@@ -1,0 +1,67 @@
+"""Which tile a problem with modifiers or dropout gets."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flashtile.kernels.triton import choose
+from flashtile.kernels.triton.candidates import shared_bytes
+from flashtile.kernels.triton.tile import Launch
+from flashtile.plan.device import A100, H100
+from flashtile.spec.attention import AttentionProblem
+
+
+def problem(tail: str = "", dtype: str = "bf16") -> AttentionProblem:
+    return AttentionProblem.parse(f"attention(q=2x256x4x128,kv=256x4x128,{dtype}{tail})")
+
+
+@pytest.mark.parametrize(
+    ("tail", "behind"),
+    [
+        ("", ""),
+        (",dropout=0.1", "/dropout"),
+        (",score=softcap(2.0)", "/softcap"),
+        (",score=alibi(2x4:fp32)+softcap(2.0),dropout=0.1", "/alibi/softcap/dropout"),
+        (",score=alibi(2x4:fp32:grad)", "/alibi/grad"),
+        (",score=bias(1x4x256x256:bf16)", "/bias:qk"),
+        (",score=bias(1x4x256x256:bf16:grad)", "/bias:qk"),
+        (",score=bias(2x1x1x256:bf16)", "/bias:k"),
+        (",score=bias(2x4x256x1:bf16)", "/bias:q"),
+        (",score=bias(2x4x1x1:bf16:grad)", "/bias/grad"),
+    ],
+)
+def test_families_tell_apart_what_a_pass_computes(tail: str, behind: str) -> None:
+    assert choose.family(problem(tail), "queries") == "queries/16bit/128x128/full" + behind
+
+
+def test_a_tuned_tile_of_the_feature_comes_before_the_plain_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, plain = Launch(64, 32), Launch(32, 64)
+    dropped, capped = problem(",dropout=0.1"), problem(",score=softcap(2.0)")
+    table = {choose.family(dropped, "forward"): own, choose.family(problem(), "forward"): plain}
+    monkeypatch.setattr(choose, "tiles_of", lambda target: table)
+    assert choose.measured(dropped, H100, "forward") == own
+    table.pop(choose.family(dropped, "forward"))
+    assert choose.measured(dropped, H100, "forward") == plain
+    assert choose.measured(capped, H100, "forward") is None
+    table[choose.family(capped, "forward")] = own
+    assert choose.measured(capped, H100, "forward") == own
+
+
+def test_tiles_for_modifiers_are_those_of_wgmma_and_16_bits() -> None:
+    biased = ",score=bias(1x4x256x256:{}:grad)"
+    assert choose.modified(problem(biased.format("bf16")), H100, "keys", 128) == choose.BIASED["keys", 128]
+    assert choose.modified(problem(",score=bias(2x1x1x256:bf16)"), H100, "keys", 128) == choose.SCORED["keys", 128]
+    assert choose.modified(problem(biased.format("bf16")), A100, "keys", 128) is None
+    assert choose.modified(problem(biased.format("fp32"), "fp32"), H100, "keys", 128) is None
+    assert choose.modified(problem(), H100, "keys", 128) is None
+
+
+@pytest.mark.parametrize("which", ["forward", "keys", "queries", "pairs", "fused"])
+def test_a_bias_is_priced_as_a_third_stream(which: choose.Pass) -> None:
+    launch = Launch(64, 32, 4, 3)
+    plain, keys = shared_bytes(problem(), launch, which), shared_bytes(problem(",score=bias(2x1x1x256:bf16)"), launch, which)
+    assert keys == plain
+    assert shared_bytes(problem(",score=bias(1x4x256x256:bf16)"), launch, which) == plain + 2 * 64 * 32 * 2
+    assert shared_bytes(problem(",score=bias(1x4x256x256:fp32)"), launch, which) == plain + 2 * 64 * 32 * 4
