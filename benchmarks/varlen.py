@@ -8,7 +8,9 @@ Sections, each with its share of the budget, each compiled in parallel processes
            FlexAttention with a document mask, FlashAttention-4's varlen call where it can be imported
   tiles    the same lengths on Hopper's forward with other tiles and schedules
   build    the block lists of 64k x 64k from a document predicate: milliseconds and peak memory
-  blocks   random 128 x 128 blocks at 0, 50, 80, 95 % sparsity: speed-up over dense, beside FlexAttention with the same blocks
+  blocks   random 128 x 128 blocks at 0, 50, 80, 95 % sparsity: out and gradients of a head against float64, then the speed-up
+           over dense forward, backward and both, beside FlexAttention with the same blocks. What each query is sure to see is
+           the first block or, "diagonal", its own; documents of 600 tokens have blocks that are visible in part
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ def is_peer(name: str) -> bool:
 
 
 def directions(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """The forward, and the backward of a graph that is kept, as calls without arguments."""
+    """The forward, the backward of a graph that is kept, and both, as calls without arguments."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     kept: dict[str, Any] = {}
 
@@ -140,7 +142,13 @@ def directions(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) 
             kept["dout"] = torch.randn_like(kept["out"])
         torch.autograd.grad(kept["out"], leaves, kept["dout"], retain_graph=True)
 
-    return {"fwd": forward, "bwd": backward}
+    def both() -> None:
+        out = attend(*leaves)
+        if "other" not in kept:
+            kept["other"] = torch.randn_like(out)
+        torch.autograd.grad(out, leaves, kept["other"])
+
+    return {"fwd": forward, "bwd": backward, "both": both}
 
 
 def worst(mine: torch.Tensor, truth: torch.Tensor) -> float:
@@ -357,24 +365,42 @@ def build(run: Run) -> Iterator[Row]:
         yield Row("build", "document 64k x 64k", ms=ms, ratio=peak, of="MiB at the peak", failure=failure)
 
 
-BLOCKS_SEQLEN, SPARSITIES = 8192, (0.0, 0.5, 0.8, 0.95)
+BLOCKS_SEQLEN, DOCUMENT = 8192, 600
+TABLES = ("0%", "50%", "80%", "95%", "80% diagonal", "95% diagonal")
 
 
-def block_table(sparsity: float) -> torch.Tensor:
-    """Which blocks of keys each block of queries sees, the first one always: bool (blocks, blocks)."""
+def block_table(name: str) -> torch.Tensor:
+    """Which blocks of keys each block of queries sees, the first one, or its own, always: bool (blocks, blocks)."""
     rows, generator = BLOCKS_SEQLEN // BLOCK, torch.Generator().manual_seed(1)
-    table = torch.rand((rows, rows), generator=generator) >= sparsity
+    table = torch.rand((rows, rows), generator=generator) >= float(name.split("%")[0]) / 100
+    if name.endswith("diagonal"):
+        return table.fill_diagonal_(True)
     table[:, 0] = True
     return table
 
 
+def document_ids() -> torch.Tensor:
+    return (torch.arange(BLOCKS_SEQLEN, device=DEVICE) // DOCUMENT).to(torch.int32)
+
+
+def seen_scores(name: str) -> torch.Tensor:
+    """Which scores a mask of these names shows: bool (seqlen, seqlen)."""
+    if name == "documents":
+        return document_ids()[:, None] == document_ids()
+    return block_table(name).to(DEVICE).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+
 def block_call(name: str, backend: str | None) -> Callable[..., torch.Tensor]:
-    """ "dense", "flashtile 50%" or "flex 50%"."""
+    """ "dense", "flashtile documents", "flashtile 50%" or "flex 50%"."""
     options = Options(backend=backend)
     if name == "dense":
         return lambda q, k, v: flashtile.attention(q, k, v, options=options)
-    table = block_table(float(name.split()[1].rstrip("%")) / 100)
-    if name.startswith("flashtile"):
+    who, _, mask_name = name.partition(" ")
+    if mask_name == "documents":
+        listed = Blocks.build(Document(document_ids()), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
+        return lambda q, k, v: flashtile.attention(q, k, v, mask=listed, options=options)
+    table = block_table(mask_name)
+    if who == "flashtile":
         mask = Blocks.from_block_mask(table.to(DEVICE), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
         return lambda q, k, v: flashtile.attention(q, k, v, mask=mask, options=options)
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -392,31 +418,44 @@ def warm_blocks(name: str, backend: str | None, direction: str) -> None:
     torch.cuda.synchronize()
 
 
+def worst_of_a_head(
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dout: torch.Tensor, keep: torch.Tensor
+) -> float:
+    """The largest error of a head's out, dq, dk and dv, each relative to its largest element."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = attend(*leaves)
+    mine = [out, *torch.autograd.grad(out, leaves, dout)]
+    exact = [t[0, :, 1].detach().double().requires_grad_() for t in inputs]
+    scores = (exact[0] @ exact[1].T / math.sqrt(HEAD_DIM)).masked_fill(~keep, -math.inf)
+    truth = torch.softmax(scores, -1) @ exact[2]
+    truths = [truth, *torch.autograd.grad(truth, exact, dout[0, :, 1].double())]
+    return max(worst(a[0, :, 1].detach(), b.detach()) / b.abs().max().item() for a, b in zip(mine, truths, strict=True))
+
+
 def blocks(run: Run) -> Iterator[Row]:
     seqlen = BLOCKS_SEQLEN
-    q, k, v = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(3))
-    jobs = [(name, run.backend, way) for name in ("dense", "flashtile 50%", "flex 50%") for way in ("fwd", "bwd")]
+    q, k, v, dout = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
+    named = ("dense", "flashtile 50%", "flashtile documents", "flex 50%")
+    jobs = [(name, run.backend, way) for name in named for way in ("fwd", "bwd")]
     compile_ahead(warm_blocks, jobs, run.left(), 0.5)
     calls, kept = {"dense": block_call("dense", run.backend)}, {"dense": 1.0}
-    for sparsity in SPARSITIES:
-        table, part = block_table(sparsity), slice(0, 256)
-        keep = table.to(DEVICE).repeat_interleave(BLOCK, 1)[torch.arange(256, device=DEVICE) // BLOCK]
-        scores = (q[0, part, 0].double() @ k[0, :, 0].double().T) / math.sqrt(HEAD_DIM)
-        truth = torch.softmax(scores.masked_fill(~keep, -math.inf), -1) @ v[0, :, 0].double()
-        for name in (f"flashtile {sparsity:.0%}", f"flex {sparsity:.0%}"):
-            kept[name] = table.float().mean().item()
+    for mask_name in ("documents", *TABLES):
+        keep = seen_scores(mask_name)
+        for name in (f"flashtile {mask_name}", *(f"flex {mask_name}" for _ in range(mask_name != "documents"))):
+            kept[name] = keep.float().mean().item()
             try:
                 call = block_call(name, run.backend)
-                error = worst(call(q, k, v)[0, part, 0], truth)
+                error = worst_of_a_head(call, [q, k, v], dout, keep)
+                print(f"    {name}: out and gradients are off by {error:.3g} of their largest elements", flush=True)
                 if not error < 2e-2:
                     raise ArithmeticError(f"off by {error:.3g}")
                 calls[name] = call
             except Exception as failure:
                 left_out(run, name, failure)
-    for direction in ("fwd", "bwd"):
+    for direction, passes in (("fwd", (False,)), ("bwd", (True,)), ("both", (False, True))):
         found = timed({name: directions(attend, [q, k, v])[direction] for name, attend in calls.items()}, run)
         for name, ms in found.items():
-            rate = flops([seqlen], False, direction == "bwd") * kept[name] / ms / 1e9
+            rate = sum(flops([seqlen], False, backward) for backward in passes) * kept[name] / ms / 1e9
             ideal = found["dense"] * kept[name] / ms if "dense" in found else None
             yield Row("blocks", name, direction, ms, rate, ideal, "the ideal speed-up over dense")
 

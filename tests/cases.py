@@ -69,6 +69,12 @@ def documents(case: Case, device: torch.device) -> Document:
     return Document(ids(case, case.seqlen_q, device), ids(case, case.seqlen_k, device))
 
 
+def strangers(case: Case, device: torch.device) -> Document:
+    """Documents of about 200 tokens; of every ten queries and keys one belongs to none and sees, or is seen by, nobody."""
+    queries, keys = (torch.arange(n, device=device, dtype=torch.int32) for n in (case.seqlen_q, case.seqlen_k))
+    return Document(torch.where(queries % 10 == 3, -1, queries // 200), torch.where(keys % 10 == 7, -2, keys // 200))
+
+
 def holes(case: Case, device: torch.device) -> KeyPadding:
     keep = torch.rand((case.items, case.seqlen_k), generator=torch.Generator().manual_seed(5)) < 0.6
     return KeyPadding(keep.to(device))
@@ -109,6 +115,8 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "band-blocks": lambda case, device: blocks(case, device, Band(left=40, right=3), (64, 32)),
     "joined-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)) & Band(right=9) | Dilated(8),
     "table": lambda case, device: Blocks.from_block_mask(table(case, 128, 128, device), case.seqlen_q, case.seqlen_k),
+    "strangers-blocks": lambda case, device: blocks(case, device, strangers(case, device), (128, 128)),
+    "wide-band-blocks": lambda case, device: blocks(case, device, Band(left=150, right=40), (128, 256)),
     "flash-attn-v1": lambda case, device: Blocks.from_block_mask(
         table(case, 16, 256, device), case.seqlen_q, case.seqlen_k, block_size=(16, 256)
     ),

@@ -12,7 +12,8 @@ from flashtile.spec.score import Position
 
 @jit
 def block_table_visible(at, args):
-    row, column = at.row // args[0], at.k // args[1]
+    rows, columns = tl.cast(args[0], tl.uint32), tl.cast(args[1], tl.uint32)  # a division of fewer instructions than signed
+    row, column = (at.row.to(tl.uint32) // rows).to(tl.int32), (at.k.to(tl.uint32) // columns).to(tl.int32)
     here = args[2] + at.batch * args[3][0] + at.head * args[3][1]
     return tl.load(here + row * args[3][2] + column * args[3][3]) != 0
 

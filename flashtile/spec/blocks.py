@@ -14,7 +14,8 @@ class BlockSpec:
     """The sizes of a mask's blocks, in queries and keys. The mask is what bands and predicates say; lists only repeat it.
 
     Tensors of a call, all int32, by query block and transposed by key block: `blocks.count_q` (batch, heads_q, rows, 2), how
-    many blocks are visible in part and whole; `blocks.index_q` (batch, heads_q, rows, columns), which: first the former.
+    many blocks are visible in part and whole; `blocks.index_q` (batch, heads_q, rows, columns), which: first the former;
+    `blocks.order_q` (batch, heads_q, rows), the rows from the one with most visible blocks to the one with fewest.
     """
 
     block_q: int
@@ -37,5 +38,7 @@ class BlockSpec:
         rows, columns = self.rows(seqlen_q), self.columns(seqlen_k)
         return {
             "blocks.count_q": (batch, heads, rows, 2), "blocks.index_q": (batch, heads, rows, columns),
+            "blocks.order_q": (batch, heads, rows),
             "blocks.count_k": (batch, heads, columns, 2), "blocks.index_k": (batch, heads, columns, rows),
+            "blocks.order_k": (batch, heads, columns),
         }  # fmt: skip

@@ -39,11 +39,13 @@ class Blocks(Joined):
             order = torch.where(partial, 0, torch.where(whole, 1, 2)).to(torch.int8)
             lists[f"blocks.count_{side}"] = torch.stack([partial.sum(-1), whole.sum(-1)], -1).to(torch.int32)
             lists[f"blocks.index_{side}"] = order.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
+            visited = (table != HIDDEN).sum(-1)
+            lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
         self._lists = lists
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:
-        """(visible in part, whole) counts and block indices of every row of blocks, and of every column."""
+        """(visible in part, whole) counts and block indices of every row of blocks, and of every column; which are longest."""
         return self._lists
 
     @classmethod

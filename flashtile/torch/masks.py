@@ -84,5 +84,5 @@ def predicates_of(causal: Any, window: Any, mask: Joined, batch: int, heads_q: i
             raise InvalidProblem(
                 f"the mask's blocks are for {tuple(tensor.shape[:2])} (batch, heads); it must be ({batch}, {heads_q}), or 1."
             )
-    lists = tuple(tensor.expand(batch, heads_q, -1, -1) for tensor in mask.lists.values())
+    lists = tuple(tensor.expand(batch, heads_q, *tensor.shape[2:]) for tensor in mask.lists.values())
     return Predicates(band, terms, tensors, mask, lists)

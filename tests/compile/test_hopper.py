@@ -37,6 +37,8 @@ TUNED = {
 TUNED_BACKWARD = {
     (64, ""): (561, 4), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
     (256, ""): (439, 24), (256, ",band=:0"): (517, 21),
+    # of these 800 and 1,700 are jumped over where all of a block is visible
+    (128, BLOCKS): (1260, 142), (64, BLOCKS): (2253, 145),
 }  # fmt: skip
 
 

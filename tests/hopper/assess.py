@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.cases import Case, Tensors, holes
+from tests.cases import Case, Tensors, holes, strangers
 from tests.judge import breaches, expected, run
 
 
@@ -14,7 +14,7 @@ def assess(case: Case, place: torch.device, backward: bool) -> list[str]:
     """Breaches of the accuracy rule, by out and lse alone or with all gradients; also beside NaN outside of the items."""
     tensors = case.tensors(place)
     truth, plain = expected(case, tensors)
-    made = [tensors, soiled(case, tensors)] if case.lengths(place) or case.mask == "holes" else [tensors]
+    made = [tensors, soiled(case, tensors)] if case.lengths(place) or case.mask in ("holes", "strangers-blocks") else [tensors]
     results = [run("hopper", case, given) if backward else forward(case, given, place) for given in made]
     wrong = [
         f"{'beside NaN: ' * i}{breach}"
@@ -45,6 +45,14 @@ def soiled(case: Case, tensors: Tensors) -> Tensors:
                 made[part][~keep] = torch.nan
             if name == "seqused_q":
                 made["dlse"].transpose(1, 2)[~keep] = torch.nan
+        return made
+    if case.mask == "strangers-blocks":
+        alone = strangers(case, made["k"].device)
+        for name in ("q", "dout"):
+            made[name][:, alone.queries < 0] = torch.nan
+        made["dlse"][..., alone.queries < 0] = torch.nan
+        for name in "kv":
+            made[name][:, alone.keys < 0] = torch.nan
         return made
     if case.mask == "holes":
         hidden = ~holes(case, made["k"].device).keep

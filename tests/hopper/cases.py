@@ -24,6 +24,14 @@ def _longer() -> Iterator[Case]:
     for head_dim, mask in masks:
         dtype = "bf16" if head_dim == 128 else "fp16"
         yield replace(masked, name=f"mask-{mask}-{head_dim}", head_dim=head_dim, mask=mask, dtype=dtype)
+    listed = replace(masked, heads_q=4, heads_kv=2)
+    for head_dim in (64, 128, 256):
+        yield replace(listed, name=f"mask-strangers-{head_dim}", head_dim=head_dim, mask="strangers-blocks")
+        yield replace(listed, name=f"mask-table-{head_dim}-ordered", head_dim=head_dim, mask="table", deterministic=True)
+        yield replace(listed, name=f"mask-wide-band-{head_dim}", head_dim=head_dim, mask="wide-band-blocks", heads_kv=4)
+    yield replace(listed, name="mask-table-scores", mask="table", score=("softcap",), dropout=0.2)
+    yield replace(listed, name="mask-strangers-dropout", head_dim=128, mask="strangers-blocks", dropout=0.2, deterministic=True)
+    yield replace(listed, name="mask-holes-sink", mask="holes", sink="fp32")
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-left", window=(100, None), sink="bf16", score=("softcap",))

@@ -23,7 +23,13 @@ PARTS = 4  # processes that share the cases
 # Of cases whose name begins so some run: a refusal of all of them would go unnoticed otherwise.
 RUN = {
     "FORWARD": ("varlen-", "padded-", "sink-", "dropout-", "bias-", "longer-mask-table-128", "longer-varlen-256-causal"),
-    "BACKWARD": ("varlen-fp16-fused", "longer-varlen-128-dropout", "longer-padded-left"),
+    "BACKWARD": (
+        "varlen-fp16-fused",
+        "longer-varlen-128-dropout",
+        "longer-padded-left",
+        "longer-mask-table",
+        "longer-mask-holes",
+    ),
 }
 
 

@@ -116,6 +116,9 @@ def test_lists_are_what_the_mask_says(device: torch.device, name: str) -> None:
             listed = index[tuple(place)].tolist()
             assert sorted(listed[:partial]) == (line == 1).nonzero().flatten().tolist()
             assert sorted(listed[partial : partial + whole]) == (line == 2).nonzero().flatten().tolist()
+        order = mask.lists[f"blocks.order_{side}"].long()
+        assert torch.equal(order.sort(-1).values, torch.arange(order.shape[-1], device=device).expand(order.shape))
+        assert bool((count.sum(-1).gather(-1, order).diff(dim=-1) <= 0).all())
 
 
 def test_kernel_and_torch_classify_alike(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from flashtile import _triton
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
@@ -64,14 +65,19 @@ class HopperBackend:
         for spec in p.score:
             if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
                 reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
-        return reasons if variant is None else reasons + self.unsupported_backward(p, variant)
+        return reasons if variant is None else reasons + self.unsupported_backward(p, device, variant)
 
-    def unsupported_backward(self, problem: AttentionProblem, variant: Variant) -> list[str]:
+    def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
-        if p.where or p.blocks is not None:
-            reasons.append("the mask is no band alone; this backward knows bands")
+        if p.where and p.sink is not None:
+            reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")
+        if p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+            tile = choose_backward(p, device)
+            if p.blocks.block_q % tile.block_q or p.blocks.block_q > PADDED_ROWS or p.blocks.block_k % tile.block_k:
+                reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported by the backward are "
+                               f"{tile.block_q} to {PADDED_ROWS} queries and multiples of {tile.block_k} keys")  # fmt: skip
         if p.lengths.ragged and p.deterministic:
             reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
@@ -94,8 +100,6 @@ class HopperBackend:
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
-        names = () if p.blocks is None else ("blocks.count_q", "blocks.index_q")
-        lists = tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
@@ -107,7 +111,7 @@ class HopperBackend:
                 (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
                 *integers(p).values(),
                 launch.swizzle,
-                (p.scale_value, score_args(p), (schedule, records, mask_args(p), lists)),
+                (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
             ),
             (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
@@ -181,10 +185,13 @@ class HopperBackend:
                 Descriptor("dv", (1, 1, GROUP_ROWS, tile.columns_v_own)),
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
-                *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")),
-                (((Pointer("dq_sum"), Pointer("tickets"), locks), *whole), region, p.scale_value, score_args(p)),
+                *(counts[n] for n in ("seqlen_q", "seqlen_k", "left", "right")),
+                (
+                    ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
+                    *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
+                ),
             ),
-            (("T", tile), ("SCORE", chain(p, device, form))),
+            (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
         )
         calls = [*schedules.calls, rows, keys]
@@ -201,6 +208,12 @@ class HopperBackend:
 
 
 BACKEND = HopperBackend()
+
+
+def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:
+    """The mask's lists by blocks of queries ("q") or keys ("k"): counts, indices and order, each with its strides."""
+    names = () if p.blocks is None else (f"blocks.{what}_{side}" for what in ("count", "index", "order"))
+    return tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
 
 
 def block_refusals(p: AttentionProblem, device: Device) -> list[str]:

@@ -19,10 +19,10 @@ from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.visit import Work, walk
-from flashtile.kernels.hopper.weigh import blank_keys, differentiate, weigh
+from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, weigh
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.mask import visible
+from flashtile.kernels.lib.mask import holds, visible
 from flashtile.kernels.lib.score import locate, probabilities
 
 
@@ -42,15 +42,15 @@ def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
-              FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
+              FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
-    head, start = place.at(step, T)
+    head, start = place.at(step, work, T)
     k = memory.k.index(W).reshape([64, COLUMNS])
     v = memory.v.index(W).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
@@ -65,7 +65,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     first_key = place.column + W * 64
-    masked = (start < place.visits.full_lo) | (start >= place.visits.full_hi)  # false only where all is visible
+    masked = place.masked(step, start, work, T)
     if T.dropout:
         survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
@@ -81,14 +81,17 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
         query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
-        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
-                              T.masks, T, SCORE)  # fmt: skip
+        keep = visible(query, key, sizes, work.band, T)
+        if T.predicate:
+            if masked:
+                keep = keep & holds(at, work.mask_args, T, MASK)
+        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, keep, scale, score_args, T.masks, T, SCORE)
         if T.dropout:
             p = gl.where(survives, p, 0.0)
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
-        p = weigh(raw, level, start, first_key, masked, sizes, band, scale, T)
+        p = weigh(raw, level, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
         weights = p
         if T.dropout:
             weights = gl.where(survives, p, 0.0)
@@ -98,7 +101,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
             dp = gl.where(survives, dp * seed[4], 0.0)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, band, T)
+        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
 
     ds = ds.to(dtype)
     if T.lag == 0:
@@ -122,7 +125,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_a
         memory.to.douts.release(step)
         if T.lag == 1:
             memory.to.scores.release(step - 1)
-        add_dq(dq, memory, sum_ptrs, step - T.lag, place, sizes, band, W, T)
+        add_dq(dq, memory, sum_ptrs, step - T.lag, place, sizes, work, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.to.queries.release(step)
     return dk, dv
@@ -147,8 +150,8 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score_args, seed, W: gl.constexpr,
-                T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
+                T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
     For wide heads, whose dk and dv fill the registers of two consumers. Each makes the scores of half of the queries,
@@ -160,7 +163,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     SCORES: gl.constexpr = matrix_layout(HALF_Q)
     DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
     dtype: gl.constexpr = memory.q.dtype
-    head, start = place.at(step, T)
+    head, start = place.at(step, work, T)
     k = memory.k.index(0).reshape([64, COLUMNS])
     v = memory.v.index(0).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([64, COLUMNS])
@@ -175,9 +178,9 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
     if T.deterministic:
         if step > place.visits.begin:
-            report_dq(sum_ptrs, step - 1, W, place, sizes, T)
+            report_dq(sum_ptrs, step - 1, W, place, sizes, work, T)
     first_query = start + W * HALF_Q
-    masked = (start < place.visits.full_lo) | (start >= place.visits.full_hi)
+    masked = place.masked(step, start, work, T)
     level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.dropout:
@@ -190,14 +193,17 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
         query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
         key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
         at = locate(place.batch, head, query, key, sizes)
-        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, visible(query, key, sizes, band, T), scale, score_args,
-                              T.masks, T, SCORE)  # fmt: skip
+        keep = visible(query, key, sizes, work.band, T)
+        if T.predicate:
+            if masked:
+                keep = keep & holds(at, work.mask_args, T, MASK)
+        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, keep, scale, score_args, T.masks, T, SCORE)
     else:
-        p = weigh(raw, level, first_query, place.column, masked, sizes, band, scale, T)
+        p = weigh(raw, level, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
             dp = gl.where(survives, dp * seed[4], 0.0)
-        ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, band, T)
+        ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, work.band, T)
     if T.dropout:
         p = gl.where(survives, p, 0.0)
     memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
@@ -213,7 +219,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
     dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
     dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W, T)
+    add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W, T)
     dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     memory.to.douts.release(step)
     memory.to.queries.release(step)
@@ -222,11 +228,11 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, band, scale, score
 
 @gluon.jit
 def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
-            SCORE: gl.constexpr):  # fmt: skip
+            SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
     COLUMNS_V: gl.constexpr = T.columns_v_own
-    band, sums = work.band, grads[0]
+    sums = grads[0]
     seed = load_seed(score_args, T)
     turn, begin = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 4)
@@ -236,24 +242,29 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
         if T.blanks:
-            blank_keys(memory, place, sizes, band, W, T)
+            blank_keys(memory, place, sizes, work.band, W, T)
+        if T.predicate:
+            blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
         if T.halves:
             for step in range(begin, place.visits.end):
-                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, T, SCORE)
+                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
             if T.deterministic:
                 if place.visits.end > begin:
-                    report_dq(sums, place.visits.end - 1, W, place, sizes, T)
+                    report_dq(sums, place.visits.end - 1, W, place, sizes, work, T)
         elif T.lag == 0:
             for step in range(begin, place.visits.end):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
+                                   MASK)  # fmt: skip
         elif place.visits.end > begin:
-            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, band, scale, score_args, seed, W, True, T, SCORE)
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
+                               MASK)  # fmt: skip
             for step in range(begin + 1, place.visits.end):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, band, scale, score_args, seed, W, False, T, SCORE)
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
+                                   MASK)  # fmt: skip
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             memory.to.scores.release(place.visits.end - 1)
-            add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, band, W, T)
+            add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
         memory.to.keys.release(turn)
         if T.dropout:
             dv *= seed[4]
@@ -306,32 +317,35 @@ def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.conste
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, heads,
-                       left, right, rest, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, left,
+                       right, rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    rest = (grads, region, scale, arguments of modifiers); grads = ((sum for dq, count of tickets, locks if T.locked, as
-    `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two where T.varlen; region as in
-    `visit.Work`.
+    rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, count
+    of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
+    where T.varlen; region, and what the mask has, as in `visit.Work`.
     """
     grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
+    heads = q_desc.shape[1]
     if T.ragged:
         tiles = region[2] * (heads // T.group)
+    elif T.blocks_q > 0:
+        tiles = gl.cdiv(seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
-    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region)
+    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, rest[4], rest[5])
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T)
     fence_async_shared()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),

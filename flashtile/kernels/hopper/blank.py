@@ -1,6 +1,6 @@
 """Rows of shared memory that nothing may depend on: 0 times NaN is NaN."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import seen
 from flashtile.kernels.lib.score import locate
@@ -19,15 +19,41 @@ def blank_rows(tile, first, end):
 
 
 @gluon.jit
-def blank_strips(tile, first, end):
-    """As `blank_rows`, by a single warp, which has few registers."""
-    ROWS: gl.constexpr = tile.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+def blank_strips(tile, first, end, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """As `blank_rows`, by a single warp, which has few registers: two elements at a time, and few."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    words = in_pairs(tile, ROWS, COLUMNS)
     for start in gl.static_range(0, ROWS, 8):
         if (start < first) | (start + 8 > end):
-            strip = tile.slice(start, 8)
             row = start + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-            strip.store(gl.where(((row >= first) & (row < end))[:, None], strip.load(LAYOUT), 0.0))
+            blank_strip(words.slice(start, 8), (row >= first) & (row < end), LAYOUT)
+
+
+@gluon.jit
+def blank_blind(tile, levels, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """As `blank_strips`, of queries that see nothing: their level is infinite."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    words = in_pairs(tile, ROWS, COLUMNS)
+    for start in gl.static_range(0, ROWS, 8):
+        level = gl.abs(levels.slice(start, 8).load(gl.SliceLayout(1, LAYOUT)))
+        if gl.max(level, 0) == float("inf"):
+            blank_strip(words.slice(start, 8), level < float("inf"), LAYOUT)
+
+
+@gluon.jit
+def in_pairs(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile of 16-bit elements as 32-bit words: swizzling moves 16 bytes at a time, so both lie alike."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS // 2], gl.int32)
+    return recast(tile, gl.int32, [ROWS, COLUMNS // 2], SHARED)
+
+
+@gluon.jit
+def blank_strip(words, keep, LAYOUT: gl.constexpr):
+    """Zero the rows of a strip that are not to be kept."""
+    WIDTH: gl.constexpr = words.shape[1]
+    for column in gl.static_range(0, WIDTH, 32):
+        part = words.slice(column, 32, 1)
+        part.store(gl.where(keep[:, None], part.load(LAYOUT), 0))
 
 
 @gluon.jit

@@ -50,8 +50,8 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     full, causal = options(p)
     tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
-    if p.blocks is not None:  # nobody knows how long the lists are
-        return replace(tiles[0][0], resident=True, swizzle=1)
+    if p.blocks is not None:  # nobody knows how long the lists are, but the longest come first
+        return replace(tiles[0][0], resident=True, swizzle=_together(p))
     if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
         return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, 16 if _width(p) == 64 else 4))
     timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
@@ -78,6 +78,12 @@ def _width(p: AttentionProblem) -> int:
     return max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
 
 
+def _together(p: AttentionProblem) -> int:
+    """As many heads as the L2 cache has room for."""
+    head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group
+    return max(min(p.batch * p.heads_q, TOGETHER_BYTES // head_bytes), 1)
+
+
 def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:
     """(microseconds, launch): all tiles take as long, so rounds count."""
     rounds = -(-tile_count(p, launch) // blocks)
@@ -87,8 +93,7 @@ def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int
 def _causal(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:
     """(microseconds, launch) for each schedule of a tile."""
     heads, times = p.batch * p.heads_q, [n * key_us for n in tile_lengths(p, launch.block_q, launch.block_k)]
-    head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group
-    together = max(min(heads, TOGETHER_BYTES // head_bytes), 1)
+    together = _together(p)
     alone = replace(launch, resident=False, swizzle=8 if together >= 8 else 4)
     yield queued([time + BLOCK_US for time in times], heads, alone.swizzle, blocks), alone
     if not launch.resident or len(times) * heads > MOST_PLAYED:

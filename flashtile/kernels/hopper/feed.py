@@ -1,6 +1,6 @@
 """The warp that loads for the backward."""
 
-from flashtile.kernels.hopper.blank import blank_strips
+from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
 from flashtile.kernels.hopper.ticket import spread, take
 from flashtile.kernels.hopper.visit import seeing, walk
@@ -28,15 +28,21 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
             taken = take(counter_ptr)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         while step < place.visits.end:
-            if T.blanks:
-                start = place.at(step, T)[1]
-                if (start < first) | (start + T.block_q > end):
-                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, T)
+            if T.predicate:
+                if place.masked(step, place.at(step, work, T)[1], work, T):
+                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, 0, 0, work, T)
                     edges = edges + 1
                 else:
-                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
+            elif T.blanks:
+                start = place.at(step, work, T)[1]
+                if (start < first) | (start + T.block_q > end):
+                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, work, T)
+                    edges = edges + 1
+                else:
+                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
             else:
-                load_step(q_desc, dout_desc, rows_desc, memory, place, step, T)
+                load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
             step = step + 1
         ticket = spread(taken) if T.resident else taken
         turn = turn + 1
@@ -44,19 +50,18 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
 
 
 @gluon.jit
-def load_step(q_desc, dout_desc, rows_desc, memory, place, step, T: gl.constexpr):
+def load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T: gl.constexpr):
     """Load queries, their rows and dout of a step."""
-    head, start = place.at(step, T)
+    head, start = place.at(step, work, T)
     bar = memory.to.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     bar = memory.to.douts.acquire(step, dout_desc.block_type.nbytes)
     tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
 
 
 @gluon.jit
-def load_queries(q_desc, rows_desc, memory, place, step, bar, T: gl.constexpr):
+def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
     """Load queries and their rows."""
-    head, start = place.at(step, T)
     row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
     tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
     tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
@@ -64,21 +69,27 @@ def load_queries(q_desc, rows_desc, memory, place, step, bar, T: gl.constexpr):
 
 
 @gluon.jit
-def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, T: gl.constexpr):
+def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, work, T: gl.constexpr):
     """As `load_step`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
 
-    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv.
+    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
+    those without an lse.
     """
-    head, start = place.at(step, T)
+    head, start = place.at(step, work, T)
     memory.to.queries.claim(step)
     memory.to.douts.claim(step)
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
-    load_queries(q_desc, rows_desc, memory, place, step, bar, T)
+    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
     memory.to.edges.wait(edge)
-    blank_strips(memory.q.index(memory.to.queries.at(step)).reshape([T.block_q, T.columns]), first, end)
-    blank_strips(memory.dout.index(memory.to.douts.at(step)).reshape([T.block_q, T.columns_v]), first, end)
+    if T.predicate:
+        levels = memory.rows.index(2 * memory.to.queries.at(step)).reshape([T.block_q])
+        blank_blind(memory.q.index(memory.to.queries.at(step)), levels, T.block_q, T.columns)
+        blank_blind(memory.dout.index(memory.to.douts.at(step)), levels, T.block_q, T.columns_v)
+    else:
+        blank_strips(memory.q.index(memory.to.queries.at(step)), first, end, T.block_q, T.columns)
+        blank_strips(memory.dout.index(memory.to.douts.at(step)), first, end, T.block_q, T.columns_v)
     fence_async_shared()
     memory.to.queries.hand_over(step)
     memory.to.douts.hand_over(step)

@@ -28,7 +28,20 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.scores import exponentials, lane_sums, pivot, row_max, shape_scores, starts
-from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, turns, visit, walk, within
+from flashtile.kernels.hopper.work import (
+    Job,
+    assign,
+    make_words,
+    measure,
+    sized,
+    tell,
+    tile_at,
+    told,
+    turns,
+    visit,
+    walk,
+    within,
+)
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
@@ -47,13 +60,14 @@ class Memory:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
+    job: gl.shared_memory_descriptor  # what the loader tells of a tile with lists
     queries: Channel
     keys: Channel
     values: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, queries, keys, values):
-        self.q, self.k, self.v, self.out = q, k, v, out
+    def __init__(self, q, k, v, out, job, queries, keys, values):
+        self.q, self.k, self.v, self.out, self.job = q, k, v, out, job
         self.queries, self.keys, self.values = queries, keys, values
 
 
@@ -77,8 +91,11 @@ def load(q_desc, k_desc, v_desc, mem, size, region, T: gl.constexpr):
         seen, indices = visit(at, own, region, T)
         key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
         fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
-        if T.staged and turn > 0:  # the last products with the old queries are done when their last keys are let go of
+        # the last products with the old queries are done, and what was told is read, when their last keys are let go of
+        if (T.staged or T.blocks_q > 0) and turn > 0:
             mem.keys.reclaim(use - 1)
+        if T.blocks_q > 0:  # those that wait for the queries find it
+            tell(mem.job, at, T)
         load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
         fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         use += 1
@@ -118,9 +135,13 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
         pass_turn(GROUP, T)
     scale, score_args, region = rest[0], rest[1], rest[2]
     given = (load_seed(score_args, T), region[2])
-    job = assign(0, whole, region, T)
+    if T.blocks_q == 0:
+        job = assign(0, whole, region, T)
     for turn in range(turns(whole, T)):
-        at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows)
+        if T.blocks_q > 0:
+            mem.queries.wait(turn * T.groups + GROUP)
+            job = told(mem.job, whole)
+        at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
         size = sized(whole, at.item)
         loaded, indices = visit(job, size, region, T)
         seen = loaded
@@ -129,7 +150,8 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
             for _ in range(loaded.end - seen.end):
                 skip(mem, use, GROUP, T)
                 use += 1
-        mem.queries.wait(turn * T.groups + GROUP)
+        if T.blocks_q == 0:
+            mem.queries.wait(turn * T.groups + GROUP)
         tile = tile_at(indices, seen, seen.end - 1, size, T)
         rows = begin(mem, use, tile, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
         use += 1
@@ -149,7 +171,8 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
         if T.unseen and T.left and not T.asks:
             blank_unseen(mem, use - 1, seen.first, size, T)
         acc = add_values(rows, mem, use - 1, T)
-        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
+        if T.blocks_q == 0:
+            job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
         acc = settle(acc, T)
         mem.values.release(use - 1)
         if T.skips and T.left:
@@ -186,20 +209,29 @@ def begin(mem, use, tile, at, size, scale, score_args, given,
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.masked, T, SCORE, MASK)
-    top = gl.max(score, 1)
-    if not T.masked:
-        top = bent(top, scale, score_args, T, SCORE)
-        score = bent(score, scale, score_args, T, SCORE)
+    if T.blocks_q > 0:
+        if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
+            score = shape_scores(score, tile, at, size, scale, score_args, given[1], True, T, SCORE, MASK)
+            blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+        else:
+            score = shape_scores(score, tile, at, size, scale, score_args, given[1], False, T, SCORE, MASK)
+            score = bent(score, scale, score_args, T, SCORE)
+        top = gl.max(score, 1)
+    else:
+        score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.masked, T, SCORE, MASK)
+        top = gl.max(score, 1)
+        if not T.masked:
+            top = bent(top, scale, score_args, T, SCORE)
+            score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     total = lane_sums(p, T)
     if T.dropout:
         p = gl.where(kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
     weights = weigh(p, mem, T)
-    if T.asks:
+    if T.asks and T.blocks_q == 0:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
-    elif T.unseen:
+    elif T.unseen and not T.asks:
         blank_unseen(mem, use, tile, size, T)
     return Rows(empty(T), weights, top, total)
 
@@ -370,7 +402,10 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     out = q
     if T.staged:
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
-    mem = Memory(q, k, v, out, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
+    job = q
+    if T.blocks_q > 0:
+        job = make_words()
+    mem = Memory(q, k, v, out, job, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
     if T.groups == 2 and T.loader_warps == 4:

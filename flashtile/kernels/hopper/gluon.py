@@ -79,7 +79,13 @@ def pack(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=False, pack=2)
 
 
+@gluon.jit
+def stay(x):
+    """An int32, computed where this stands: otherwise what few tiles need is moved to where all others pay for it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "store_wait",
-    "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "stay",
+    "store_wait", "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

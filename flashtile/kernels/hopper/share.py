@@ -6,7 +6,7 @@ from flashtile.kernels.hopper.visit import walk
 
 
 @gluon.jit
-def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
+def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
@@ -23,10 +23,10 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, band, W: gl.constexpr, T: g
         fence_async_shared()
         memory.to.sums.hand_over(use)
     else:
-        head, start = place.at(step, T)
+        head, start = place.at(step, work, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
-            await_turn(sum_ptrs[2] + place_of_part, reports_before(start, place, sizes, band, T))
+            await_turn(sum_ptrs[2] + place_of_part, place.turn(head, start, sizes, work, 4, T) * 4)  # every warp reports
         at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
         gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
@@ -40,11 +40,11 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     while ticket < work.tiles:
         place, sizes = walk(ticket, step, work, T)
         while step < place.visits.end:
-            head, start = place.at(step, T)
+            head, start = place.at(step, work, T)
             at = part_of(head, start, W, place, sizes, T)
             first = at < 0
             if T.deterministic:
-                before = reports_before(start, place, sizes, work.band, T)
+                before = place.turn(head, start, sizes, work, 1, T)
                 await_turn(sum_ptrs[2] + at, before)
                 first = before == 0
             memory.to.sums.wait(2 * step + W)
@@ -71,13 +71,6 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
 
 
 @gluon.jit
-def reports_before(start, place, sizes, band, T: gl.constexpr):
-    """How many reports the lock of a part has had when this consumer's share is to be added."""
-    turn = place.turn(start, sizes, band, T)
-    return turn if T.copies_dq else turn * 4  # by the warp that adds, or by every warp of a consumer
-
-
-@gluon.jit
 def part_of(head, start, part, place, sizes, T: gl.constexpr):
     """Which part of the sum `part` of the query tile at `start` is: 64 queries, and T.columns_dq columns."""
     PARTS: gl.constexpr = T.columns // T.columns_dq
@@ -86,7 +79,7 @@ def part_of(head, start, part, place, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def report_dq(sum_ptrs, step, part, place, sizes, T: gl.constexpr):
+def report_dq(sum_ptrs, step, part, place, sizes, work, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
-    head, start = place.at(step, T)
+    head, start = place.at(step, work, T)
     report(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))

@@ -155,7 +155,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         mixes=launch.mixes if form.curved and not p.returns_lse else 0,
         exact=False,
         last_first=band.right is not None,
-        zigzag=launch.resident and (band.right is not None or p.lengths.ragged),
+        zigzag=launch.resident and (band.right is not None or p.lengths.ragged or p.blocks is not None),
         skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
@@ -70,6 +71,10 @@ class BackwardTile:
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
     modifiers: int  # how many there are: dropout's arguments follow theirs
+    predicate: bool  # predicates narrow the mask
+    starts: int  # where their terms begin (`term_starts`)
+    blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     lag: int = 1
     resident: bool = True
@@ -83,7 +88,7 @@ class BackwardTile:
 
     @property
     def masks(self) -> bool:
-        return self.left or self.right or self.pads_keys
+        return self.left or self.right or self.pads_keys or self.predicate
 
     @property
     def copies_dq(self) -> bool:
@@ -113,7 +118,7 @@ class BackwardTile:
     @property
     def last_first(self) -> bool:
         """Whether the last key tile starts first: see `Walk.turn`. Otherwise the longest does."""
-        return self.deterministic and self.right
+        return self.deterministic and self.right and self.blocks_q == 0
 
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
@@ -128,6 +133,8 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
     if problem.dropout is not None and launch.block_q > GROUP_ROWS:  # the random words of 128 queries spill in the loop
         launch = replace(launch, block_q=GROUP_ROWS)
+    if problem.blocks is not None:
+        launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
     return ordered(launch, problem, device) if problem.deterministic else launch
 
 
@@ -168,6 +175,10 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         sink=p.sink is not None,
         dropout=p.dropout is not None,
         modifiers=len(p.score),
+        predicate=bool(p.where),
+        starts=term_starts(p),
+        blocks_q=p.blocks.block_q if p.blocks is not None else 0,
+        blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
         lag=launch.lag,
         resident=launch.resident,
@@ -176,7 +187,10 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
 
 
 def backward_tiles(problem: AttentionProblem, launch: BackwardLaunch) -> int:
-    """Key tiles of all heads; where items differ in length the most that there can be."""
+    """Key tiles of all heads; where items differ in length the most that there can be, with lists those of whole blocks."""
+    p = problem
+    if p.blocks is not None:
+        return p.blocks.columns(p.seqlen_k) * (p.blocks.block_k // launch.block_k) * p.batch * p.heads_kv
     return most_tiles(problem.span_k, problem.batch, launch.block_k, problem.lengths.varlen) * problem.heads_kv
 
 
@@ -189,4 +203,4 @@ def unseen(problem: AttentionProblem) -> bool:
     """Whether some query or key may see nothing: what lies there may be NaN, and the products would spread it."""
     p = problem
     blind = (p.band.right is not None and p.shift + p.band.right < 0) or (p.band.left is not None and p.band.left < 0)
-    return has_unseen_keys(p) or blind
+    return has_unseen_keys(p) or blind or bool(p.where)

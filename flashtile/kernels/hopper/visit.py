@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
+from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, stay
+from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import first_padded, slab, tile_of
@@ -15,11 +16,16 @@ class Work(NamedTuple):
     sizes: Sizes
     band: tuple[gl.tensor, gl.tensor]
     region: tuple  # schedule, queries of a head in padded buffers, tiles of a head that the schedule has; or Nones
+    mask_args: tuple  # of the predicates
+    lists: tuple  # the mask's block lists by key block and by query block: counts, indices, order, each with its strides
 
 
 @aggregate
 class Visits:
-    """The queries that a key tile visits, for one query head of the group after another."""
+    """The queries that a key tile visits, for one query head of the group after another.
+
+    Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask.
+    """
 
     lo: gl.tensor
     full_lo: gl.tensor
@@ -69,24 +75,68 @@ class Walk:
         self.visits = visits
 
     @gluon.jit
-    def at(self, step, T: gl.constexpr):
+    def at(self, step, work, T: gl.constexpr):
         """(query head, first query) of a step."""
         visits = self.visits
-        if T.group == 1:
+        if T.blocks_q > 0:
+            head, start, _ = self.listed(step, work, T)
+            return head, start
+        elif T.group == 1:
             return self.head_kv, visits.lo - visits.begin * T.block_q + step * T.block_q
         else:
             done = step - visits.begin
             return self.head_kv * T.group + done // visits.tiles, visits.lo + done % visits.tiles * T.block_q
 
     @gluon.jit
-    def turn(self, start, sizes, band, T: gl.constexpr):
+    def listed(self, step, work, T: gl.constexpr):
+        """(query head, first query, whether the mask must be asked) of a step that a list names."""
+        PER: gl.constexpr = T.blocks_q // T.block_q
+        rest, batch = step - self.visits.begin, stay(self.batch)
+        head, line = self.head_kv * T.group, self.column // T.blocks_k
+        if T.group > 1:
+            member = rest * 0
+            for i in range(T.group - 1):
+                _partial, visited = block_counts(work.lists[0], batch, head + i, line)
+                past = (member == i) & (rest >= visited * PER)
+                rest = gl.where(past, rest - visited * PER, rest)
+                member = gl.where(past, member + 1, member)
+            head = head + member
+        indices, partial, _ = block_list(work.lists[0], batch, head, line)
+        return head, block_start(indices, rest, T.blocks_q, T.block_q), rest < partial * PER
+
+    @gluon.jit
+    def masked(self, step, start, work, T: gl.constexpr):
+        """Whether the mask must be asked in a step: false only where all is visible."""
+        visits = self.visits
+        if T.blocks_q > 0:
+            if T.group == 1:
+                return step < visits.full_lo
+            else:
+                _, _, asked = self.listed(step, work, T)
+                return asked
+        else:
+            return (start < visits.full_lo) | (start >= visits.full_hi)
+
+    @gluon.jit
+    def turn(self, head, start, sizes, work, WARPS: gl.constexpr, T: gl.constexpr):
         """How many key tiles add to the query tile at `start` before this one. Blocks only wait for earlier ones.
 
         Under a right bound the last tile comes first: each begins at its own diagonal, one tile behind the next, so that
-        nobody waits. Without, all begin with the first query that they see, and run one behind the other.
+        nobody waits. Without, all begin with the first query that they see, and run one behind the other. With lists the tiles
+        of the blocks before this one count that the query block's list names, asked by a role of WARPS warps.
         """
-        shift = sizes.k - sizes.q
-        if T.right:
+        shift, band = sizes.k - sizes.q, work.band
+        if T.blocks_q > 0:
+            LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # pyright: ignore[reportAssignmentType]
+            PER: gl.constexpr = T.blocks_k // T.block_k
+            indices, _, visited = block_list(work.lists[1], self.batch, head, start // T.blocks_q)
+            before = self.tile * 0
+            for first in range(0, visited, 32):
+                place = first + gl.arange(0, 32, LAYOUT)
+                other = gl.load(indices + place, mask=place < visited, other=2147483647)
+                before += gl.sum((other < self.tile // PER).to(gl.int32), 0)
+            return before * PER + self.tile % PER
+        elif T.right:
             end = gl.cdiv(gl.maximum(start + T.block_q + shift + band[1], 0), T.block_k)
             tiles = gl.cdiv(sizes.k, T.block_k)
             end = gl.where(start + T.block_q > sizes.q, tiles, gl.minimum(end, tiles))
@@ -104,7 +154,13 @@ def walk(ticket, begin, work, T: gl.constexpr):
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
     heads_kv = whole.heads // T.group
-    tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], whole.k, whole.q, whole.k, heads_kv, BLOCK_K, T)
+    span = whole.k
+    if T.blocks_q > 0:  # whole blocks, for their order counts them
+        span = gl.cdiv(whole.k, T.blocks_k) * T.blocks_k
+    tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
+    if T.blocks_q > 0 and not T.deterministic:  # the longest first
+        PER: gl.constexpr = T.blocks_k // T.block_k
+        tile = longest(work.lists[0], item.batch, head_kv * T.group, tile // PER) * PER + tile % PER
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
@@ -120,7 +176,19 @@ def walk(ticket, begin, work, T: gl.constexpr):
     if T.varlen:
         padded = region[1]
     tiles = gl.cdiv(hi - lo, BLOCK_Q)
-    visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + tiles * T.group)
+    steps = tiles * T.group
+    if T.predicate:  # any tile may be visible in part
+        full_lo = hi
+        full_hi = hi
+    if T.blocks_q > 0:
+        steps, asked = tiles * 0, tiles * 0
+        for i in range(T.group):
+            partial, visited = block_counts(work.lists[0], item.batch, head_kv * T.group + i, column // T.blocks_k)
+            steps += visited * (T.blocks_q // T.block_q)
+            asked += partial * (T.blocks_q // T.block_q)
+        steps = gl.where(column < sizes.k, steps, 0)
+        full_lo = begin + asked
+    visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)
     place = Walk(tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k, first_padded(item, T),
                  gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes

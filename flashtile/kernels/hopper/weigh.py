@@ -1,9 +1,12 @@
 """Scores of the backward: what is hidden, probabilities, the gradient of a product, and tiles of which parts may hold NaN."""
 
 from flashtile.kernels.hopper.blank import blank_rows
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
+from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.visit import seeing
 from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.mask import seen
+from flashtile.kernels.lib.score import locate
 
 
 @gluon.jit
@@ -14,6 +17,46 @@ def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     if (first_key < first) | (first_key + 64 > end):
         blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
         fence_async_shared()
+
+
+@gluon.jit
+def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """Zero the keys that a predicate hides from all queries, if any key is not finite: only then the mask is asked."""
+    COLUMNS: gl.constexpr = T.columns
+    BLOCK_Q: gl.constexpr = T.block_q
+    STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
+    INFINITE: gl.constexpr = 0x7F80 if memory.k.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    SCORES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    k = memory.k.index(0 if T.halves else W).reshape([64, COLUMNS])
+    first_key = place.column if T.halves else place.column + W * 64
+    none = place.visits.begin if T.blocks_q > 0 else 0
+    if place.visits.full_lo > none:
+        largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
+        for strip in gl.static_range(0, 64, STRIP):
+            largest = gl.maximum(largest, k.slice(strip, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
+        if gl.max(gl.max(largest, 1), 0) >= INFINITE:
+            for strip in gl.static_range(0, 64, STRIP):
+                some = gl.zeros([STRIP], gl.int32, gl.SliceLayout(1, SCORES))  # pyright: ignore[reportCallIssue]
+                for step in range(place.visits.begin, place.visits.end):
+                    head, start = place.at(step, work, T)
+                    keep = sees(head, start, first_key + strip, place, sizes, work, SCORES, [STRIP, BLOCK_Q], T, MASK)
+                    some = gl.maximum(some, gl.max(keep.to(gl.int32), 1))
+                rows = k.slice(strip, STRIP)
+                wanted = gl.convert_layout(some, gl.SliceLayout(1, LAYOUT))[:, None] > 0
+                rows.store(gl.where(wanted, rows.load(LAYOUT), 0.0))
+            fence_async_shared()
+
+
+@gluon.jit
+def sees(head, first_query, first_key, place, sizes, work, LAYOUT: gl.constexpr, SHAPE: gl.constexpr, T: gl.constexpr,
+         MASK: gl.constexpr):  # fmt: skip
+    """Which keys are seen by which queries: a tile, keys x queries."""
+    head, first_query, first_key = stay(head), stay(first_query), stay(first_key)
+    query = first_query + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    key = first_key + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    at = locate(stay(place.batch), head, query, key, sizes)
+    return seen(at, query, key, sizes, (work.band[0], work.band[1], work.mask_args), True, T, MASK)
 
 
 @gluon.jit
@@ -44,21 +87,24 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
 
 
 @gluon.jit
-def stay(x):
-    """x, computed where this stands: otherwise the few tiles with a mask would make all others compare and select too."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+def weigh(raw, level, step, offset, first_key, masked, place, sizes, work, scale, T: gl.constexpr, MASK: gl.constexpr):
+    """p of a step's products (keys x queries), of its queries from `offset` on; level as `rows.attention_rows` gives it.
 
-
-@gluon.jit
-def weigh(raw, level, first_query, first_key, masked, sizes, band, scale, T: gl.constexpr):
-    """p of a tile of products (keys x queries). level is the queries', as `rows.attention_rows` gives it."""
+    What a predicate hides gets -0.0, which no exponential is: by that `differentiate` knows it.
+    """
     if T.folds:
         p = gl.exp2(raw * (scale * LOG2E))
     else:
         p = gl.exp2(raw * (scale * LOG2E) - level)
     if T.masks:
         if masked:
-            p = hide(p, first_query, first_key, sizes, band, T)
+            head, start = place.at(step, work, T)
+            if T.predicate:
+                COLUMNS: gl.constexpr = p.shape[1]
+                keep = sees(head, start + offset, first_key, place, sizes, work, matrix_layout(COLUMNS), [64, COLUMNS], T, MASK)
+                p = gl.where(keep, p, -0.0)
+            else:
+                p = hide(p, start + offset, first_key, sizes, work.band, T)
     return p
 
 
@@ -71,5 +117,8 @@ def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: 
         ds = p * (dp - delta)
     if T.masks:
         if masked:  # dp may be NaN where nothing is to be seen
-            ds = hide(ds, first_query, first_key, sizes, band, T)
+            if T.predicate:
+                ds = gl.where(stay(p.to(gl.int32, bitcast=True)) < 0, 0.0, ds)
+            else:
+                ds = hide(ds, first_query, first_key, sizes, band, T)
     return ds

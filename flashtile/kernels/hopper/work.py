@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from flashtile.kernels.hopper.gluon import gl, gluon
-from flashtile.kernels.lib.blocks import block_list, block_start
+from flashtile.kernels.hopper.ticket import one
+from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import RECORD, Item, slab
 
@@ -22,6 +23,13 @@ class Size(NamedTuple):
     swizzle: gl.tensor  # heads that go together
 
 
+class Listed(NamedTuple):
+    """The blocks that a query tile visits, where the mask has lists of them."""
+
+    partial: gl.tensor  # how many are visible in part: they come first
+    visited: gl.tensor
+
+
 class Job(NamedTuple):
     """A query tile of a block: its head, its first query, and the item that it belongs to."""
 
@@ -29,6 +37,7 @@ class Job(NamedTuple):
     slab: gl.tensor  # the item's place in the tensors' first axis
     head: gl.tensor
     row: gl.tensor
+    blocks: Listed  # of nothing where there are no lists
 
 
 class Walk(NamedTuple):
@@ -44,8 +53,8 @@ class Walk(NamedTuple):
 def rank(turn, T: gl.constexpr):
     """A block's place in the order of a turn.
 
-    Under a causal mask tiles get shorter and shorter. Turns then go to and fro over the blocks, so that who got a longer
-    tile gets a shorter one next.
+    Under a causal mask, and with lists, tiles get shorter and shorter. Turns then go to and fro over the blocks, so that who
+    got a longer tile gets a shorter one next.
     """
     block = gl.program_id(0)
     if T.zigzag:
@@ -58,6 +67,9 @@ def measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, batch, regio
     """The Size of a problem; where T.ragged its schedule knows how many tiles there are."""
     if T.ragged:
         return Size(1, gl.load(region[0] + region[1] * RECORD), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
+    elif T.blocks_q > 0:  # whole blocks, for their order counts them
+        tiles = gl.cdiv(seqlen_q, T.blocks_q) * (T.blocks_q // T.block_q)
+        return Size(batch, tiles, heads, group, seqlen_q, seqlen_k, left, right, swizzle)
     else:
         return Size(batch, gl.cdiv(seqlen_q, T.block_q), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
 
@@ -89,12 +101,63 @@ def assign(turn, size, region, T: gl.constexpr):
             gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
             gl.load(record + 5), gl.load(record + 6), gl.load(record + 7),
         )  # fmt: skip
-        return Job(item, slab(item, T), head, gl.load(record) * T.block_q)
+        return Job(item, slab(item, T), head, gl.load(record) * T.block_q, Listed(0, 0))
+    elif T.blocks_q > 0:
+        return longest_first(gl.minimum(tile, size.tiles - 1), gl.minimum(head, heads - 1), place // span, size, region[3], T)
     else:
         if T.last_first:
             tile = size.tiles - 1 - tile
         item = Item(head // size.heads, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
-        return Job(item, item.batch, head % size.heads, tile * T.block_q)
+        return Job(item, item.batch, head % size.heads, tile * T.block_q, Listed(0, 0))
+
+
+@gluon.jit
+def longest_first(tile, batch_head, together, size, lists, T: gl.constexpr):
+    """The Job that is the `tile`-th of a head by the length of its list, and the list.
+
+    lists = (counts, their strides, indices, their strides, order, its strides). Every other group of heads that go together
+    starts with the shortest, so that the groups' unevenness cancels out; the last one ends with them.
+    """
+    PER: gl.constexpr = T.blocks_q // T.block_q
+    batch, head = batch_head // size.heads, batch_head % size.heads
+    groups = gl.cdiv(size.items * size.heads, size.swizzle)
+    tile = gl.where(((groups - 1 - together) & 1) == 1, size.tiles - 1 - tile, tile)
+    line = longest(lists, batch, head, tile // PER)
+    partial, visited = block_counts(lists, batch, head, line)
+    item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
+    return Job(item, batch, head, (line * PER + tile % PER) * T.block_q, Listed(partial, visited))
+
+
+@gluon.jit
+def make_words():
+    """Shared memory for what `tell` tells."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
+    return gl.allocate_shared_memory(gl.int32, [5, 1], layout)
+
+
+@gluon.jit
+def tell(words, at, T: gl.constexpr):
+    """Loader: tell the consumers its Job, which takes three loads, one after another, to find.
+
+    They read it when the queries arrive, and let go of the last keys after that: so it stands until the next one is told.
+    """
+    values = (at.item.batch, at.head, at.row, at.blocks.partial, at.blocks.visited)
+    for i in gl.static_range(5):
+        words.index(i).store(gl.full([1], values[i], gl.int32, one(T.loader_warps)))
+
+
+@gluon.jit
+def told(words, size):
+    """Consumer: the Job that `tell` told."""
+    batch, row = word(words, 0), word(words, 2)
+    item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
+    return Job(item, batch, word(words, 1), row, Listed(word(words, 3), word(words, 4)))
+
+
+@gluon.jit
+def word(words, i: gl.constexpr):
+    """One number of shared memory."""
+    return gl.sum(words.index(i).load(one(4)), 0)
 
 
 @gluon.jit
@@ -124,12 +187,14 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
 
 @gluon.jit
 def visit(at, size, region, T: gl.constexpr):
-    """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name."""
+    """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name, and its first one
+    among those that need the mask.
+    """
     if T.blocks_q > 0:
         PER: gl.constexpr = T.blocks_k // T.block_k
-        indices, partial, visited = block_list(region[3], at.item.batch, at.head, at.row // T.blocks_q)
-        end = gl.maximum(visited * PER, 1)  # a tile of a list without blocks is hidden by the mask
-        return Walk(0, 0, end - gl.maximum(partial * PER, 1), end), indices
+        end = gl.maximum(at.blocks.visited * PER, 1)
+        indices, _, _ = block_list(region[3], at.item.batch, at.head, at.row // T.blocks_q)
+        return Walk(0, 0, end - gl.maximum(at.blocks.partial * PER, 1), end), indices
     else:
         return walk(at.row, T.block_q, size, T), 0
 

@@ -9,12 +9,27 @@ from flashtile._triton import jit, tl
 def block_list(blocks, batch, head, line):
     """(pointer to the indices, how many blocks are visible in part, how many in part or whole) of a row or column of blocks.
 
-    blocks = (counts, their strides, indices, their strides).
+    blocks = (counts, their strides, indices, their strides, ...).
     """
+    partial, visited = block_counts(blocks, batch, head, line)
+    batch, head, line = batch.to(tl.int64), head.to(tl.int64), line.to(tl.int64)
+    return blocks[2] + batch * blocks[3][0] + head * blocks[3][1] + line * blocks[3][2], partial, visited
+
+
+@jit
+def block_counts(blocks, batch, head, line):
+    """The latter two of `block_list`."""
     batch, head, line = batch.to(tl.int64), head.to(tl.int64), line.to(tl.int64)
     counts = blocks[0] + batch * blocks[1][0] + head * blocks[1][1] + line * blocks[1][2]
     partial, whole = tl.load(counts), tl.load(counts + 1)
-    return blocks[2] + batch * blocks[3][0] + head * blocks[3][1] + line * blocks[3][2], partial, partial + whole
+    return partial, partial + whole
+
+
+@jit
+def longest(blocks, batch, head, rank):
+    """The row or column of blocks that is the `rank`-th by how many are visible; blocks = (..., order, its strides)."""
+    order = blocks[4] + batch.to(tl.int64) * blocks[5][0] + head.to(tl.int64) * blocks[5][1]
+    return tl.load(order + rank * blocks[5][2])
 
 
 @jit
