@@ -225,7 +225,8 @@ def divide(a: Terms, b: Terms) -> Terms:
     if set(rest) == {()} and not divisor:  # a number by a number
         whole[()] = whole.get((), 0) + rest[()] // factor
     elif rest:
-        whole[(Floor(_ordered(rest), b),)] = 1
+        quotient = (Floor(_ordered(rest), b),)  # which may stand among what divided evenly: a % b is a - a // b * b
+        whole[quotient] = whole.get(quotient, 0) + 1
     return _ordered(whole)
 
 

@@ -56,6 +56,13 @@ def test_expressions_hold_wherever_their_guards_do(
         assert [evaluate(n, second) for n in made] == compute(second, steps, constants)
 
 
+def test_a_remainder_of_a_remainder() -> None:
+    trace, sizes = traced({"a": 7, "b": 3, "c": 1})
+    rest = sizes["a"] % sizes["b"]
+    assert terms_of(rest % sizes["b"]) == terms_of(rest)
+    assert rest // sizes["b"] == 0
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_c_computes_the_same(tmp_path: Path) -> None:
     values = {"a": 1000, "b": 17, "c": 3}
