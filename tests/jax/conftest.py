@@ -16,7 +16,10 @@ if find_spec("jax") is None:
     collect_ignore_glob = ["*.py"]
 else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES}"]
+    if os.environ["JAX_PLATFORMS"] == "cpu":  # a third of the time: small programs take longer to compile than to run
+        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def pytest_configure(config: pytest.Config) -> None:
