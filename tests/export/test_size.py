@@ -57,7 +57,7 @@ def test_expressions_hold_wherever_their_guards_do(
 
 
 def test_a_remainder_of_a_remainder() -> None:
-    trace, sizes = traced({"a": 7, "b": 3, "c": 1})
+    _, sizes = traced({"a": 7, "b": 3, "c": 1})
     rest = sizes["a"] % sizes["b"]
     assert terms_of(rest % sizes["b"]) == terms_of(rest)
     assert rest // sizes["b"] == 0
