@@ -19,11 +19,9 @@ from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.visit import Work, walk
-from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, weigh
+from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, modified, weigh
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.mask import holds, visible
-from flashtile.kernels.lib.score import locate, probabilities
 
 
 @gluon.jit
@@ -78,14 +76,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
             dp = gl.where(survives, dp * seed[4], 0.0)
-        query = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
-        key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
-        at = locate(place.batch, head, query, key, sizes)
-        keep = visible(query, key, sizes, work.band, T)
-        if T.predicate:
-            if masked:
-                keep = keep & holds(at, work.mask_args, T, MASK)
-        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, keep, scale, score_args, T.masks, T, SCORE)
+        p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
+                         SCORE, MASK)  # fmt: skip
         if T.dropout:
             p = gl.where(survives, p, 0.0)
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
@@ -190,14 +182,8 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
             dp = gl.where(survives, dp * seed[4], 0.0)
-        query = first_query + gl.arange(0, HALF_Q, layout=gl.SliceLayout(0, SCORES))[None, :]
-        key = place.column + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))[:, None]
-        at = locate(place.batch, head, query, key, sizes)
-        keep = visible(query, key, sizes, work.band, T)
-        if T.predicate:
-            if masked:
-                keep = keep & holds(at, work.mask_args, T, MASK)
-        p, ds = probabilities(raw, dp, (level, delta, 1.0), at, keep, scale, score_args, T.masks, T, SCORE)
+        p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
+                         score_args, T, SCORE, MASK)  # fmt: skip
     else:
         p = weigh(raw, level, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])

@@ -5,8 +5,8 @@ from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.visit import seeing
 from flashtile.kernels.lib.exponential import LOG2E
-from flashtile.kernels.lib.mask import seen
-from flashtile.kernels.lib.score import locate
+from flashtile.kernels.lib.mask import holds, seen, visible
+from flashtile.kernels.lib.score import locate, probabilities
 
 
 @gluon.jit
@@ -84,6 +84,23 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
     if T.left:
         keep = keep & (column <= aligned + band[0] - offset)
     return gl.convert_layout(gl.where(keep, parts, 0.0).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, work, scale, score_args, T: gl.constexpr,
+             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """(p, ds) of a tile (keys x queries) of a problem with modifiers; row as for `probabilities`."""
+    ROWS: gl.constexpr = raw.shape[0]
+    COLUMNS: gl.constexpr = raw.shape[1]
+    SCORES: gl.constexpr = matrix_layout(COLUMNS)
+    query = first_query + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))[None, :]
+    key = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
+    at = locate(place.batch, head, query, key, sizes)
+    keep = visible(query, key, sizes, work.band, T)
+    if T.predicate:
+        if masked:
+            keep = keep & holds(at, work.mask_args, T, MASK)
+    return probabilities(raw, dp, row, at, keep, scale, score_args, T.masks, T, SCORE)
 
 
 @gluon.jit
