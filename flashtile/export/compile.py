@@ -23,7 +23,7 @@ from flashtile.plan.device import Device
 TOOLS = Path(os.path.dirname(triton.__file__)) / "backends" / "nvidia" / "bin"
 
 DIVISIBLE = [["tt.divisibility", 16]]
-INTEGERS = {"int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}  # in Triton's signature language
+INTEGERS = {"int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "u1"}  # in Triton's signature language
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,7 @@ def install(seed: int = 0) -> None:
         gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
         aggregate=unchanged,
         pack=lambda value, dtype: value.to(dtype),
+        settled=unchanged,
         stay=unchanged,
         **{word.__name__: word for word in WORDS},
     )

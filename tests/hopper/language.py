@@ -66,7 +66,10 @@ def constexpr(value: Any = None) -> Any:
 
 
 def to_tensor(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value).as_subclass(Register)
+    """Of numbers Triton forgets the sign of zero, and so does this."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value + 0.0 if isinstance(value, float) else value).as_subclass(Register)
 
 
 def cast(value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +146,7 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
-    return torch.where(to_tensor(condition), a, b).as_subclass(Register)
+    return torch.where(to_tensor(condition), to_tensor(a), to_tensor(b)).as_subclass(Register)
 
 
 def minimum(a: Any, b: Any) -> torch.Tensor:

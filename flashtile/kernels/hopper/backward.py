@@ -9,6 +9,7 @@ from flashtile.kernels.hopper.gluon import (
     gluon,
     named_wait,
     recast,
+    settled,
     store_wait,
     tma_store,
     warpgroup_mma,
@@ -311,6 +312,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
     where T.varlen; region, and what the mask has, as in `visit.Work`.
     """
+    rest = settled(rest)
     grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
     heads = q_desc.shape[1]
     if T.ragged:

@@ -21,6 +21,7 @@ from flashtile.kernels.hopper.gluon import (
     named_arrive,
     named_wait,
     pack,
+    settled,
     store_wait,
     tma_load,
     warpgroup_mma,
@@ -396,6 +397,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     GROUPS: gl.constexpr = T.groups
+    targets, rest = settled(targets), settled(rest)
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)

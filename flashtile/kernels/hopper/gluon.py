@@ -44,6 +44,16 @@ def _tma_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
 tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 
 
+@builtin
+def settled(value: Any, _semantic: Any = None) -> Any:
+    """A kernel's argument as it may enter warp_specialize.
+
+    Launches make constants of integers that equal 1. The type of the tuple that such a constant came in says None of it, and
+    a role is given what the type says.
+    """
+    return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
+
+
 # (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile; 3.9 renamed it
 recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
@@ -86,6 +96,6 @@ def stay(x):
 
 
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "stay",
-    "store_wait", "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "settled",
+    "stay", "store_wait", "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

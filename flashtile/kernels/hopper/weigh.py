@@ -1,5 +1,6 @@
 """Scores of the backward: what is hidden, probabilities, the gradient of a product, and tiles of which parts may hold NaN."""
 
+from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
@@ -7,6 +8,8 @@ from flashtile.kernels.hopper.visit import seeing
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
 from flashtile.kernels.lib.score import locate, probabilities
+
+NEGATIVE_ZERO = constexpr(-(2**31))  # the bits of -0.0: Triton writes 0.0 for the number
 
 
 @gluon.jit
@@ -119,7 +122,7 @@ def weigh(raw, level, step, offset, first_key, masked, place, sizes, work, scale
             if T.predicate:
                 COLUMNS: gl.constexpr = p.shape[1]
                 keep = sees(head, start + offset, first_key, place, sizes, work, matrix_layout(COLUMNS), [64, COLUMNS], T, MASK)
-                p = gl.where(keep, p, -0.0)
+                p = gl.where(keep, p.to(gl.int32, bitcast=True), NEGATIVE_ZERO).to(gl.float32, bitcast=True)
             else:
                 p = hide(p, start + offset, first_key, sizes, work.band, T)
     return p
