@@ -147,6 +147,13 @@ class AttentionProblem:
         return self.mask.clipped(self.span_q, self.span_k)
 
     @property
+    def lone(self) -> bool:
+        """Whether no query sees more than one key, and there is no sink: softmax gives 1, whatever the score."""
+        band = self.band
+        narrow = band.left is not None and band.right is not None and band.left + band.right <= 0
+        return (self.span_k <= 1 or narrow) and self.sink is None
+
+    @property
     def empty(self) -> bool:
         """No visible score at all because a dimension is zero."""
         return self.batch == 0 or self.span_q == 0 or self.span_k == 0

@@ -71,6 +71,8 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem
         reasons: list[str] = []
+        if p.lone:
+            reasons.append("no query sees more than one key, so that dp - delta is 0; here both are rounded, and do not cancel")
         if p.where and p.sink is not None:
             reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")
         if p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:

@@ -108,20 +108,22 @@ IEEE: dict[int, tuple[Launch, ...]] = {
 IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),)}  # its correction of delta beside them: 32 x 32 would spill 11 KB on sm90
 
 
-# 16-bit problems with modifiers, where wgmma is: chosen by what ptxas makes of the tiles (Triton 3.6.0: hardly a spill in the
-# loop, no product that waits for the one before, few instructions per score), until `flashtile tune` measures them.
+# 16-bit problems with modifiers on an H100 (2026-11-21, 2 x 4096, 16 heads, full and causal; docs/tuning.md).
 SCORED: dict[tuple[Pass, int], Launch] = {
-    ("keys", 128): Launch(32, 64, 4, 2, 8, held=1),
+    ("keys", 128): Launch(32, 64, 4, 3, 8, held=1),
     ("queries", 128): Launch(64, 64, 4, 3, 8, held=1),
 }
-# With captured tensors that broadcast. One with an element for every score is a third stream of tiles in shared memory:
-# with two stages instead of three two programs still share an SM. The pass over keys holds its tiles in registers, of eight
-# warps.
-BIASED: dict[tuple[Pass, int], Launch] = {
+# With tensors that broadcast: what an element for every query or key asks for, and one for every score, which is a third
+# stream of tiles in shared memory.
+LINED: dict[tuple[Pass, int], Launch] = {
     ("forward", 128): Launch(64, 64, 4, 2, 8),
-    ("keys", 128): Launch(32, 128, 8, 2, 8),
-    ("queries", 128): Launch(64, 64, 4, 2, 8, held=1),
-    ("pairs", 128): Launch(128, 64, 8, 2),
+    ("pairs", 128): Launch(64, 64, 4, 2),
+}
+BIASED: dict[tuple[Pass, int], Launch] = {
+    ("forward", 128): Launch(128, 64, 8, 3, 8),
+    ("keys", 128): Launch(32, 64, 4, 2, 8),
+    ("queries", 128): Launch(64, 32, 4, 3, 8, held=1),
+    ("pairs", 128): Launch(64, 128, 8, 2),
 }
 
 
@@ -208,10 +210,9 @@ def modified(problem: AttentionProblem, device: Device, which: Pass, width: int)
     """The tile that has room for a 16-bit problem's modifiers, where that is known."""
     if device.target != "sm90" or problem.dtype is DType.FP32 or not problem.score or problem.where:
         return None
-    biased = any(captured.broadcast for spec in problem.score for captured in spec.kind.captured)
-    if which == "keys" and score_bytes(problem) == 0:
-        biased = False
-    return (BIASED if biased else SCORED).get((which, width))
+    broadcast = any(captured.broadcast for spec in problem.score for captured in spec.kind.captured)
+    own = BIASED if score_bytes(problem) else LINED if broadcast else SCORED
+    return own.get((which, width)) or SCORED.get((which, width))
 
 
 def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:

@@ -147,8 +147,6 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
-    lone = problem.span_k <= 1 or (band.left is not None and band.right is not None and band.left + band.right <= 0)
-    lone = lone and problem.sink is None
     form = form_of(problem, forms_captured(problem, which))
     return Tile(
         block_q=launch.block_q,
@@ -170,14 +168,14 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         products=launch.products,
-        lone=lone,
+        lone=problem.lone,
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
         modifiers=len(problem.score),
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
-        corrects=corrects and not lone,
+        corrects=corrects and not problem.lone,
         held=launch.held,
         ragged=lengths.ragged,
         varlen=lengths.varlen,

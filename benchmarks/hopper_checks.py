@@ -1,0 +1,191 @@
+"""What the Hopper kernels promise beside speed: repeats that agree bit for bit, clean sanitizer runs, a quick first call.
+
+    python benchmarks/hopper_checks.py [--sections repeats first sanitizer] [--repeats 1000] [--budget 240]
+                                       [--output hopper-checks.csv]
+
+repeats: forward and deterministic backward of CONFIGURATIONS, again and again on the same tensors; every result is compared
+bitwise with the first. first: seconds of a new problem's first forward and first backward in a process of its own, with an
+empty disk cache and with the one that this left; imports and the GPU's context come before. sanitizer: SANITIZED under
+compute-sanitizer's memcheck and racecheck, which must report nothing. The exit status is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.processes import WORKERS, Failure, compile_ahead, in_processes
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from tests.cases import Case
+from tests.judge import run
+
+TOOLS = ("memcheck", "racecheck")
+FIRST_S, WARM_S = 5.0, 0.3  # bars of a first call
+SHAPES: tuple[dict[str, Any], ...] = (
+    dict(head_dim=64), dict(head_dim=64, causal=True), dict(head_dim=64, window=(100, 0), dtype="fp16"),
+    dict(head_dim=64, heads_q=8, heads_kv=2, causal=True), dict(head_dim=64, seqlen_q=1, dtype="fp16"),
+    dict(head_dim=96, causal=True), dict(head_dim=96, dtype="fp16"), dict(head_dim=128), dict(head_dim=128, causal=True),
+    dict(head_dim=128, dtype="fp16", causal=True), dict(head_dim=128, window=(300, 200)),
+    dict(head_dim=128, heads_q=8, heads_kv=1, causal=True), dict(head_dim=128, score=("softcap30",)),
+    dict(head_dim=128, dropout=0.2, causal=True), dict(head_dim=128, mask="table"), dict(head_dim=192, head_dim_v=128),
+    dict(head_dim=192, head_dim_v=128, causal=True), dict(head_dim=256), dict(head_dim=256, causal=True, dtype="fp16"),
+    dict(head_dim=256, heads_q=4, heads_kv=2, window=(64, 0)),
+)  # fmt: skip
+COMMON: dict[str, Any] = dict(batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, heads_kv=4, dtype="bf16", fixed_slopes=True)
+CONFIGURATIONS = {
+    " ".join(f"{key}={value}" for key, value in shape.items()): Case("hopper-checks", **{**COMMON, **shape}) for shape in SHAPES
+}
+SANITIZED = [name for name in CONFIGURATIONS if name in (
+    "head_dim=64 causal=True", "head_dim=128", "head_dim=128 causal=True", "head_dim=128 mask=table", "head_dim=256",
+)]  # fmt: skip
+
+
+def warm(name: str) -> None:
+    """Compile a configuration, fused and deterministic."""
+    case = CONFIGURATIONS[name]
+    tensors = case.tensors(torch.device("cuda"))
+    for deterministic in (None, True):
+        run("hopper", replace(case, deterministic=deterministic), tensors)
+
+
+def repeated(name: str, repeats: int) -> dict[str, int]:
+    """How many repeats differ from the first run, in any bit of each result."""
+    case = replace(CONFIGURATIONS[name], deterministic=True)
+    device = torch.device("cuda")
+    tensors, different = case.tensors(device), dict[str, torch.Tensor]()
+    first: dict[str, torch.Tensor] = {}
+    for _ in range(repeats):
+        for result, tensor in run("hopper", case, tensors).items():
+            bits = tensor.detach().contiguous().view(torch.uint8)
+            expected = first.setdefault(result, bits.clone())
+            different[result] = (
+                different.get(result, torch.zeros((), dtype=torch.int64, device=device)) + (bits != expected).any()
+            )
+    return {f"{result}_differs": int(count) for result, count in different.items()}
+
+
+def first_call(name: str) -> tuple[float, float]:
+    """Seconds of the first forward, and of the first forward with its backward, in this process."""
+    import flashtile
+    from flashtile import Options
+
+    torch.ones(1, device="cuda").sum().item()
+    case = CONFIGURATIONS[name]
+    tensors = case.tensors(torch.device("cuda"))
+    q, k, v = (tensors[n].requires_grad_() for n in "qkv")
+    how = {**case.given(tensors), **case.masks(q.device), "options": Options(backend="hopper")}
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    out = flashtile.attention(q, k, v, **how)
+    torch.cuda.synchronize()
+    forward = time.perf_counter() - begun
+    begun = time.perf_counter()
+    out.backward(tensors["dout"])
+    torch.cuda.synchronize()
+    return forward, time.perf_counter() - begun
+
+
+def first_of(name: str) -> dict[str, float]:
+    """Seconds of first calls with an empty and with a filled disk cache, each in a process of its own."""
+    row: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for state in ("cold", "warm"):
+            told = ask("--first", name, TRITON_CACHE_DIR=cache)
+            seconds = [float(word) for word in told.split()[-2:]]
+            row |= {f"{state}_forward_s": seconds[0], f"{state}_backward_s": seconds[1]}
+    return row
+
+
+def ask(*arguments: str, tool: tuple[str, ...] = (), timeout_s: float = 240.0, **environment: str) -> str:
+    """What this script prints, called with these arguments. Raises RuntimeError where it fails."""
+    command = [*tool, sys.executable, str(Path(__file__).resolve()), *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    return done.stdout
+
+
+def sanitized(name: str, tool: str) -> dict[str, str]:
+    """A configuration once under a tool of compute-sanitizer, which ends with status 1 if it has anything to report."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise RuntimeError("compute-sanitizer is not installed")
+    command = (program, "--tool", tool, "--error-exitcode", "1", "--kernel-regex", "kns=attention_")
+    return {"tool": tool, "summary": ask("--once", name, tool=command).strip().splitlines()[-1]}
+
+
+def rows_of(section: str, repeats: int, ends: float) -> Iterator[tuple[str, Any]]:
+    """(configuration, what was found or a Failure) of a section."""
+    names = [(name,) for name in CONFIGURATIONS]
+    if section == "repeats":
+        found = in_processes(repeated, [(*job, repeats) for job in names], ends, 4)
+    elif section == "first":
+        found = in_processes(first_of, names, ends, WORKERS // 2)
+    else:
+        found = in_processes(sanitized, [(name, tool) for name in SANITIZED for tool in TOOLS], ends)
+    for job, made in found:
+        yield job[0] if section != "sanitizer" else f"{job[0]} {job[1]}", made
+
+
+def late(row: dict[str, Any]) -> str:
+    """What a row breaks of what was promised."""
+    bars = {"cold": FIRST_S, "warm": WARM_S}
+    slow = [f"{name} {value:.2f}" for name, value in row.items() if name.endswith("_s") and value > bars[name.split("_")[0]]]
+    different = [f"{name} {value}" for name, value in row.items() if name.endswith("_differs") and value]
+    return "; ".join(slow + different)
+
+
+def main() -> int:
+    usual = ["repeats", "first", "sanitizer"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=usual, default=usual)
+    parser.add_argument("--repeats", type=at_least_one, default=1000)
+    parser.add_argument(
+        "--first", choices=list(CONFIGURATIONS), metavar="NAME", help="print the seconds of a configuration's first calls here"
+    )
+    parser.add_argument("--once", choices=list(CONFIGURATIONS), metavar="NAME", help="run a configuration once here")
+    options(parser, "bench-output/hopper-checks.csv", 240)
+    chosen = parser.parse_args()
+    need_gpu(parser)
+    if chosen.first or chosen.once:
+        if chosen.once:
+            warm(chosen.once)
+            torch.cuda.synchronize()
+        else:
+            print(*first_call(chosen.first))
+        return 0
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
+    if set(chosen.sections) & {"repeats", "sanitizer"}:
+        compile_ahead(warm, [(name,) for name in CONFIGURATIONS], record.left(), 0.4)
+    for section, ends in record.parts(chosen.sections):
+        wanted = [f"{name} {tool}" for name in SANITIZED for tool in TOOLS] if section == "sanitizer" else [*CONFIGURATIONS]
+        for name, made in rows_of(section, chosen.repeats, ends):
+            wanted.remove(name)
+            if isinstance(made, Failure):
+                record.fail(made.text, section=section, name=name)
+            else:
+                row = {"section": section, "name": name, "repeats": chosen.repeats if section == "repeats" else "", **made}
+                record.add({**row, "failure": late(made)})
+                print(*row.values(), late(made), flush=True)
+        for name in wanted:
+            record.leave(f"{section} {name}")
+    return record.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
