@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,6 @@ from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.choose import choose_forward
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100, Device
@@ -41,7 +40,7 @@ from flashtile.torch.run import TORCH_DTYPES, device_of
 
 @dataclass(frozen=True)
 class Row:
-    """A problem: batch x seqlen x heads, heads of keys, head dims, the rest of its spelling; and fields of its tile."""
+    """A problem: batch x seqlen x heads, heads of keys, head dims, the rest of its spelling."""
 
     sizes: str
     head_dim: int
@@ -50,7 +49,6 @@ class Row:
     heads_kv: int | None = None
     head_dim_v: int | None = None
     returns_lse: bool = False
-    launch: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, queries: str = "", keys: str = "", rest: str = "") -> AttentionProblem:
         """The row's problem, or a small one of its kind: batch x seqlen x heads and seqlen x heads."""
@@ -61,7 +59,7 @@ class Row:
         return replace(AttentionProblem.parse(text), returns_lse=self.returns_lse)
 
     def plan(self, problem: AttentionProblem, device: Device) -> Plan:
-        return BACKEND.forward(problem, device, replace(choose_forward(problem, device), **self.launch))
+        return BACKEND.forward(problem, device)
 
 
 CAUSAL, SOFTCAP, ALIBI = ",band=:0", ",score=softcap(30.0)", ",score=alibi({heads}:fp32)"
@@ -74,9 +72,6 @@ def _rows() -> Iterator[tuple[str, Row]]:
             base = f"plain-{head_dim}-{mask}"
             yield base, Row(sizes, head_dim, f"bf16{tail}", base)
             yield f"softcap-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base)
-            for mixes in (2, 4):
-                name, launch = f"softcap-{head_dim}-{mask}-mixes{mixes}", dict(mixes=mixes)
-                yield name, Row(sizes, head_dim, f"bf16{tail}{SOFTCAP}", base, launch=launch)
             if head_dim < 256:
                 yield f"alibi-{head_dim}-{mask}", Row(sizes, head_dim, f"bf16{tail}{alibi}", base)
     sizes = "4x4096x16"

@@ -36,5 +36,9 @@ class BlockTable(Predicate):
         return (self.table.expand(batch, heads_q, -1, -1),)
 
     @staticmethod
+    def grain(scalars: tuple[int, ...]) -> tuple[int, int]:
+        return scalars[0], scalars[1]
+
+    @staticmethod
     def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
         return tensors[0][at.batch, at.head, at.row // scalars[0], at.k // scalars[1]] != 0

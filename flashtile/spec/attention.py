@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -145,6 +145,16 @@ class AttentionProblem:
     def band(self) -> Band:
         """The mask without the bounds that hide nothing, whatever the items' lengths."""
         return self.mask.clipped(self.span_q, self.span_k)
+
+    @cached_property
+    def listed(self) -> AttentionProblem:
+        """The same for kernels that walk the lists of blocks: without predicates, if they are the same all over a block."""
+        if self.blocks is None:
+            return self
+        block = self.blocks.block_q, self.blocks.block_k
+        grains = [leaf.kind.grain(leaf.scalars) for leaf in self.leaves]
+        whole = all(grain % size == 0 for some in grains for grain, size in zip(some, block, strict=True))
+        return replace(self, where=()) if whole else self
 
     @property
     def lone(self) -> bool:

@@ -99,6 +99,11 @@ class Predicate(Joined):
         return ()
 
     @staticmethod
+    def grain(scalars: tuple[int, ...]) -> tuple[int, int]:
+        """Queries and keys of blocks within which it is the same, counted from the first score."""
+        return 1, 1
+
+    @staticmethod
     def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
         """Boolean, broadcasting against the tile whose indices `at` holds as tensors."""
         raise NotImplementedError("a predicate must define `apply` to run on the CPU or in the reference.")

@@ -123,8 +123,3 @@ def test_modifiers_in_other_forms() -> None:
     twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one
     tile = Tile((biased, twice), 64)
     judge([*tile.cases("forward"), *tile.cases("backward")])
-
-
-@pytest.mark.parametrize("mixes", [2, 4])
-def test_exponentials_beside_a_curve_may_be_polynomials(mixes: int) -> None:
-    judge([*Tile((SOFTCAP,), 64, launch=dict(mixes=mixes)).cases("forward")])

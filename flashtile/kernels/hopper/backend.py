@@ -69,7 +69,7 @@ class HopperBackend:
 
     def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
-        p = problem
+        p = problem.listed
         reasons: list[str] = []
         if p.lone:
             reasons.append("no query sees more than one key, so that dp - delta is 0; here both are rounded, and do not cancel")
@@ -96,7 +96,7 @@ class HopperBackend:
         """The plan; `launch` overrides the tile."""
         from flashtile.kernels.hopper.forward import attention_forward
 
-        p = problem
+        p = problem.listed
         launch = launch or choose_forward(p, device)
         form, schedules = form_of(p), Schedules(p)
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
@@ -133,7 +133,7 @@ class HopperBackend:
         from flashtile.kernels.hopper.backward import attention_backward
         from flashtile.kernels.hopper.rows import attention_dq, attention_rows
 
-        p = problem
+        p = problem.listed
         launch = launch or choose_backward(p, device)
         form, schedules = form_of(p, gradients=True), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)

@@ -68,6 +68,8 @@ def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
     last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
     if T.right:
         last = gl.minimum(position + size.right, last)
+    if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
+        last = gl.where(at.blocks.visited > 0, last, -1)
     keep = column[None, :] <= last[:, None]
     if T.left:
         keep = keep & (column[None, :] >= (position - size.left)[:, None])
@@ -107,17 +109,14 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def exponentials(x, T: gl.constexpr):
-    """2^x of a tile, x <= 0; of T.mixes columns one by a polynomial, for a curve and 2^x share one slow unit."""
-    if T.mixes > 0:
+    """2^x of a tile, x <= 0; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
+    if T.mixes:
         ROWS: gl.constexpr = T.rows
         BLOCK_K: gl.constexpr = T.block_k
         rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
-        if T.mixes == 4:
-            more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
-            share = gl.join(gl.exp2(more), polynomial(share)).permute([0, 1, 3, 2]).reshape(rest.shape)
-            share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
-        else:
-            share = polynomial(share)
+        more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
+        share = gl.join(gl.exp2(more), polynomial(share)).permute([0, 1, 3, 2]).reshape(rest.shape)
+        share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
         made = gl.join(gl.exp2(rest), share).permute([0, 1, 3, 2]).reshape([ROWS, BLOCK_K])
         return gl.convert_layout(made, x.type.layout, assert_trivial=True)
     else:

@@ -26,7 +26,6 @@ class ForwardLaunch:
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
-    mixes: int = 0  # beside a curve, where lse need not be exact, one of so many (2, 4) exponentials is a polynomial; 0: none
 
     @property
     def block_q(self) -> int:
@@ -71,7 +70,7 @@ class ForwardTile:
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
-    mixes: int  # beside a curve one of so many exponentials is a polynomial; 0: none
+    mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
@@ -152,7 +151,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
-        mixes=launch.mixes if form.curved and not p.returns_lse else 0,
+        mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.lengths.ragged or p.blocks is not None),

@@ -64,7 +64,7 @@ class TritonBackend:
 
     def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
         """The plan; `launches` overrides the tile of a pass."""
-        p = problem
+        p = problem.listed
         launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
         schedules = Schedules(p)
         call = _call(
@@ -84,7 +84,7 @@ class TritonBackend:
         launches: Launches = NO_LAUNCHES,
     ) -> Plan:
         """The plan; `launches` overrides the tile of a pass."""
-        p = problem
+        p = problem if broadcast_gradients(problem) else problem.listed  # their pass walks no lists
         variant = choose_variant(p, device, gradients) if variant == "auto" else variant
         fused = variant == "fused"
         adds_dq = fused and "q" in gradients.wanted
