@@ -4,20 +4,23 @@
                                        [--output hopper-checks.csv]
 
 repeats: forward and deterministic backward of CONFIGURATIONS, again and again on the same tensors; every result is compared
-bitwise with the first. first: seconds of a new problem's first forward and first backward in a process of its own, with an
-empty disk cache and with the one that this left; imports and the GPU's context come before. sanitizer: SANITIZED under
-compute-sanitizer's memcheck and racecheck, which must report nothing. The exit status is 1 if anything failed.
+bitwise with the first. first: seconds of NEW problems' first forward and first backward in processes that have computed
+another one before, with an empty disk cache and with what this left. sanitizer: SANITIZED under compute-sanitizer's memcheck
+and racecheck, which must report nothing; and, for what racecheck makes of mbarriers, `handover.py`, which has two and nothing
+else. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +30,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import WORKERS, Failure, compile_ahead, in_processes
+import flashtile
+from benchmarks.processes import Failure, compile_ahead, in_processes
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from flashtile import Options
 from tests.cases import Case
 from tests.judge import run
 
 TOOLS = ("memcheck", "racecheck")
+HANDOVER = "handover.py"
 FIRST_S, WARM_S = 5.0, 0.3  # bars of a first call
 SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=64), dict(head_dim=64, causal=True), dict(head_dim=64, window=(100, 0), dtype="fp16"),
@@ -48,6 +54,11 @@ COMMON: dict[str, Any] = dict(batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, he
 CONFIGURATIONS = {
     " ".join(f"{key}={value}" for key, value in shape.items()): Case("hopper-checks", **{**COMMON, **shape}) for shape in SHAPES
 }
+NEW = [name for name in CONFIGURATIONS if name in (
+    "head_dim=64 causal=True", "head_dim=96 causal=True", "head_dim=128", "head_dim=128 causal=True",
+    "head_dim=192 head_dim_v=128", "head_dim=256",
+)]  # fmt: skip
+BEFORE = "head_dim=64 window=(100, 0) dtype=fp16"  # another one
 SANITIZED = [name for name in CONFIGURATIONS if name in (
     "head_dim=64 causal=True", "head_dim=128", "head_dim=128 causal=True", "head_dim=128 mask=table", "head_dim=256",
 )]  # fmt: skip
@@ -78,11 +89,13 @@ def repeated(name: str, repeats: int) -> dict[str, int]:
 
 
 def first_call(name: str) -> tuple[float, float]:
-    """Seconds of the first forward, and of the first forward with its backward, in this process."""
-    import flashtile
-    from flashtile import Options
+    """Seconds of the first forward and of its backward in this process, after another configuration's."""
+    once(BEFORE)
+    return once(name)
 
-    torch.ones(1, device="cuda").sum().item()
+
+def once(name: str) -> tuple[float, float]:
+    """Seconds of a forward and of its backward."""
     case = CONFIGURATIONS[name]
     tensors = case.tensors(torch.device("cuda"))
     q, k, v = (tensors[n].requires_grad_() for n in "qkv")
@@ -103,21 +116,30 @@ def first_of(name: str) -> dict[str, float]:
     row: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as cache:
         for state in ("cold", "warm"):
-            told = ask("--first", name, TRITON_CACHE_DIR=cache)
+            told = ask(str(Path(__file__).resolve()), "--first", name, TRITON_CACHE_DIR=cache)
             seconds = [float(word) for word in told.split()[-2:]]
             row |= {f"{state}_forward_s": seconds[0], f"{state}_backward_s": seconds[1]}
     return row
 
 
-def ask(*arguments: str, tool: tuple[str, ...] = (), timeout_s: float = 240.0, **environment: str) -> str:
-    """What this script prints, called with these arguments. Raises RuntimeError where it fails."""
-    command = [*tool, sys.executable, str(Path(__file__).resolve()), *arguments]
+def ask(*arguments: str, tool: tuple[str, ...] = (), **environment: str) -> str:
+    """What Python prints, called with these arguments. Raises RuntimeError where it fails."""
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=timeout_s
-    )
+        [*tool, sys.executable, *arguments], env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        timeout=240.0,
+    )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        raise RuntimeError(f"exit status {done.returncode}: {summary(done.stdout) or (done.stdout + done.stderr)[-400:]}")
     return done.stdout
+
+
+def summary(text: str) -> str:
+    """What compute-sanitizer found: between which lines, and how often; nothing where it found nothing."""
+    found = Counter[str]()
+    for report in re.split(r"Error: ", text)[1:]:
+        places = dict.fromkeys(re.findall(r"(?:Read|Write) access at \S+ in (\S+:\d+)", report))
+        found[" with ".join(places) or report.splitlines()[0]] += 1
+    return "; ".join(f"{count} x {places}" for places, count in found.most_common())
 
 
 def sanitized(name: str, tool: str) -> dict[str, str]:
@@ -126,20 +148,26 @@ def sanitized(name: str, tool: str) -> dict[str, str]:
     if program is None:
         raise RuntimeError("compute-sanitizer is not installed")
     command = (program, "--tool", tool, "--error-exitcode", "1", "--kernel-regex", "kns=attention_")
-    return {"tool": tool, "summary": ask("--once", name, tool=command).strip().splitlines()[-1]}
+    here = Path(__file__).resolve()
+    called = (str(here.with_name(HANDOVER)),) if name == HANDOVER else (str(here), "--once", name)
+    return {"tool": tool, "summary": ask(*called, tool=command).strip().splitlines()[-1]}
 
 
 def rows_of(section: str, repeats: int, ends: float) -> Iterator[tuple[str, Any]]:
     """(configuration, what was found or a Failure) of a section."""
-    names = [(name,) for name in CONFIGURATIONS]
     if section == "repeats":
-        found = in_processes(repeated, [(*job, repeats) for job in names], ends, 4)
+        found = in_processes(repeated, [(name, repeats) for name in CONFIGURATIONS], ends, 4)
     elif section == "first":
-        found = in_processes(first_of, names, ends, WORKERS // 2)
+        found = in_processes(first_of, [(name,) for name in NEW], ends)
     else:
-        found = in_processes(sanitized, [(name, tool) for name in SANITIZED for tool in TOOLS], ends)
+        found = in_processes(sanitized, checks(), ends)
     for job, made in found:
-        yield job[0] if section != "sanitizer" else f"{job[0]} {job[1]}", made
+        yield " ".join(job) if section == "sanitizer" else job[0], made
+
+
+def checks() -> list[tuple[str, str]]:
+    """(configuration, tool) of the sanitizer's runs."""
+    return [(HANDOVER, "racecheck"), *((name, tool) for name in SANITIZED for tool in TOOLS)]
 
 
 def late(row: dict[str, Any]) -> str:
@@ -173,7 +201,9 @@ def main() -> int:
     if set(chosen.sections) & {"repeats", "sanitizer"}:
         compile_ahead(warm, [(name,) for name in CONFIGURATIONS], record.left(), 0.4)
     for section, ends in record.parts(chosen.sections):
-        wanted = [f"{name} {tool}" for name in SANITIZED for tool in TOOLS] if section == "sanitizer" else [*CONFIGURATIONS]
+        wanted = {"repeats": [*CONFIGURATIONS], "first": NEW.copy(), "sanitizer": [" ".join(check) for check in checks()]}[
+            section
+        ]
         for name, made in rows_of(section, chosen.repeats, ends):
             wanted.remove(name)
             if isinstance(made, Failure):

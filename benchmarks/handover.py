@@ -1,0 +1,51 @@
+"""One warp hands numbers to four others through two mbarriers: what a race detector says of this, it says of mbarriers.
+
+    compute-sanitizer --tool racecheck python benchmarks/handover.py
+
+Prints whether every number arrived.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
+from flashtile.kernels.hopper.ticket import make_tickets
+
+ROUNDS = 64
+
+
+@gluon.jit
+def give(tickets, rounds):
+    for i in range(rounds):
+        tickets.publish(i, i * i)
+
+
+@gluon.jit
+def receive(out_ptr, tickets, rounds):
+    for i in range(rounds):
+        gl.store(out_ptr + i, tickets.read(i, 4))
+
+
+@gluon.jit(do_not_specialize=["rounds"])
+def attention_handover(out_ptr, rounds):
+    tickets = make_tickets(1)
+    fence_async_shared()
+    gl.warp_specialize([(receive, (out_ptr, tickets, rounds)), (give, (tickets, rounds))], [1], [24])
+
+
+def main() -> int:
+    out = torch.zeros(ROUNDS, dtype=torch.int32, device="cuda")
+    attention_handover[(1,)](out, ROUNDS, num_warps=4)
+    right = out.tolist() == [i * i for i in range(ROUNDS)]
+    print("every number arrived" if right else f"wrong: {out.tolist()}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
