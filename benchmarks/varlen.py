@@ -403,8 +403,10 @@ def block_call(name: str, backend: str | None) -> Callable[..., torch.Tensor]:
     if who == "flashtile":
         mask = Blocks.from_block_mask(table.to(DEVICE), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
         return lambda q, k, v: flashtile.attention(q, k, v, mask=mask, options=options)
+    import torch._functorch.config as donates
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+    donates.donated_buffer = False  # `directions` keeps the graph
     compiled = torch.compile(flex_attention)
     count = table.sum(1).to(DEVICE, torch.int32)[None, None]
     index = (~table).to(torch.int8).argsort(dim=1, stable=True).to(DEVICE, torch.int32)[None, None]
