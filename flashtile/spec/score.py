@@ -14,7 +14,9 @@ A kernel's scores are float32, or float64 in small fp32 problems (`score.dtype`)
 A modifier that says more of itself costs 16-bit kernels less, because its factors join the exponent's multiply-add: one that
 adds something independent of the score has `add(score, at, args, unit)`, a `@jit` function that returns score + unit * what
 it adds; one that bends the score by a rising curve has `curve`, a `Curve`. Problems whose modifiers are such, a curve at the
-end if at all, are computed by these; all others, and fp32, by `forward` and `backward`. What is loaded for every score is best
+end if at all, are computed by these; all others, and fp32, by `forward` and `backward`. One with `add` may also say
+`by_distance`: what it adds depends on batch, head and differences of positions alone, so that a vector per head holds all of
+it; on the CPU such problems cost hardly more than plain ones. What is loaded for every score is best
 added by `tl.fma`: of a plain sum Triton makes the product's accumulator, which has to be there before the product begins.
 """
 
@@ -92,6 +94,7 @@ class Score:
     backward: ClassVar[Callable[..., Any]]
     add: ClassVar[Callable[..., Any] | None] = None
     curve: ClassVar[Curve | None] = None
+    by_distance: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

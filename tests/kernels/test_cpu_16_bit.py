@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Band
-from flashtile.reference.attention import attention_plain
+from flashtile import Alibi, Band
+from flashtile.kernels.cpu import masked
+from flashtile.reference.attention import attention_plain, attention_reference
+from flashtile.score.relative import Relative
 from flashtile.spec.dtype import DType
 from tests.cases import CASES, DTYPES, Case
 from tests.judge import evaluate, expected, judge, run
@@ -19,14 +21,21 @@ from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem
 
 
 def test_notes_of_16_bits(narrow: bool) -> None:
-    native = "cpu: delegates to torch's flash attention in bf16, and tiles where scores may be above 65536 or not finite"
+    flash, otherwise = (
+        "cpu: delegates to torch's flash attention in bf16",
+        ", and tiles where scores may be above 65536 or not finite",
+    )
+    native, mended = flash + otherwise, f"{flash}, lse mended{otherwise}"
+    masked = f"{flash} with an additive mask"
     widened = "cpu: delegates to torch's flash attention, bf16 widened to fp32"
     tiles = "cpu: tiled online softmax, tile 64x64, products with probabilities in bf16"
     p = problem(dtype=DType.BF16)
     assert notes(p) == (native, tiles if narrow else widened)
-    assert notes(replace(p, returns_lse=True)) == (tiles, tiles) if narrow else (widened, widened)
+    assert notes(replace(p, returns_lse=True)) == ((mended, tiles) if narrow else (widened, widened))
     windowed = "cpu: tiled online softmax, tile 512x512" + narrow * ", products with probabilities in bf16"
-    assert notes(problem(2048, 2048, mask=Band(9, 9), dtype=DType.BF16)) == (windowed, windowed)
+    p = problem(2048, 2048, mask=Band(9, 9), dtype=DType.BF16)
+    assert notes(p) == (masked + otherwise, windowed)
+    assert notes(replace(p, returns_lse=True)) == (f"{masked}, lse mended{otherwise}" if narrow else windowed, windowed)
 
 
 NARROW = [case for case in CASES if case.backward != "fused" and case.dtype != "fp32"]
@@ -56,9 +65,51 @@ def test_16_bit_delegation_gives_torch_s_own_bits(causal: bool, dtype: str) -> N
     assert torch.equal(ours.transpose(1, 2), theirs)
 
 
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("far", [0.25, 6.1, 20.0, 300.0])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_lse_is_mended_where_torch_s_exponential_is_worst(dtype: str, far: float) -> None:
+    """All keys but one have one score: whatever the exponential is off by there, so is the sum."""
+    q, k, v, _ = inputs(1, 8, 600, 2, 2, dtype=DTYPES[dtype])
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[:, 5, :, 0] = 1.0, far
+    ways: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (500, 40)}, {"score": [Alibi(torch.tensor([0.0, 0.01]))]}]
+    for how in ways:
+        _, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, options=OPTIONS, **how)
+        _, exact = attention_reference(q.double(), k.double(), v.double(), scale=1.0, **how)
+        assert ((lse - exact).abs() <= 1e-6 * exact.abs().clamp(min=1.0)).all(), how
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("how", [{"window": (20, 9)}, {"window": (None, 5)}, {"window": (30, None)}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_strips_of_a_band(how: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are more queries than keys, and the reverse, and of several items and slopes each."""
+    for name in ("ROWS", "ROWS_OF_WINDOW"):
+        monkeypatch.setattr(masked, name, 16)
+    for seqlen_q, seqlen_k in ((90, 90), (70, 90), (90, 70), (1, 90)):
+        for score in ([], [Alibi(torch.rand(2, 4))], [Relative(torch.rand(4))]):
+            q, k, v, _ = inputs(2, seqlen_q, seqlen_k, dtype=DTYPES[dtype])
+            made = flashtile.attention(q, k, v, score=score, options=OPTIONS, **how)
+            exact, _ = attention_reference(q.double(), k.double(), v.double(), score=score, **how)
+            plain, _ = attention_plain(q, k, v, score=score, **how)
+            floor = 2 * torch.finfo(q.dtype).eps * exact.abs().max()
+            assert (made - exact).abs().max() <= torch.maximum(1.5 * (plain - exact).abs().max(), floor)
+
+
+@pytest.mark.parametrize("slope", [1e4, math.nan, math.inf])
+def test_slopes_beyond_what_is_delegated(slope: float) -> None:
+    """The rows that a slope spoils are those of plain torch."""
+    q, k, v, _ = inputs(1, 50, 50, dtype=torch.bfloat16)
+    slopes = torch.tensor([0.5, slope, 0.25, 0.125])
+    out = flashtile.attention(q, k, v, score=[Alibi(slopes)], causal=True, options=OPTIONS)
+    plain, _ = attention_plain(q.float(), k.float(), v.float(), score=[Alibi(slopes)], causal=True)
+    assert torch.equal(out.isfinite(), plain.isfinite())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("how", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (40, 40)}], ids=str)
 def test_what_is_visible_propagates_in_16_bits_too(how: dict[str, Any], dtype: str, bad: float) -> None:
     """torch's 16-bit kernel makes numbers of it."""
     for index, name in enumerate("qkv"):

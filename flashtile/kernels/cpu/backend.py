@@ -81,6 +81,16 @@ def delegates(p: AttentionProblem) -> bool:
     return region.full or (region.causal and p.scale_value > 0.0)
 
 
+def delegates_masked(p: AttentionProblem) -> bool:
+    """Whether torch's flash attention computes this 16-bit forward with an additive mask: what `masked.py` says."""
+    if p.dtype is DType.FP32 or (p.returns_lse and not _mends(p)) or p.where or p.sink is not None or p.dropout is not None:
+        return False
+    region = region_of(p)
+    if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
+        return False
+    return all(spec.kind.by_distance for spec in p.score)
+
+
 def _keeps_low(p: AttentionProblem) -> bool:
     """Whether the forward hands the backward what lse is short of: where tiles compute float32."""
     return p.dtype is DType.FP32 and (p.lengths.ragged or not delegates(p))
@@ -88,18 +98,19 @@ def _keeps_low(p: AttentionProblem) -> bool:
 
 def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
     """The module that computes a problem's forward, and what `explain` says about it."""
-    from flashtile.kernels.cpu import delegate, items
+    from flashtile.kernels.cpu import delegate, items, masked
 
     if p.lengths.ragged:
         return items, EACH
+    otherwise = f"{', lse mended' * p.returns_lse}, and tiles where scores may be above {delegate.MOST_SCORE:.0f} or not finite"
     if not delegates(p):
-        return _tiled(p)
+        masks = delegates_masked(p)
+        return (masked, f"{DELEGATED} in {p.dtype} with an additive mask{otherwise}") if masks else _tiled(p)
     if p.dtype is DType.FP32:
         return delegate, DELEGATED
-    if not p.returns_lse:
-        most = f"{delegate.MOST_SCORE:.0f}"
-        return delegate, f"{DELEGATED} in {p.dtype}, and tiles where scores may be above {most} or not finite"
-    return _tiled(p) if _narrow(p) else (delegate, f"{DELEGATED}, {p.dtype} widened to fp32")
+    if not p.returns_lse or _mends(p):
+        return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
+    return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
 
 
 def backward_way(p: AttentionProblem, dlse: bool) -> tuple[ModuleType, str]:
@@ -130,6 +141,12 @@ def _narrow(p: AttentionProblem) -> bool:
     from flashtile.kernels.cpu.products import product_dtype, score_dtype
 
     return product_dtype(p) is not score_dtype(p)
+
+
+def _mends(p: AttentionProblem) -> bool:
+    from flashtile.kernels.cpu.products import mends
+
+    return mends(p)
 
 
 def _arithmetic(p: AttentionProblem) -> str:

@@ -8,11 +8,12 @@ inherits the rounding of lse, and sum_d out * dout differs from sum_j p * dp. Wh
 errors of dq, dk or dv pass the contract's 1.5 times plain torch's in one problem of three to ten, so tiles compute the
 backward; of a longer causal problem they compute dq of the first rows again. What is left is within 1.5 times plain torch's.
 
-In fp16 and bf16 its exponential is coarse. out is as exact as it is in plain torch or better. lse is off by 6e-5 even where a
-row has one key; the contract is 1e-5, so it serves the backward alone and is never returned. NaN and Inf vanish: where scores
-may hold them, or are so large that the backward's own would differ, tiles compute the forward. dk and dv are summed in 16 bits
-(99th percentile of their error up to 1.5 times that of plain torch; the contract is 1.1), so no backward is delegated
-in 16 bits: it is tiled, or widened to float32 where the CPU multiplies nothing faster than that.
+In fp16 and bf16 its exponential is coarse. out is as exact as it is in plain torch or better. lse is off by 5e-5 where a row
+has one key, and by up to 1.1e-4 elsewhere; the contract is 1e-5, so it serves the backward alone, or is mended (`lse.py`).
+NaN and Inf vanish: where scores may hold them, or are so large that the backward's own would differ, tiles compute the
+forward. dk and dv are summed in 16 bits (99th percentile of their error up to 1.5 times that of plain torch; the contract is
+1.1), so no backward is delegated in 16 bits: it is tiled, or widened to float32 where the CPU multiplies nothing faster than
+that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import replace
 import torch
 
 from flashtile.kernels.cpu import tiled
+from flashtile.kernels.cpu.lse import mend_lse
+from flashtile.kernels.cpu.products import mends
 from flashtile.kernels.cpu.region import region_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -43,15 +46,18 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
     """The outputs out and lse; lse, float32, is coarse for 16-bit inputs unless the problem returns it."""
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
-    dtype = torch.float32 if p.returns_lse else tensors["q"].dtype
-    q, k, v = (_heads_first(tensors[name], part, dtype) for name, part in (("q", rows), ("k", keys), ("v", keys)))
+    dtype = torch.float32 if p.returns_lse and not mends(p) else tensors["q"].dtype
+    q, k, v = (heads_first(tensors[name], part, dtype) for name, part in (("q", rows), ("k", keys), ("v", keys)))
     if dtype is not torch.float32 and not most_score(p, q, k) <= MOST_SCORE:
         return tiled.forward(p, tensors, outputs)
     out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale_value)
-    return {
-        "out": _embedded(out.transpose(1, 2), 1, rows, p.seqlen_q, 0.0),
-        "lse": _embedded(lse, 2, rows, p.seqlen_q, -math.inf),
+    made = {
+        "out": embedded(out.transpose(1, 2), 1, rows, p.seqlen_q, 0.0),
+        "lse": embedded(lse, 2, rows, p.seqlen_q, -math.inf),
     }
+    if p.returns_lse and dtype is not torch.float32:
+        mend_lse(p, tensors, made["lse"])
+    return made
 
 
 def most_score(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> float:
@@ -66,13 +72,13 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
     parts = {"dout": rows, "q": rows, "k": keys, "v": keys, "out": rows}
-    inputs = (_heads_first(tensors[name], part, torch.float32) for name, part in parts.items())
+    inputs = (heads_first(tensors[name], part, torch.float32) for name, part in parts.items())
     lse = tensors["lse"][:, :, rows]
     dq, dk, dv = FLASH_BACKWARD(*inputs, lse, 0.0, not region.full, scale=p.scale_value)
     if p.dtype is DType.FP32 and region.causal and "dq" in outputs:
         _mend_first_rows(p, tensors, dq)
     made = {"dq": (dq, rows, p.seqlen_q), "dk": (dk, keys, p.seqlen_k), "dv": (dv, keys, p.seqlen_k)}
-    return {name: _embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
+    return {name: embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
 
 
 def _mend_first_rows(p: AttentionProblem, tensors: Tensors, dq: torch.Tensor) -> None:
@@ -86,7 +92,7 @@ def _mend_first_rows(p: AttentionProblem, tensors: Tensors, dq: torch.Tensor) ->
     dq[:, :, :count] = made["dq"].transpose(1, 2)
 
 
-def _heads_first(tensor: torch.Tensor, part: slice, dtype: torch.dtype) -> torch.Tensor:
+def heads_first(tensor: torch.Tensor, part: slice, dtype: torch.dtype) -> torch.Tensor:
     """A (batch, heads, part of seqlen, head_dim) view; a copy where the dtype or the innermost stride ask for it."""
     if part.stop - part.start < tensor.shape[1]:
         tensor = tensor[:, part]
@@ -95,7 +101,7 @@ def _heads_first(tensor: torch.Tensor, part: slice, dtype: torch.dtype) -> torch
     return tensor.transpose(1, 2)
 
 
-def _embedded(tensor: torch.Tensor, axis: int, part: slice, length: int, fill: float) -> torch.Tensor:
+def embedded(tensor: torch.Tensor, axis: int, part: slice, length: int, fill: float) -> torch.Tensor:
     """`tensor` put at `part` of an axis that is `length` long and `fill` elsewhere."""
     if tensor.shape[axis] == length:
         return tensor

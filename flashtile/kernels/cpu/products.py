@@ -47,6 +47,12 @@ def product_dtype(p: AttentionProblem) -> torch.dtype:
     return torch.bfloat16 if p.dtype is DType.BF16 else torch.float16
 
 
+def mends(p: AttentionProblem) -> bool:
+    """Whether a 16-bit forward that returns lse is torch's, its lse mended, rather than tiles or float32 (`lse.py`)."""
+    region = region_of(p)
+    return region.rows > 0 and tiling_of(p, region).rows * p.group >= NARROW_ROWS and multiplies(p.dtype)
+
+
 @cache
 def multiplies(dtype: DType) -> bool:
     """Whether this CPU has instructions that multiply a 16-bit dtype faster than float32."""
