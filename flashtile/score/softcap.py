@@ -87,6 +87,12 @@ class Softcap(Score):
         (cap,) = scalars
         return cap * (score / cap).tanh()
 
+    @classmethod
+    def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:
+        """The formula in PyTorch, in place."""
+        (cap,) = scalars
+        score.mul_(1.0 / cap).tanh_().mul_(cap)
+
     @staticmethod
     def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The formula in JAX."""

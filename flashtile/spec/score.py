@@ -121,6 +121,11 @@ class Score:
         """
         raise NotImplementedError("a score modifier must define `apply` to run on the CPU or in the reference.")
 
+    @classmethod
+    def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:
+        """`apply` written over `score`, where no gradient is asked for. To be defined where that costs less memory and time."""
+        score.copy_(cls.apply(score, at, scalars, tensors))
+
     @staticmethod
     def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The same by differentiable JAX. Score and tensors are float32, or all float64.

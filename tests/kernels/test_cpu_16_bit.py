@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, Band
-from flashtile.kernels.cpu import masked
+from flashtile import Alibi, Band, Softcap
+from flashtile.kernels.cpu import masked, scored
 from flashtile.reference.attention import attention_plain, attention_reference
 from flashtile.score.relative import Relative
 from flashtile.spec.dtype import DType
+from flashtile.spec.score import ScoreSpec
 from tests.cases import CASES, DTYPES, Case
 from tests.judge import evaluate, expected, judge, run
 from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem
@@ -26,7 +27,7 @@ def test_notes_of_16_bits(narrow: bool) -> None:
         ", and tiles where scores may be above 65536 or not finite",
     )
     native, mended = flash + otherwise, f"{flash}, lse mended{otherwise}"
-    masked = f"{flash} with an additive mask"
+    with_mask = f"{flash} with an additive mask"
     widened = "cpu: delegates to torch's flash attention, bf16 widened to fp32"
     tiles = "cpu: tiled online softmax, tile 64x64, products with probabilities in bf16"
     p = problem(dtype=DType.BF16)
@@ -34,8 +35,11 @@ def test_notes_of_16_bits(narrow: bool) -> None:
     assert notes(replace(p, returns_lse=True)) == ((mended, tiles) if narrow else (widened, widened))
     windowed = "cpu: tiled online softmax, tile 512x512" + narrow * ", products with probabilities in bf16"
     p = problem(2048, 2048, mask=Band(9, 9), dtype=DType.BF16)
-    assert notes(p) == (masked + otherwise, windowed)
-    assert notes(replace(p, returns_lse=True)) == (f"{masked}, lse mended{otherwise}" if narrow else windowed, windowed)
+    assert notes(p) == (with_mask + otherwise, windowed)
+    assert notes(replace(p, returns_lse=True)) == (f"{with_mask}, lse mended{otherwise}" if narrow else windowed, windowed)
+    p = replace(p, score=(ScoreSpec(Softcap, (30.0,)),))
+    assert notes(p) == (f"{flash} of scores by tiles{otherwise}" if narrow else windowed, windowed)
+    assert notes(replace(p, returns_lse=True)) == (windowed, windowed)
 
 
 NARROW = [case for case in CASES if case.backward != "fused" and case.dtype != "fp32"]
@@ -80,15 +84,17 @@ def test_lse_is_mended_where_torch_s_exponential_is_worst(dtype: str, far: float
         assert ((lse - exact).abs() <= 1e-6 * exact.abs().clamp(min=1.0)).all(), how
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("how", [{"window": (20, 9)}, {"window": (None, 5)}, {"window": (30, None)}], ids=str)
+@pytest.mark.usefixtures("small_tiles", "narrow")
+@pytest.mark.parametrize("how", [{}, {"window": (20, 9)}, {"window": (None, 5)}, {"window": (30, None)}], ids=str)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_strips_of_a_band(how: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips(how: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are more queries than keys, and the reverse, and of several items and slopes each."""
     for name in ("ROWS", "ROWS_OF_WINDOW"):
         monkeypatch.setattr(masked, name, 16)
+    for name in ("SCORES", "SCORES_OF_FULL", "LEAST_ROWS"):
+        monkeypatch.setattr(scored, name, 16)
     for seqlen_q, seqlen_k in ((90, 90), (70, 90), (90, 70), (1, 90)):
-        for score in ([], [Alibi(torch.rand(2, 4))], [Relative(torch.rand(4))]):
+        for score in ([], [Alibi(torch.rand(2, 4))], [Relative(torch.rand(4))], [Softcap(3.0)]):
             q, k, v, _ = inputs(2, seqlen_q, seqlen_k, dtype=DTYPES[dtype])
             made = flashtile.attention(q, k, v, score=score, options=OPTIONS, **how)
             exact, _ = attention_reference(q.double(), k.double(), v.double(), score=score, **how)

@@ -81,14 +81,12 @@ def delegates(p: AttentionProblem) -> bool:
     return region.full or (region.causal and p.scale_value > 0.0)
 
 
-def delegates_masked(p: AttentionProblem) -> bool:
-    """Whether torch's flash attention computes this 16-bit forward with an additive mask: what `masked.py` says."""
-    if p.dtype is DType.FP32 or (p.returns_lse and not _mends(p)) or p.where or p.sink is not None or p.dropout is not None:
-        return False
+def takes_mask(p: AttentionProblem) -> bool:
+    """Whether torch's flash attention computes this 16-bit forward, if with a float32 mask: `masked.py` and `scored.py`."""
     region = region_of(p)
-    if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
+    if p.dtype is DType.FP32 or p.where or p.sink is not None or p.dropout is not None:
         return False
-    return all(spec.kind.by_distance for spec in p.score)
+    return p.head_dim == p.head_dim_v and region.rows > 0 and region.keys >= LEAST_KEYS
 
 
 def _keeps_low(p: AttentionProblem) -> bool:
@@ -98,14 +96,18 @@ def _keeps_low(p: AttentionProblem) -> bool:
 
 def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
     """The module that computes a problem's forward, and what `explain` says about it."""
-    from flashtile.kernels.cpu import delegate, items, masked
+    from flashtile.kernels.cpu import delegate, items, masked, scored
 
     if p.lengths.ragged:
         return items, EACH
     otherwise = f"{', lse mended' * p.returns_lse}, and tiles where scores may be above {delegate.MOST_SCORE:.0f} or not finite"
     if not delegates(p):
-        masks = delegates_masked(p)
-        return (masked, f"{DELEGATED} in {p.dtype} with an additive mask{otherwise}") if masks else _tiled(p)
+        if takes_mask(p) and all(spec.kind.by_distance for spec in p.score) and (_mends(p) or not p.returns_lse):
+            return masked, f"{DELEGATED} in {p.dtype} with an additive mask{otherwise}"
+        bends = len(p.score) == 1 and p.score[0].kind.curve is not None and region_of(p).keys <= scored.MOST_KEYS
+        if takes_mask(p) and bends and _mends(p) and not p.returns_lse:
+            return scored, f"{DELEGATED} in {p.dtype} of scores by tiles{otherwise}"
+        return _tiled(p)
     if p.dtype is DType.FP32:
         return delegate, DELEGATED
     if not p.returns_lse or _mends(p):

@@ -13,7 +13,6 @@ import torch
 
 from flashtile.kernels.cpu.distance import Distances
 from flashtile.kernels.cpu.products import Scratch
-from flashtile.kernels.cpu.region import Tile
 from flashtile.kernels.cpu.strip import Rows, Strip, strips
 from flashtile.kernels.cpu.tiled import LEAST_EXPONENT
 from flashtile.spec.attention import AttentionProblem
@@ -45,19 +44,10 @@ def mend_lse(p: AttentionProblem, tensors: Tensors, lse: torch.Tensor, distances
                 if distances is not None or most > -LEAST_EXPONENT:
                     exponents.clamp_min_(LEAST_EXPONENT)
                 exponents.exp_()
-                if tile.edges and distances is None:
-                    _clear(rows, tile, exponents)
+                if distances is None:
+                    rows.hide(exponents, tile, 0.0)
                 total += exponents.sum(2, keepdim=True)
             rows.of(column).add_(_turned(p, rows.by_head(total.log_())))
-
-
-def _clear(rows: Rows, tile: Tile, probabilities: torch.Tensor) -> None:
-    """Write 0 where a row does not see a key: 3 times as fast as `Rows.hide`, and whatever stands there."""
-    band, ahead = rows.strip.region.band, rows.first - tile.start
-    if band.right is not None:
-        rows.by_head(probabilities).tril_(ahead + band.right)
-    if band.left is not None:
-        rows.by_head(probabilities).triu_(ahead - band.left)
 
 
 def _turned(p: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ class Modifiers:
                     tensor = tensor.to(dtype).requires_grad_()
                     self.grads[f"dscore.{i}.{j}"] = torch.zeros_like(tensor, dtype=dtype)
                 self.captured[i, j] = tensor
+        self.hide = any(spec.kind.curve is None for spec in self.chain)  # -inf and what is near it: whether there may be such
         self.leaves = [t for t in self.captured.values() if t.requires_grad]
 
     def apply(self, score: torch.Tensor, at: Position) -> torch.Tensor:
@@ -29,6 +30,11 @@ class Modifiers:
             captured = tuple(self.captured[i, j] for j in range(len(spec.tensors)))
             score = spec.kind.apply(score, at, spec.scalars, captured).to(given.dtype)
         return score
+
+    def write(self, score: torch.Tensor, at: Position) -> None:
+        """`apply`, in place."""
+        for i, spec in enumerate(self.chain):
+            spec.kind.apply_(score, at, spec.scalars, tuple(self.captured[i, j].detach() for j in range(len(spec.tensors))))
 
     def record(self, score: torch.Tensor, at: Position) -> tuple[torch.Tensor, torch.Tensor]:
         """(score, modified score) with autograd's graph between them."""

