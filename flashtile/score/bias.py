@@ -70,6 +70,15 @@ class Bias(Score):
         where = (at.batch, at.head, at.row, at.k)
         return score + bias[tuple(index if size > 1 else index * 0 for index, size in zip(where, bias.shape, strict=True))]
 
+    @classmethod
+    def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:
+        """The formula in PyTorch, in place: a part of the tensor is added as it lies."""
+        (bias,) = tensors
+        for axis, index in enumerate((at.batch, at.head, at.row, at.k)):
+            if bias.shape[axis] > 1:
+                bias = bias.narrow(axis, int(index.reshape(-1)[0]), index.numel())
+        score.add_(bias)
+
     @staticmethod
     def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The formula in JAX."""

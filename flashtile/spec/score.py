@@ -123,7 +123,10 @@ class Score:
 
     @classmethod
     def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:
-        """`apply` written over `score`, where no gradient is asked for. To be defined where that costs less memory and time."""
+        """`apply` written over `score`, where no gradient is asked for. To be defined where that costs less memory and time.
+
+        The indices that `at` holds are consecutive.
+        """
         score.copy_(cls.apply(score, at, scalars, tensors))
 
     @staticmethod

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Softcap
+from flashtile import Alibi, Band, Bias, Softcap
 from flashtile.kernels.cpu import masked, scored
 from flashtile.reference.attention import attention_plain, attention_reference
 from flashtile.score.relative import Relative
@@ -38,7 +38,7 @@ def test_notes_of_16_bits(narrow: bool) -> None:
     assert notes(p) == (with_mask + otherwise, windowed)
     assert notes(replace(p, returns_lse=True)) == (f"{with_mask}, lse mended{otherwise}" if narrow else windowed, windowed)
     p = replace(p, score=(ScoreSpec(Softcap, (30.0,)),))
-    assert notes(p) == (f"{flash} of scores by tiles{otherwise}" if narrow else windowed, windowed)
+    assert notes(p) == (f"{flash} with a mask of scores{otherwise}" if narrow else windowed, windowed)
     assert notes(replace(p, returns_lse=True)) == (windowed, windowed)
 
 
@@ -111,6 +111,24 @@ def test_slopes_beyond_what_is_delegated(slope: float) -> None:
     out = flashtile.attention(q, k, v, score=[Alibi(slopes)], causal=True, options=OPTIONS)
     plain, _ = attention_plain(q.float(), k.float(), v.float(), score=[Alibi(slopes)], causal=True)
     assert torch.equal(out.isfinite(), plain.isfinite())
+
+
+@pytest.mark.usefixtures("small_tiles", "narrow")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e9, -1e9])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_biases_beyond_what_is_delegated(dtype: str, bad: float) -> None:
+    """In one score, and in a whole row: what plain torch makes of it, and 0 in a row that sees nothing."""
+    q, k, v, _ = inputs(1, 50, 50, dtype=DTYPES[dtype])
+    for row in (False, True):
+        bias = torch.randn(50, 50)
+        bias[20, ... if row else 7] = bad
+        out = flashtile.attention(q, k, v, score=[Bias(bias)], options=OPTIONS)
+        exact, _ = attention_plain(q.float(), k.float(), v.float(), score=[Bias(bias)])
+        if bad == -math.inf:
+            exact = exact.nan_to_num(0.0)  # a row that sees nothing
+        assert torch.equal(out.isfinite(), exact.isfinite())
+        seen = torch.where(exact.isfinite(), exact, 0.0)
+        assert (torch.where(out.isfinite(), out, 0.0) - seen).abs().max() <= 8 * torch.finfo(q.dtype).eps * seen.abs().max()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -104,9 +104,8 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
     if not delegates(p):
         if takes_mask(p) and all(spec.kind.by_distance for spec in p.score) and (_mends(p) or not p.returns_lse):
             return masked, f"{DELEGATED} in {p.dtype} with an additive mask{otherwise}"
-        bends = len(p.score) == 1 and p.score[0].kind.curve is not None and region_of(p).keys <= scored.MOST_KEYS
-        if takes_mask(p) and bends and _mends(p) and not p.returns_lse:
-            return scored, f"{DELEGATED} in {p.dtype} of scores by tiles{otherwise}"
+        if takes_mask(p) and scored.delegates_strips(p) and _mends(p) and not p.returns_lse:
+            return scored, f"{DELEGATED} in {p.dtype} with a mask of scores{otherwise}"
         return _tiled(p)
     if p.dtype is DType.FP32:
         return delegate, DELEGATED
