@@ -39,9 +39,10 @@ TUNED = {
 TUNED_BACKWARD = {
     (64, ""): (561, 4), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
     (256, ""): (439, 24), (256, ",band=:0"): (517, 21),
-    (128, BLOCKS): (441, 11), (64, BLOCKS): (586, 5),
+    (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
-    (128, DOCUMENTS): (1081, 102), (64, DOCUMENTS): (1779, 134),
+    (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 82),
+    (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
 }  # fmt: skip
 
 

@@ -199,10 +199,6 @@ def take(counter: language.Pointer) -> Any:
     return ticket
 
 
-def spread(ticket: Any) -> Any:
-    return ticket
-
-
 def claim(lock: language.Pointer) -> Any:
     found = language.load(lock).clone()
     if int(found) == 0:
@@ -232,13 +228,15 @@ def install(seed: int = 0) -> None:
         gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
         aggregate=unchanged,
         pack=lambda value, dtype: value.to(dtype),
+        afresh=unchanged,
         settled=unchanged,
         stay=unchanged,
+        uniform=unchanged,
         **{word.__name__: word for word in WORDS},
     )
     from flashtile.kernels.hopper import order, ticket
 
-    replace(ticket, take=take, spread=spread)
+    replace(ticket, take=take)
     replace(order, await_turn=await_turn, claim=claim, report=report, adds_done=store_wait)
 
 

@@ -12,6 +12,7 @@ from flashtile.kernels.hopper.gluon import (
     settled,
     store_wait,
     tma_store,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,7 +20,7 @@ from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import Work, walk
+from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting
 from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, modified, weigh
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
@@ -49,22 +50,25 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
-    head, start = place.at(step, work, T)
-    k = memory.k.index(W).reshape([64, COLUMNS])
-    v = memory.v.index(W).reshape([64, COLUMNS_V])
+    own = W
+    if T.tells:  # in every step: the operands' descriptors, found before the loop, would spill
+        own = uniform(gl.to_tensor(W))
+    k = memory.k.index(own).reshape([64, COLUMNS])
+    v = memory.v.index(own).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
     dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.to.queries.wait(step)
+    head, start = meeting(memory, step, place, 4, T)
     raw = starts(level_rows, BLOCK_Q, T)
     dp = starts(delta_rows, BLOCK_Q, T)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     first_key = place.column + W * 64
-    masked = place.masked(step, start, work, T)
+    masked = asks(memory, step, place, start, T)
     if T.dropout:
         survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
@@ -84,7 +88,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
-        p = weigh(raw, level, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
+        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
         weights = p
         if T.dropout:
             weights = gl.where(survives, p, 0.0)
@@ -156,24 +160,27 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     SCORES: gl.constexpr = matrix_layout(HALF_Q)
     DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
     dtype: gl.constexpr = memory.q.dtype
-    head, start = place.at(step, work, T)
-    k = memory.k.index(0).reshape([64, COLUMNS])
-    v = memory.v.index(0).reshape([64, COLUMNS_V])
+    own = 0
+    if T.tells:  # in every step, as in `step_keys`
+        own = uniform(gl.to_tensor(0))
+    k = memory.k.index(own).reshape([64, COLUMNS])
+    v = memory.v.index(own).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([64, COLUMNS])
     dout = memory.dout.index(memory.to.douts.at(step)).reshape([64, COLUMNS_V])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
 
     memory.to.queries.wait(step)
+    head, start = meeting(memory, step, place, 4, T)
     none = gl.zeros([64, HALF_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
     raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
     if T.deterministic:
         if step > place.visits.begin:
-            report_dq(sum_ptrs, step - 1, W, place, sizes, work, T)
+            report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
     first_query = start + W * HALF_Q
-    masked = place.masked(step, start, work, T)
+    masked = asks(memory, step, place, start, T)
     level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.dropout:
@@ -186,7 +193,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
         p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
                          score_args, T, SCORE, MASK)  # fmt: skip
     else:
-        p = weigh(raw, level, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
+        p = weigh(raw, level, memory, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
             dp = gl.where(survives, dp * seed[4], 0.0)
@@ -224,7 +231,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
     turn, begin = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
-        place, sizes = walk(ticket, begin, work, T)
+        place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
         dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
@@ -238,7 +245,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
             if T.deterministic:
                 if place.visits.end > begin:
-                    report_dq(sums, place.visits.end - 1, W, place, sizes, work, T)
+                    report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         elif T.lag == 0:
             for step in range(begin, place.visits.end):
                 dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
@@ -253,10 +260,12 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             memory.to.scores.release(place.visits.end - 1)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
         memory.to.keys.release(turn)
+        begin = place.visits.end
+        place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
             dv *= seed[4]
         store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
-        begin = place.visits.end
+        memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
     store_wait(0)

@@ -3,21 +3,27 @@
 from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
 from flashtile.kernels.hopper.ticket import spread, take
-from flashtile.kernels.hopper.visit import seeing, walk
+from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
 
 
 @gluon.jit
 def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work, T: gl.constexpr):
-    """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step."""
+    """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
+
+    Where T.tells the other roles learn tiles and steps from it.
+    """
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     if T.resident:
         ticket = spread(take(counter_ptr))
     else:
         ticket = gl.program_id(0)
-    memory.to.tickets.publish(turn, ticket)
+    if not T.tells:
+        memory.to.tickets.publish(turn, (ticket,))
     while ticket < work.tiles:
         place, sizes = walk(ticket, step, work, T)
+        if T.tells:
+            tell_tile(memory.to.tickets, turn, ticket, place, sizes)
         bar = memory.to.keys.acquire(turn, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for i in gl.static_range(KEY_TILES):
             key = place.first_k + place.column + i * 64
@@ -27,33 +33,57 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
         if T.resident:
             taken = take(counter_ptr)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
-        while step < place.visits.end:
-            if T.predicate:
-                if place.masked(step, place.at(step, work, T)[1], work, T):
-                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, 0, 0, work, T)
-                    edges = edges + 1
-                else:
-                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
-            elif T.blanks:
-                start = place.at(step, work, T)[1]
-                if (start < first) | (start + T.block_q > end):
-                    load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edges, first - start, end - start, work, T)
-                    edges = edges + 1
-                else:
-                    load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
-            else:
-                load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T)
-            step = step + 1
+        if T.tells:
+            for member in range(T.group):
+                head = place.head_kv * T.group + member
+                steps, asked, listed = place.visited(head, work, T)
+                for nth in range(gl.minimum(steps, place.visits.end - step)):
+                    start, masked = place.visit(nth, asked, listed, T)
+                    edges = load_step(
+                        q_desc, dout_desc, rows_desc, memory, head, start, masked, first, end, place, step, edges, T
+                    )
+                    step = step + 1
+        else:
+            while step < place.visits.end:
+                head, start = place.at(step, T)
+                edges = load_step(q_desc, dout_desc, rows_desc, memory, head, start, False, first, end, place, step, edges, T)
+                step = step + 1
         ticket = spread(taken) if T.resident else taken
         turn = turn + 1
-        memory.to.tickets.publish(turn, ticket)
+        if not T.tells:
+            memory.to.tickets.publish(turn, (ticket,))
+    if T.tells:
+        memory.to.tickets.publish(turn, (ticket,))
 
 
 @gluon.jit
-def load_step(q_desc, dout_desc, rows_desc, memory, place, step, work, T: gl.constexpr):
-    """Load queries, their rows and dout of a step."""
-    head, start = place.at(step, work, T)
-    bar = memory.to.queries.acquire(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+def load_step(q_desc, dout_desc, rows_desc, memory, head, start, masked, first, end, place, step, edges, T: gl.constexpr):
+    """Load queries, their rows and dout of a step, and blank what nobody sees; how many steps needed that, with this one."""
+    blank = False
+    if T.predicate:
+        blank = masked
+    elif T.blanks:
+        blank = (start < first) | (start + T.block_q > end)
+    if T.tells:
+        memory.to.queries.claim(step)
+        tell_step(memory, step, head, start, masked, T)
+    if T.blanks:
+        if blank:
+            load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edges, first - start, end - start, T)
+            edges = edges + 1
+        else:
+            load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+    else:
+        load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+    return edges
+
+
+@gluon.jit
+def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
+    """Load queries, their rows and dout."""
+    if not T.tells:
+        memory.to.queries.claim(step)
+    bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     bar = memory.to.douts.acquire(step, dout_desc.block_type.nbytes)
     tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
@@ -69,14 +99,14 @@ def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl
 
 
 @gluon.jit
-def load_edge(q_desc, dout_desc, rows_desc, memory, place, step, edge, first, end, work, T: gl.constexpr):
-    """As `load_step`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
+def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edge, first, end, T: gl.constexpr):
+    """As `load_whole`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
 
     They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
     those without an lse.
     """
-    head, start = place.at(step, work, T)
-    memory.to.queries.claim(step)
+    if not T.tells:
+        memory.to.queries.claim(step)
     memory.to.douts.claim(step)
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)

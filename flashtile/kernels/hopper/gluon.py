@@ -95,7 +95,30 @@ def stay(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@builtin
+def afresh(value: Any, _semantic: Any = None) -> Any:
+    """A tuple whose int32 numbers `stay`: what is computed from strides, where a kernel starts otherwise, is computed here."""
+    if isinstance(value, gl.tuple):
+        return gl.tuple([afresh(part, _semantic=_semantic) for part in value])
+    if isinstance(value, gl.tensor) and value.type == gl.int32:
+        return gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    return value
+
+
+@gluon.jit
+def uniform(x):
+    """An int32 that is the same in all lanes, for whole warps: said in this way it can live in a register that they share.
+
+    As `stay`, it is computed where this stands.
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "settled",
-    "stay", "store_wait", "tma_add", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "afresh", "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast",
+    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

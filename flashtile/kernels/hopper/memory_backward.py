@@ -2,7 +2,8 @@
 
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
-from flashtile.kernels.hopper.ticket import Tickets, make_tickets
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
+from flashtile.kernels.hopper.visit import WORDS
 
 
 @aggregate
@@ -40,10 +41,11 @@ class Memory:
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     shares: gl.shared_memory_descriptor
+    steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, to):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, steps, to):
         self.k = k
         self.v = v
         self.q = q
@@ -52,6 +54,7 @@ class Memory:
         self.p = p
         self.ds = ds
         self.shares = shares
+        self.steps = steps
         self.to = to
 
 
@@ -70,6 +73,9 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.co
     shares = ds
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+    steps = ds
+    if T.tells:
+        steps = make_words(3 * T.told_steps)
     return Memory(
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout),
@@ -79,8 +85,9 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.co
         p,
         ds,
         shares,
+        steps,
         Channels(
-            make_tickets(2 if T.halves else 4),
+            make_tickets(2 if T.halves else 4, WORDS if T.tells else 1),
             make_channel(1, 2),
             make_channel(T.stages, 2),
             make_channel(T.stages_dout, 2),

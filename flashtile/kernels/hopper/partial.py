@@ -12,6 +12,6 @@ def store_part(tile, column, ptr, strides, slab, head, row, rows, WIDTH: gl.cons
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     column += gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    first = ptr + head_offset(slab, head, strides) + row_offset(row, strides)
-    at = first + index.to(gl.int64) * strides[1] + column * strides[3]
+    first = ptr + head_offset(slab, head, strides)
+    at = first + row_offset(row + index, strides) + column * strides[3]
     gl.store(at, tile.load(LAYOUT), mask=(index < rows) & (column < WIDTH))

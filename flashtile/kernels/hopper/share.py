@@ -2,7 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
 from flashtile.kernels.hopper.order import adds_done, await_turn, claim, report
-from flashtile.kernels.hopper.visit import walk
+from flashtile.kernels.hopper.visit import find, meeting
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
         fence_async_shared()
         memory.to.sums.hand_over(use)
     else:
-        head, start = place.at(step, work, T)
+        head, start = meeting(memory, step, place, 4, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
             await_turn(sum_ptrs[2] + place_of_part, place.turn(head, start, sizes, work, 4, T) * 4)  # every warp reports
@@ -38,16 +38,19 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     turn, step = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
-        place, sizes = walk(ticket, step, work, T)
+        place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
         while step < place.visits.end:
-            head, start = place.at(step, work, T)
+            if T.tells:
+                memory.to.sums.wait(2 * step + W)
+            head, start = meeting(memory, step, place, 1, T)
             at = part_of(head, start, W, place, sizes, T)
             first = at < 0
             if T.deterministic:
                 before = place.turn(head, start, sizes, work, 1, T)
                 await_turn(sum_ptrs[2] + at, before)
                 first = before == 0
-            memory.to.sums.wait(2 * step + W)
+            if not T.tells:
+                memory.to.sums.wait(2 * step + W)
             if not (T.clears or T.deterministic):
                 first = claim(sum_ptrs[2] + at) == 0
             if T.clears:
@@ -66,6 +69,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                     adds_done(0)
                     report(sum_ptrs[2] + at)
             step = step + 1
+        memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)
 
@@ -79,7 +83,7 @@ def part_of(head, start, part, place, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def report_dq(sum_ptrs, step, part, place, sizes, work, T: gl.constexpr):
+def report_dq(sum_ptrs, memory, step, part, place, sizes, T: gl.constexpr):
     """Let the next block add where this one did in `step`."""
-    head, start = place.at(step, work, T)
+    head, start = meeting(memory, step, place, 4, T)
     report(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))

@@ -1,7 +1,7 @@
 """Which tile a resident block computes next: whoever is done first takes the next one."""
 
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon
+from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, uniform
 
 
 @gluon.jit
@@ -16,37 +16,62 @@ def take(counter_ptr):
 @gluon.jit
 def spread(ticket):
     """The ticket that one lane took."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return uniform(ticket)
 
 
 @aggregate
 class Tickets:
-    """How one warp tells the other roles of its block what to compute."""
+    """How one warp tells the other roles of its block what to compute: a ticket, and where WORDS > 1 what it stands for."""
 
     numbers: gl.shared_memory_descriptor
     channel: Channel
+    WORDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, numbers, channel):
+    def __init__(self, numbers, channel, WORDS):
         self.numbers = numbers
         self.channel = channel
+        self.WORDS = gl.constexpr(WORDS)
 
     @gluon.jit
-    def publish(self, turn, ticket):
-        """Tell the ticket of a turn."""
+    def number(self, turn, i: gl.constexpr, WARPS: gl.constexpr):
+        """A turn's `i`-th number, for a role of WARPS warps."""
+        return told(self.numbers, self.channel.at(turn) * self.WORDS + i, WARPS)
+
+    @gluon.jit
+    def publish(self, turn, numbers):
+        """Tell the numbers of a turn."""
         self.channel.claim(turn)
-        self.numbers.index(self.channel.at(turn)).store(gl.full([1], ticket, gl.int32, one(1)))
+        tell(self.numbers, self.channel.at(turn) * self.WORDS, numbers)
         self.channel.hand_over(turn)
 
     @gluon.jit
     def read(self, turn, WARPS: gl.constexpr):
-        """The ticket of a turn, for a role of WARPS warps."""
+        """The ticket of a turn, for a role of WARPS warps. Where WORDS > 1 it lets go of them by `finish`."""
         self.channel.wait(turn)
-        ticket = gl.sum(self.numbers.index(self.channel.at(turn)).load(one(WARPS)), 0)
-        self.channel.release(turn)
+        ticket = self.number(turn, 0, WARPS)
+        if self.WORDS == 1:
+            self.channel.release(turn)
         return ticket
+
+    @gluon.jit
+    def finish(self, turn):
+        """Let go of a turn's numbers."""
+        if self.WORDS > 1:
+            self.channel.release(turn)
+
+
+@gluon.jit
+def tell(words, first, numbers):
+    """Write numbers to shared memory from `first` on, for a role of one warp."""
+    for i in gl.static_range(len(numbers)):
+        words.index(first + i).store(gl.full([1], numbers[i], gl.int32, one(1)))
+
+
+@gluon.jit
+def told(words, at, WARPS: gl.constexpr):
+    """One of the numbers that `tell` wrote, for a role of WARPS warps."""
+    return gl.sum(words.index(at).load(one(WARPS)), 0)
 
 
 @gluon.constexpr_function
@@ -56,7 +81,13 @@ def one(warps: int):
 
 
 @gluon.jit
-def make_tickets(READERS: gl.constexpr):
+def make_tickets(READERS: gl.constexpr, WORDS: gl.constexpr):
     """Tickets for so many roles. Fence before specialising warps."""
+    return Tickets(make_words(2 * WORDS), make_channel(2, READERS), WORDS)
+
+
+@gluon.jit
+def make_words(COUNT: gl.constexpr):
+    """Shared memory for so many numbers."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
-    return Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], layout), make_channel(2, READERS))
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)

@@ -91,6 +91,16 @@ class BackwardTile:
         return self.left or self.right or self.pads_keys or self.predicate
 
     @property
+    def tells(self) -> bool:
+        """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
+        return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modified or self.dropout
+
+    @property
+    def told_steps(self) -> int:
+        """How many steps the loader's words are kept, where it tells: see `visit.tell_step`."""
+        return 1 << (self.stages + 1).bit_length()
+
+    @property
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
         return not self.halves
@@ -131,7 +141,8 @@ BACKWARD = {
 
 def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
-    if problem.dropout is not None and launch.block_q > GROUP_ROWS:  # the random words of 128 queries spill in the loop
+    busy = problem.dropout is not None or problem.score or (problem.where and problem.blocks is None)
+    if busy and launch.block_q > GROUP_ROWS:  # what each score of 128 queries needs besides spills in the loop
         launch = replace(launch, block_q=GROUP_ROWS)
     if problem.blocks is not None:
         launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))

@@ -2,11 +2,15 @@
 
 from typing import NamedTuple
 
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, stay
+from flashtile._triton import constexpr
+from flashtile.kernels.hopper.gluon import afresh, aggregate, gl, gluon, uniform
+from flashtile.kernels.hopper.ticket import tell, told
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import first_padded, slab, tile_of
+
+WORDS = constexpr(16)  # numbers that `tell_tile` tells
 
 
 class Work(NamedTuple):
@@ -48,6 +52,7 @@ class Visits:
 class Walk:
     """A key tile and the query tiles that see it."""
 
+    told: gl.tensor  # in which turn, where T.tells
     tile: gl.tensor
     column: gl.tensor
     batch: gl.tensor
@@ -61,7 +66,8 @@ class Walk:
     visits: Visits
 
     @gluon.constexpr_function
-    def __init__(self, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, visits):
+    def __init__(self, told, tile, column, batch, slab, first_q, first_k, span_k, first_row, padded, head_kv, visits):
+        self.told = told
         self.tile = tile
         self.column = column
         self.batch = batch
@@ -75,47 +81,33 @@ class Walk:
         self.visits = visits
 
     @gluon.jit
-    def at(self, step, work, T: gl.constexpr):
-        """(query head, first query) of a step."""
-        visits = self.visits
-        if T.blocks_q > 0:
-            head, start, _ = self.listed(step, work, T)
-            return head, start
-        elif T.group == 1:
-            return self.head_kv, visits.lo - visits.begin * T.block_q + step * T.block_q
-        else:
-            done = step - visits.begin
-            return self.head_kv * T.group + done // visits.tiles, visits.lo + done % visits.tiles * T.block_q
+    def at(self, step, T: gl.constexpr):
+        """(query head, first query) of a step, unless T.tells."""
+        return self.head_kv, self.visits.lo - self.visits.begin * T.block_q + step * T.block_q
 
     @gluon.jit
-    def listed(self, step, work, T: gl.constexpr):
-        """(query head, first query, whether the mask must be asked) of a step that a list names."""
-        PER: gl.constexpr = T.blocks_q // T.block_q
-        rest, batch = step - self.visits.begin, stay(self.batch)
-        head, line = self.head_kv * T.group, self.column // T.blocks_k
-        if T.group > 1:
-            member = rest * 0
-            for i in range(T.group - 1):
-                _partial, visited = block_counts(work.lists[0], batch, head + i, line)
-                past = (member == i) & (rest >= visited * PER)
-                rest = gl.where(past, rest - visited * PER, rest)
-                member = gl.where(past, member + 1, member)
-            head = head + member
-        indices, partial, _ = block_list(work.lists[0], batch, head, line)
-        return head, block_start(indices, rest, T.blocks_q, T.block_q), rest < partial * PER
+    def masked(self, start):
+        """Whether the mask must be asked for the queries from `start` on: false only where all is visible."""
+        return (start < self.visits.full_lo) | (start >= self.visits.full_hi)
 
     @gluon.jit
-    def masked(self, step, start, work, T: gl.constexpr):
-        """Whether the mask must be asked in a step: false only where all is visible."""
-        visits = self.visits
+    def visited(self, head, work, T: gl.constexpr):
+        """Of a query head: (steps; where lists name them, in how many of these the mask must be asked, and the list)."""
         if T.blocks_q > 0:
-            if T.group == 1:
-                return step < visits.full_lo
-            else:
-                _, _, asked = self.listed(step, work, T)
-                return asked
+            PER: gl.constexpr = T.blocks_q // T.block_q
+            indices, partial, whole = block_list(afresh(work.lists[0]), self.batch, head, self.column // T.blocks_k)
+            return whole * PER, partial * PER, indices
         else:
-            return (start < visits.full_lo) | (start >= visits.full_hi)
+            return self.visits.tiles, 0, 0
+
+    @gluon.jit
+    def visit(self, i, asked, listed, T: gl.constexpr):
+        """(first query, whether the mask must be asked) of the i-th step of a query head."""
+        if T.blocks_q > 0:
+            return block_start(listed, i, T.blocks_q, T.block_q), i < asked
+        else:
+            start = self.visits.lo + i * T.block_q
+            return start, self.masked(start)
 
     @gluon.jit
     def turn(self, head, start, sizes, work, WARPS: gl.constexpr, T: gl.constexpr):
@@ -183,15 +175,99 @@ def walk(ticket, begin, work, T: gl.constexpr):
     if T.blocks_q > 0:
         steps, asked = tiles * 0, tiles * 0
         for i in range(T.group):
-            partial, visited = block_counts(work.lists[0], item.batch, head_kv * T.group + i, column // T.blocks_k)
+            partial, visited = block_counts(afresh(work.lists[0]), item.batch, head_kv * T.group + i, column // T.blocks_k)
             steps += visited * (T.blocks_q // T.block_q)
             asked += partial * (T.blocks_q // T.block_q)
         steps = gl.where(column < sizes.k, steps, 0)
         full_lo = begin + asked
     visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)
-    place = Walk(tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k, first_padded(item, T),
-                 gl.to_tensor(padded), head_kv, visits)  # fmt: skip
+    place = Walk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
+                 first_padded(item, T), gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes
+
+
+@gluon.jit
+def tell_tile(tickets, turn, ticket, place, sizes):
+    """Loader: tell the other roles the tile of a turn. To find it themselves they would need registers that they lack."""
+    at = place.visits
+    numbers = (
+        ticket, place.tile, place.batch, place.head_kv, place.first_q, place.first_k, place.span_k, place.first_row,
+        sizes.q, sizes.k, at.lo, at.full_lo, at.full_hi, at.tiles, at.begin, at.end,
+    )  # fmt: skip
+    tickets.publish(turn, numbers)
+
+
+@gluon.jit
+def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: gl.constexpr):
+    """What `tell_tile` told; if HELD, what a consumer's steps need lives in registers that a warp's lanes share."""
+    tile, batch, end = tickets.number(turn, 1, WARPS), tickets.number(turn, 2, WARPS), tickets.number(turn, 15, WARPS)
+    q, k = work.sizes.q, work.sizes.k
+    if T.ragged:
+        q, k = tickets.number(turn, 8, WARPS), tickets.number(turn, 9, WARPS)
+    column = tile * T.block_k
+    if HELD:
+        column, end = uniform(column), uniform(end)
+        if T.ragged:
+            q, k = uniform(q), uniform(k)
+    first_q, first_k, first_row, span_k = batch * 0, batch * 0, batch * 0, work.sizes.k
+    padded, place = padded_rows(work.sizes.q), batch
+    sizes = Sizes(q, k, work.sizes.heads, work.sizes.group)
+    if T.varlen:
+        first_q, first_k = tickets.number(turn, 4, WARPS), tickets.number(turn, 5, WARPS)
+        span_k, first_row = tickets.number(turn, 6, WARPS), tickets.number(turn, 7, WARPS)
+        padded, place = work.region[1], batch * 0
+    lo, tiles, begin = tickets.number(turn, 10, WARPS), tickets.number(turn, 13, WARPS), tickets.number(turn, 14, WARPS)
+    visits = Visits(lo, tickets.number(turn, 11, WARPS), tickets.number(turn, 12, WARPS), tiles, begin, end)
+    walk = Walk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row, gl.to_tensor(padded),
+                tickets.number(turn, 3, WARPS), visits)  # fmt: skip
+    return walk, sizes
+
+
+@gluon.jit
+def find(tickets, turn, ticket, begin, work, WARPS: gl.constexpr, T: gl.constexpr):
+    """`walk` for a role of WARPS warps that does not load."""
+    if T.tells:
+        return told_tile(tickets, turn, work, WARPS, True, T)
+    else:
+        return walk(ticket, begin, work, T)
+
+
+@gluon.jit
+def again(place, sizes, memory, work, WARPS: gl.constexpr, T: gl.constexpr):
+    """The same tile and sizes, for a rare path: where T.tells they are read anew, and no register held them."""
+    if T.tells:
+        return told_tile(memory.to.tickets, place.told, work, WARPS, False, T)
+    else:
+        return place, sizes
+
+
+@gluon.jit
+def tell_step(memory, step, head, start, masked, T: gl.constexpr):
+    """Loader: tell a step, once its queries' stage is free.
+
+    What stands there is T.told_steps steps old. The consumers have let go of the one T.stages before this one, hence had their
+    shares of the one before that taken over, and whoever adds these is done with all earlier ones.
+    """
+    tell(memory.steps, (step & (T.told_steps - 1)) * 3, (head, start, masked.to(gl.int32)))
+
+
+@gluon.jit
+def meeting(memory, step, place, WARPS: gl.constexpr, T: gl.constexpr):
+    """(query head, first query) of a step, once its queries have arrived."""
+    if T.tells:
+        at = (step & (T.told_steps - 1)) * 3
+        return told(memory.steps, at, WARPS), told(memory.steps, at + 1, WARPS)
+    else:
+        return place.at(step, T)
+
+
+@gluon.jit
+def asks(memory, step, place, start, T: gl.constexpr):
+    """Whether a consumer must ask the mask in a step whose queries, from `start` on, have arrived."""
+    if T.tells:
+        return told(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4) != 0
+    else:
+        return place.masked(start)
 
 
 @gluon.jit

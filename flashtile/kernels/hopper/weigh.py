@@ -4,7 +4,7 @@ from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
-from flashtile.kernels.hopper.visit import seeing
+from flashtile.kernels.hopper.visit import again, meeting, seeing
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
 from flashtile.kernels.lib.score import locate, probabilities
@@ -26,7 +26,6 @@ def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
 def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
     """Zero the keys that a predicate hides from all queries, if any key is not finite: only then the mask is asked."""
     COLUMNS: gl.constexpr = T.columns
-    BLOCK_Q: gl.constexpr = T.block_q
     STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
     INFINITE: gl.constexpr = 0x7F80 if memory.k.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
@@ -39,15 +38,17 @@ def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constex
         for strip in gl.static_range(0, 64, STRIP):
             largest = gl.maximum(largest, k.slice(strip, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
         if gl.max(gl.max(largest, 1), 0) >= INFINITE:
-            for strip in gl.static_range(0, 64, STRIP):
-                some = gl.zeros([STRIP], gl.int32, gl.SliceLayout(1, SCORES))  # pyright: ignore[reportCallIssue]
-                for step in range(place.visits.begin, place.visits.end):
-                    head, start = place.at(step, work, T)
-                    keep = sees(head, start, first_key + strip, place, sizes, work, SCORES, [STRIP, BLOCK_Q], T, MASK)
-                    some = gl.maximum(some, gl.max(keep.to(gl.int32), 1))
-                rows = k.slice(strip, STRIP)
-                wanted = gl.convert_layout(some, gl.SliceLayout(1, LAYOUT))[:, None] > 0
-                rows.store(gl.where(wanted, rows.load(LAYOUT), 0.0))
+            some = gl.zeros([64], gl.int32, gl.SliceLayout(1, SCORES))  # pyright: ignore[reportCallIssue]
+            for member in range(T.group):
+                head = place.head_kv * T.group + member
+                steps, asked, listed = place.visited(head, work, T)
+                for nth in range(steps):
+                    start, _ = place.visit(nth, asked, listed, T)
+                    for query in range(0, T.block_q, STRIP):
+                        keep = sees(head, start + query, first_key, place, sizes, work, SCORES, [64, STRIP], T, MASK)
+                        some = gl.maximum(some, gl.max(keep.to(gl.int32), 1))
+            wanted = gl.convert_layout(some, gl.SliceLayout(1, LAYOUT))[:, None] > 0
+            k.store(gl.where(wanted, k.load(LAYOUT), 0.0))
             fence_async_shared()
 
 
@@ -83,6 +84,8 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
         first = aligned - band[1]
     if T.pads_keys:
         first = gl.where(key < sizes.k, first, 2147483647)
+        if T.tells and not T.right:  # nothing of it knows the step: all comparisons would be made before the loop, and kept
+            first = stay(first)
     keep = column >= first - offset
     if T.left:
         keep = keep & (column <= aligned + band[0] - offset)
@@ -107,7 +110,8 @@ def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, w
 
 
 @gluon.jit
-def weigh(raw, level, step, offset, first_key, masked, place, sizes, work, scale, T: gl.constexpr, MASK: gl.constexpr):
+def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, work, scale, T: gl.constexpr,
+          MASK: gl.constexpr):  # fmt: skip
     """p of a step's products (keys x queries), of its queries from `offset` on; level as `rows.attention_rows` gives it.
 
     What a predicate hides gets -0.0, which no exponential is: by that `differentiate` knows it.
@@ -118,9 +122,10 @@ def weigh(raw, level, step, offset, first_key, masked, place, sizes, work, scale
         p = gl.exp2(raw * (scale * LOG2E) - level)
     if T.masks:
         if masked:
-            head, start = place.at(step, work, T)
+            head, start = meeting(memory, step, place, 4, T)
             if T.predicate:
                 COLUMNS: gl.constexpr = p.shape[1]
+                place, sizes = again(place, sizes, memory, work, 4, T)
                 keep = sees(head, start + offset, first_key, place, sizes, work, matrix_layout(COLUMNS), [64, COLUMNS], T, MASK)
                 p = gl.where(keep, p.to(gl.int32, bitcast=True), NEGATIVE_ZERO).to(gl.float32, bitcast=True)
             else:
