@@ -13,7 +13,7 @@ ROUNDS = 64
 @gluon.jit
 def give(tickets, rounds):
     for i in range(rounds):
-        tickets.publish(i, i * i)
+        tickets.publish(i, (i * i,))
 
 
 @gluon.jit
@@ -24,7 +24,7 @@ def receive(out_ptr, tickets, rounds):
 
 @gluon.jit(do_not_specialize=["rounds"])
 def attention_handover(out_ptr, rounds):
-    tickets = make_tickets(1)
+    tickets = make_tickets(1, 1)
     fence_async_shared()
     gl.warp_specialize([(receive, (out_ptr, tickets, rounds)), (give, (tickets, rounds))], [1], [24])
 

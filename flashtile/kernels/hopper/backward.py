@@ -51,7 +51,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     own = W
-    if T.tells:  # in every step: the operands' descriptors, found before the loop, would spill
+    if T.fresh or T.tells:  # in every step: the operands' descriptors, found before the loop, would spill
         own = uniform(gl.to_tensor(W))
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])
@@ -161,7 +161,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
     dtype: gl.constexpr = memory.q.dtype
     own = 0
-    if T.tells:  # in every step, as in `step_keys`
+    if T.fresh or T.tells:  # in every step, as in `step_keys`
         own = uniform(gl.to_tensor(0))
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])

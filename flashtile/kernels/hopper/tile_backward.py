@@ -27,6 +27,7 @@ class BackwardLaunch:
     lag: int = 1  # steps by which dq comes after its ds: with 1, a consumer may be a step ahead of the other
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     clears: bool = False  # dq's sum is cleared before, instead of storing the first share of a part
+    fresh: bool = True  # descriptors of keys and values are found in every step, by registers that a warp shares
 
     @property
     def block_k(self) -> int:
@@ -79,6 +80,7 @@ class BackwardTile:
     lag: int = 1
     resident: bool = True
     clears: bool = False  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
+    fresh: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
     together: bool = False  # likewise: items in order
 
@@ -133,7 +135,7 @@ class BackwardTile:
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
 BACKWARD = {
-    64: BackwardLaunch(block_q=128),
+    64: BackwardLaunch(block_q=128, fresh=False),
     128: BackwardLaunch(stages=3),
     256: BackwardLaunch(halves=True),
 }
@@ -194,6 +196,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         lag=launch.lag,
         resident=launch.resident,
         clears=launch.clears or launch.halves,
+        fresh=launch.fresh,
     )
 
 
