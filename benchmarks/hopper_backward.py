@@ -1,6 +1,6 @@
 """Checks and times tiles of the Hopper backward, beside the backward of SDPA's cuDNN backend.
 
-    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-lag0 ...] [--budget SECONDS] [--output FILE]
+    python benchmarks/hopper_backward.py [--head-dim 128 ...] [--variant 128-launched ...] [--budget SECONDS] [--output FILE]
         [--dry]
 
 Every variant first answers small, odd problems against float64, in several processes and on poisoned memory: one that
@@ -62,23 +62,12 @@ D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
 VARIANTS = {
     "64": Variant(64, D64),
     "64-launched": Variant(64, replace(D64, resident=False)),
-    "64-lag0": Variant(64, replace(D64, lag=0)),
-    "64-lag0-launched": Variant(64, replace(D64, lag=0, resident=False)),
-    "64-clears": Variant(64, replace(D64, clears=True)),
     "64-swizzle8": Variant(64, replace(D64, swizzle=8)),
-    "64-fresh": Variant(64, replace(D64, fresh=True)),
     "64-deterministic": Variant(64, D64, True),
-    "64-lag0-deterministic": Variant(64, replace(D64, lag=0), True),
     "128": Variant(128, D128),
     "128-launched": Variant(128, replace(D128, resident=False)),
-    "128-lag0": Variant(128, replace(D128, lag=0)),
-    "128-lag0-launched": Variant(128, replace(D128, lag=0, resident=False)),
-    "128-clears": Variant(128, replace(D128, clears=True)),
-    "128-hoisted": Variant(128, replace(D128, fresh=False)),
     "128-deterministic": Variant(128, D128, True),
-    "128-lag0-deterministic": Variant(128, replace(D128, lag=0), True),
     "256": Variant(256, D256),
-    "256-hoisted": Variant(256, replace(D256, fresh=False)),
     "256-launched": Variant(256, replace(D256, resident=False)),
     "256-deterministic": Variant(256, D256, True),
 }

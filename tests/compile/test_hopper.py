@@ -37,8 +37,8 @@ TUNED = {
 
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
 TUNED_BACKWARD = {
-    (64, ""): (561, 4), (64, ",band=:0"): (843, 13), (128, ""): (414, 7), (128, ",band=:0"): (574, 21),
-    (256, ""): (439, 24), (256, ",band=:0"): (517, 21),
+    (64, ""): (585, 0), (64, ",band=:0"): (861, 0), (128, ""): (411, 0), (128, ",band=:0"): (547, 0),
+    (256, ""): (351, 0), (256, ",band=:0"): (425, 0),
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 82),

@@ -50,9 +50,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
-    own = W
-    if T.fresh or T.tells:  # in every step: the operands' descriptors, found before the loop, would spill
-        own = uniform(gl.to_tensor(W))
+    own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
@@ -101,18 +99,12 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
 
     ds = ds.to(dtype)
-    if T.lag == 0:
-        memory.ds.index(2 * W + step % 2).store(ds)
-        fence_async_shared()
-        named_wait(8, 256)
-        dq_token = multiply_dq(memory, step, W, T)
-    else:
-        memory.to.scores.claim(step)
-        memory.ds.index(2 * W + step % 2).store(ds)
-        fence_async_shared()
-        memory.to.scores.hand_over(step)
-        if not FIRST:
-            dq_token = multiply_dq(memory, step - 1, W, T)
+    memory.to.scores.claim(step)
+    memory.ds.index(2 * W + step % 2).store(ds)
+    fence_async_shared()
+    memory.to.scores.hand_over(step)
+    if not FIRST:
+        dq_token = multiply_dq(memory, step - 1, W, T)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
     if FIRST:
         dv = warpgroup_mma_wait(1, deps=[dv_token])
@@ -120,9 +112,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     else:
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         memory.to.douts.release(step)
-        if T.lag == 1:
-            memory.to.scores.release(step - 1)
-        add_dq(dq, memory, sum_ptrs, step - T.lag, place, sizes, work, W, T)
+        memory.to.scores.release(step - 1)
+        add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.to.queries.release(step)
     return dk, dv
@@ -132,8 +123,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
 def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
     """Begin a consumer's part of dq, from both consumers' ds: half of the columns or half of the queries, from all keys."""
     COLUMNS_DQ: gl.constexpr = T.columns_dq
-    if T.lag > 0:
-        memory.to.scores.wait(step)
+    memory.to.scores.wait(step)
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
         share = memory.ds.index(2 * i + step % 2)
@@ -160,9 +150,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     SCORES: gl.constexpr = matrix_layout(HALF_Q)
     DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
     dtype: gl.constexpr = memory.q.dtype
-    own = 0
-    if T.fresh or T.tells:  # in every step, as in `step_keys`
-        own = uniform(gl.to_tensor(0))
+    own = uniform(gl.to_tensor(0))  # in every step, as in `step_keys`
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])
     q = memory.q.index(memory.to.queries.at(step)).reshape([64, COLUMNS])
@@ -246,10 +234,6 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             if T.deterministic:
                 if place.visits.end > begin:
                     report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
-        elif T.lag == 0:
-            for step in range(begin, place.visits.end):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
-                                   MASK)  # fmt: skip
         elif place.visits.end > begin:
             dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
                                MASK)  # fmt: skip

@@ -51,23 +51,17 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 first = before == 0
             if not T.tells:
                 memory.to.sums.wait(2 * step + W)
-            if not (T.clears or T.deterministic):
+            if not T.deterministic:
                 first = claim(sum_ptrs[2] + at) == 0
-            if T.clears:
-                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
-            elif first:
+            if first:
                 tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             else:
                 tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             store_wait(0)
             memory.to.sums.release(2 * step + W)
-            if T.deterministic:
+            if T.deterministic or first:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
-            elif not T.clears:
-                if first:
-                    adds_done(0)
-                    report(sum_ptrs[2] + at)
             step = step + 1
         memory.to.tickets.finish(turn)
         turn = turn + 1

@@ -24,10 +24,7 @@ class BackwardLaunch:
     stages_dout: int = 2
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     swizzle: int = 4  # heads that go together, for the L2 cache
-    lag: int = 1  # steps by which dq comes after its ds: with 1, a consumer may be a step ahead of the other
     resident: bool = True  # as many blocks as SMs, which take one tile after another
-    clears: bool = False  # dq's sum is cleared before, instead of storing the first share of a part
-    fresh: bool = True  # descriptors of keys and values are found in every step, by registers that a warp shares
 
     @property
     def block_k(self) -> int:
@@ -40,7 +37,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"lag={self.lag} resident={self.resident} clears={self.clears}"]
+        words += [f"resident={self.resident}"]
         return " ".join([*words, *(["halves"] if self.halves else [])])
 
 
@@ -77,10 +74,7 @@ class BackwardTile:
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
-    lag: int = 1
     resident: bool = True
-    clears: bool = False  # the sum of dq is cleared before; otherwise the first share of a part is stored, not added
-    fresh: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
     together: bool = False  # likewise: items in order
 
@@ -106,6 +100,11 @@ class BackwardTile:
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
         return not self.halves
+
+    @property
+    def clears(self) -> bool:
+        """Whether the sum of dq is cleared before; the copy engine stores the first share of a part instead of adding it."""
+        return self.halves
 
     @property
     def locked(self) -> bool:
@@ -135,7 +134,7 @@ class BackwardTile:
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
 BACKWARD = {
-    64: BackwardLaunch(block_q=128, fresh=False),
+    64: BackwardLaunch(block_q=128),
     128: BackwardLaunch(stages=3),
     256: BackwardLaunch(halves=True),
 }
@@ -193,10 +192,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
-        lag=launch.lag,
         resident=launch.resident,
-        clears=launch.clears or launch.halves,
-        fresh=launch.fresh,
     )
 
 
