@@ -30,6 +30,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         ["--section", "varlen"], dict(HEADS=1, HEAD_DIM=16, ROUNDS=1, DENSE=8, lognormal_lengths=lambda: [5, 3]), 8,
     ),
     "companions": (["--section", "norm"], dict(NORM_SHAPES=((8, 16),), FLUSH_BYTES=1024, WARM_CALLS=1), 12),
+    "cpu": (["--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ MOST = {
     f"forward:{SHAPE},dropout=0.1)": 20.6,
     f"queries:{SHAPE},score=softcap(30.0))": 14.4,
     f"queries:{SHAPE},score=alibi(2x16:fp32:grad))": 19.8,
-    f"queries:{SHAPE},{BIAS})": 13.6,
+    f"queries:{SHAPE},{BIAS})": 16.9,  # a narrow tile, measured faster than wider ones of 11.8
     f"pairs:{SHAPE},{BIAS})": 18.2,
     f"pairs:{SHAPE},score=bias(2x1x1x4096:bf16:grad))": 12.4,
 }
@@ -51,13 +51,14 @@ def test_products_wait_for_none_before_them(code: dict[str, Any], spelling: str)
     assert code[spelling]["serialised"] == []
 
 
-@pytest.mark.parametrize("which", ["forward", "queries"])
-def test_a_bias_is_copied_ahead_of_its_use(code: dict[str, Any], which: str) -> None:
+# Copies of keys, values and bias by a thread; and how many programs share an SM: one of eight warps, or two of four.
+@pytest.mark.parametrize(("which", "copies", "programs"), [("forward", 12, 1), ("queries", 10, 2)])
+def test_a_bias_is_copied_ahead_of_its_use(code: dict[str, Any], which: str, copies: int, programs: int) -> None:
     """In 16-byte pieces and without a register: added to the product, not what the product begins with."""
     entry = code[f"{which}:{SHAPE},{BIAS})"]
     for loop in entry["loops"]:
-        assert (loop["LDG"], loop["LDGSTS"]) == (0, 20)
-    assert entry["shared_bytes"] <= 227 * 1024 // 2 - 1024  # two programs on an SM
+        assert (loop["LDG"], loop["LDGSTS"]) == (0, copies)
+    assert entry["shared_bytes"] <= 227 * 1024 // programs - 1024
 
 
 def test_dropped_probabilities_stay_in_float32_until_they_are_packed(code: dict[str, Any]) -> None:
