@@ -42,14 +42,17 @@ MOST_SCORE = 2.0**16
 FIRST_ROWS = 128
 
 
-def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The outputs out and lse; lse, float32, is coarse for 16-bit inputs unless the problem returns it."""
+def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
+    """The outputs out and lse; lse, float32, is coarse for 16-bit inputs unless the problem returns it.
+
+    `first_batch` as in `tiled.forward`.
+    """
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
     dtype = torch.float32 if p.returns_lse and not mends(p) else tensors["q"].dtype
     q, k, v = (heads_first(tensors[name], part, dtype) for name, part in (("q", rows), ("k", keys), ("v", keys)))
     if dtype is not torch.float32 and not most_score(p, q, k) <= MOST_SCORE:
-        return tiled.forward(p, tensors, outputs)
+        return tiled.forward(p, tensors, outputs, first_batch)
     out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale_value)
     made = {
         "out": embedded(out.transpose(1, 2), 1, rows, p.seqlen_q, 0.0),
@@ -67,8 +70,8 @@ def most_score(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> float:
     return p.head_dim * abs(p.scale_value) * math.prod(largest)
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """Those of dq, dk, dv that `outputs` names, float32."""
+def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
+    """Those of dq, dk, dv that `outputs` names, float32; `first_batch` matters to modifiers alone, of which there are none."""
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
     parts = {"dout": rows, "q": rows, "k": keys, "v": keys, "out": rows}

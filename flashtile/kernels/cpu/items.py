@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtile.kernels.cpu import masked, scored, tiled
+from flashtile.kernels.cpu import tiled
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.score import ScoreSpec
@@ -97,9 +97,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
 
 def _call(function: Any, item: Item, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
     mine = {name: item.of(name, tensor) for name, tensor in tensors.items()}
-    if function.__module__ in (tiled.__name__, masked.__name__, scored.__name__):
-        return function(item.problem, mine, outputs, item.index)
-    return function(item.problem, mine, outputs)
+    return function(item.problem, mine, outputs, item.index)
 
 
 def _embed(item: Item, made: Tensors, parts: Tensors) -> None:

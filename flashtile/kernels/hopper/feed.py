@@ -64,8 +64,8 @@ def load_step(q_desc, dout_desc, rows_desc, memory, head, start, masked, first, 
         blank = masked
     elif T.blanks:
         blank = (start < first) | (start + T.block_q > end)
+    memory.to.queries.claim(step)
     if T.tells:
-        memory.to.queries.claim(step)
         tell_step(memory, step, head, start, masked, T)
     if T.blanks:
         if blank:
@@ -81,8 +81,6 @@ def load_step(q_desc, dout_desc, rows_desc, memory, head, start, masked, first, 
 @gluon.jit
 def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
     """Load queries, their rows and dout."""
-    if not T.tells:
-        memory.to.queries.claim(step)
     bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     bar = memory.to.douts.acquire(step, dout_desc.block_type.nbytes)
@@ -105,8 +103,6 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
     They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
     those without an lse.
     """
-    if not T.tells:
-        memory.to.queries.claim(step)
     memory.to.douts.claim(step)
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)

@@ -29,10 +29,10 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.scores import exponentials, lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.ticket import make_words
 from flashtile.kernels.hopper.work import (
     Job,
     assign,
-    make_words,
     measure,
     sized,
     tell,
@@ -406,7 +406,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     job = q
     if T.blocks_q > 0:
-        job = make_words()
+        job = make_words(5)
     mem = Memory(q, k, v, out, job, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)

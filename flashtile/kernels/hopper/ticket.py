@@ -36,13 +36,13 @@ class Tickets:
     @gluon.jit
     def number(self, turn, i: gl.constexpr, WARPS: gl.constexpr):
         """A turn's `i`-th number, for a role of WARPS warps."""
-        return told(self.numbers, self.channel.at(turn) * self.WORDS + i, WARPS)
+        return read_word(self.numbers, self.channel.at(turn) * self.WORDS + i, WARPS)
 
     @gluon.jit
     def publish(self, turn, numbers):
         """Tell the numbers of a turn."""
         self.channel.claim(turn)
-        tell(self.numbers, self.channel.at(turn) * self.WORDS, numbers)
+        write_words(self.numbers, self.channel.at(turn) * self.WORDS, numbers, 1)
         self.channel.hand_over(turn)
 
     @gluon.jit
@@ -62,15 +62,15 @@ class Tickets:
 
 
 @gluon.jit
-def tell(words, first, numbers):
-    """Write numbers to shared memory from `first` on, for a role of one warp."""
+def write_words(words, first, numbers, WARPS: gl.constexpr):
+    """Write numbers to shared memory from `first` on, for a role of WARPS warps."""
     for i in gl.static_range(len(numbers)):
-        words.index(first + i).store(gl.full([1], numbers[i], gl.int32, one(1)))
+        words.index(first + i).store(gl.full([1], numbers[i], gl.int32, one(WARPS)))
 
 
 @gluon.jit
-def told(words, at, WARPS: gl.constexpr):
-    """One of the numbers that `tell` wrote, for a role of WARPS warps."""
+def read_word(words, at, WARPS: gl.constexpr):
+    """One of the numbers that `write_words` wrote, for a role of WARPS warps."""
     return gl.sum(words.index(at).load(one(WARPS)), 0)
 
 

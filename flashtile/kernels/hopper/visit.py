@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.gluon import afresh, aggregate, gl, gluon, uniform
-from flashtile.kernels.hopper.ticket import tell, told
+from flashtile.kernels.hopper.ticket import read_word, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows
 from flashtile.kernels.lib.mask import key_range
@@ -248,7 +248,7 @@ def tell_step(memory, step, head, start, masked, T: gl.constexpr):
     What stands there is T.told_steps steps old. The consumers have let go of the one T.stages before this one, hence had their
     shares of the one before that taken over, and whoever adds these is done with all earlier ones.
     """
-    tell(memory.steps, (step & (T.told_steps - 1)) * 3, (head, start, masked.to(gl.int32)))
+    write_words(memory.steps, (step & (T.told_steps - 1)) * 3, (head, start, masked.to(gl.int32)), 1)
 
 
 @gluon.jit
@@ -256,7 +256,7 @@ def meeting(memory, step, place, WARPS: gl.constexpr, T: gl.constexpr):
     """(query head, first query) of a step, once its queries have arrived."""
     if T.tells:
         at = (step & (T.told_steps - 1)) * 3
-        return told(memory.steps, at, WARPS), told(memory.steps, at + 1, WARPS)
+        return read_word(memory.steps, at, WARPS), read_word(memory.steps, at + 1, WARPS)
     else:
         return place.at(step, T)
 
@@ -265,7 +265,7 @@ def meeting(memory, step, place, WARPS: gl.constexpr, T: gl.constexpr):
 def asks(memory, step, place, start, T: gl.constexpr):
     """Whether a consumer must ask the mask in a step whose queries, from `start` on, have arrived."""
     if T.tells:
-        return told(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4) != 0
+        return read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4) != 0
     else:
         return place.masked(start)
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flashtile.kernels.hopper.gluon import gl, gluon
-from flashtile.kernels.hopper.ticket import one
+from flashtile.kernels.hopper.ticket import read_word, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import RECORD, Item, slab
@@ -129,35 +129,21 @@ def longest_first(tile, batch_head, together, size, lists, T: gl.constexpr):
 
 
 @gluon.jit
-def make_words():
-    """Shared memory for what `tell` tells."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
-    return gl.allocate_shared_memory(gl.int32, [5, 1], layout)
-
-
-@gluon.jit
 def tell(words, at, T: gl.constexpr):
     """Loader: tell the consumers its Job, which takes three loads, one after another, to find.
 
     They read it when the queries arrive, and let go of the last keys after that: so it stands until the next one is told.
     """
     values = (at.item.batch, at.head, at.row, at.blocks.partial, at.blocks.visited)
-    for i in gl.static_range(5):
-        words.index(i).store(gl.full([1], values[i], gl.int32, one(T.loader_warps)))
+    write_words(words, 0, values, T.loader_warps)
 
 
 @gluon.jit
 def told(words, size):
     """Consumer: the Job that `tell` told."""
-    batch, row = word(words, 0), word(words, 2)
+    batch, row = read_word(words, 0, 4), read_word(words, 2, 4)
     item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
-    return Job(item, batch, word(words, 1), row, Listed(word(words, 3), word(words, 4)))
-
-
-@gluon.jit
-def word(words, i: gl.constexpr):
-    """One number of shared memory."""
-    return gl.sum(words.index(i).load(one(4)), 0)
+    return Job(item, batch, read_word(words, 1, 4), row, Listed(read_word(words, 3, 4), read_word(words, 4, 4)))
 
 
 @gluon.jit
