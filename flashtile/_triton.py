@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from threading import RLock
 from typing import Any
 
 try:
@@ -14,6 +19,7 @@ try:
     INTERPRETED = bool(knobs.runtime.interpret)
 except ImportError:
     VERSION, INTERPRETED = None, False
+    knobs: Any = None
 
     def constexpr(value: Any) -> Any:
         return value
@@ -60,4 +66,48 @@ def tile_layout(block: list[int], dtype: str, swizzled: bool) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=element.primitive_bitwidth, rank=len(block))
 
 
-__all__ = ["INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "constexpr", "jit", "shared", "tile_layout", "tl"]
+SOUND_PTXAS = (12, 9)
+_COMPILING = RLock()
+
+
+@cache
+def assembler() -> str | None:
+    """The path of the assembler for NVIDIA GPUs that kernels are to be compiled with, where it is not Triton's own choice.
+
+    ptxas 12.8, which Triton 3.6 takes below sm100, can leave an address that two loops share uncomputed where the first loop is
+    skipped, so that results are wrong (`export/descriptors.py` finds such code). The 12.9 that the same release brings for
+    newer GPUs compiles the same text rightly. Whoever sets TRITON_PTXAS_PATH has chosen.
+    """
+    if "TRITON_PTXAS_PATH" in os.environ or not hasattr(knobs.nvidia, "ptxas_blackwell"):
+        return None
+    own, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
+    return newer.path if _release(own) < SOUND_PTXAS <= _release(newer) else None
+
+
+def _release(tool: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in tool.version.split("."))
+
+
+def compiling(kind: str) -> Any:
+    """A context in which Triton compiles for GPUs of this kind ("cuda", "hip") with `assembler`; one thread at a time."""
+    return _with_assembler() if kind == "cuda" and not INTERPRETED and assembler() else nullcontext()
+
+
+@contextmanager
+def _with_assembler() -> Generator[None]:
+    from triton.backends.nvidia import compiler
+
+    with _COMPILING, knobs.nvidia.scope():
+        knobs.nvidia.ptxas = assembler()  # pyright: ignore[reportAttributeAccessIssue] (it takes paths)
+        version = compiler.get_ptxas_version  # part of the disk cache's key, and remembered
+        compiler.get_ptxas_version = cache(version.__wrapped__)
+        try:
+            yield
+        finally:
+            compiler.get_ptxas_version = version
+
+
+__all__ = [
+    "INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "assembler", "compiling", "constexpr", "jit", "shared",
+    "tile_layout", "tl",
+]  # fmt: skip

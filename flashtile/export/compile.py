@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashtile._triton import tile_layout
+from flashtile._triton import assembler, compiling, tile_layout
 from flashtile.export.size import Size, divisor
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -115,7 +115,8 @@ def compile_kernel(call: KernelCall, special: Specialisation, device: Device) ->
     source = source_class(call.kernel)(
         call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
     )
-    return triton.compile(source, target=gpu_target(device), options=call.options)
+    with compiling(device.kind):
+        return triton.compile(source, target=gpu_target(device), options=call.options)
 
 
 def descriptor_type(descriptor: Descriptor, dtype: str) -> str:
@@ -162,18 +163,19 @@ def resources(compiled: Any, device: Device) -> Resources:
 
 
 def assemble(ptx: str, device: Device, *options: str) -> tuple[bytes | None, str]:
-    """(machine code of a PTX text, ptxas's log), from the older of Triton's assemblers that knows the text's version.
+    """(machine code of a PTX text, ptxas's log), from the assembler that kernels are compiled with, or the newest that Triton
+    brings where that does not know the text's version.
 
     None and all that they said where none takes it.
     """
     arch, said = f"sm_{device.arch}" + ("a" if device.arch >= 90 else ""), ""
-    for tool in ("ptxas", "ptxas-blackwell"):
-        if not (TOOLS / tool).exists():
+    for tool in dict.fromkeys((Path(assembler() or TOOLS / "ptxas"), TOOLS / "ptxas-blackwell")):
+        if not tool.exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
             source.write_text(ptx)
-            command = [str(TOOLS / tool), *options, f"--gpu-name={arch}", str(source), "-o", str(target)]
+            command = [str(tool), *options, f"--gpu-name={arch}", str(source), "-o", str(target)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             log = done.stdout + done.stderr
             if done.returncode == 0:

@@ -3,7 +3,7 @@
     python -m flashtile.export.matrix [--target sm90 ...] [--sample N] [--jobs N] [--csv FILE]
 
 No GPU is needed. A row fails when it does not compile, needs more shared memory than the device has, spills more than
-its budget, or holds no matrix instructions where it should.
+its budget, holds no matrix instructions where it should, or has some whose operands look miscompiled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import triton
 
 from flashtile.dispatch import BACKENDS, backend_named
 from flashtile.export.compile import compile_call, resources
+from flashtile.export.descriptors import suspicious_operands
+from flashtile.export.sass import disassemble
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, named
@@ -75,7 +77,7 @@ def problems() -> Iterator[str]:
                 yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},fp32{band},{precision})"
         for batch, n, rest in ((16, 512, ""), (1, 200, ""), (1, 200, ",score=softcap(30.0)+alibi(1x8:fp32:grad)")):
             yield f"attention(q={batch}x{n}x8x{head_dim},kv={n}x8x{head_dim},fp32,band=:0{rest},tf32x3)"  # other products
-    for dims in ((80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
+    for dims in ((40, 40), (80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
         for dtype in ("bf16", "fp32"):
             tail = ",tf32x3" if dtype == "fp32" else ""
             yield f"attention(q=2x1000x8x{dims[0]},kv=1300x2x{dims[1]},{dtype},band=:0{tail})"
@@ -156,7 +158,8 @@ def compile_row(job: Job) -> Row:
     text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if tile else ""
     row = Row(job.backend, job.target, job.problem, job.variant, name, text)
     try:
-        used = resources(compile_call(call, plan, device), device)
+        compiled = compile_call(call, plan, device)
+        used = resources(compiled, device)
     except Exception as error:
         return replace(row, failure=f"{type(error).__name__}: {str(error)[-300:]}")
     failures: list[str] = []
@@ -168,6 +171,10 @@ def compile_row(job: Job) -> Row:
     multiplies = "SCORE" in constants
     if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
         failures.append("has no matrix instructions")
+    if job.backend == "triton" and device.kind == "cuda" and device.arch == 90:
+        suspicious = suspicious_operands(disassemble(compiled))
+        if suspicious:
+            failures.append(f"operands differ by the way to them: {', '.join(suspicious[:3])}")
     return replace(
         row,
         registers=used.registers,

@@ -177,6 +177,11 @@ class Replay:
             launch(*grid, stream, *args)
 
 
+def compiling() -> Any:
+    """The context in which Triton is to compile for PyTorch's GPUs."""
+    return _triton.compiling("hip" if torch.version.hip else "cuda")
+
+
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
     return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, plan, strides, device)
 
@@ -256,7 +261,8 @@ class KernelLaunch:
         """Compile without launching."""
         if not self.empty and self.compiled is None:
             args = [_fill(a, tensors) for a in self.args]
-            self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
+            with compiling():
+                self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
 
     def options(self) -> dict[str, Any]:
         return {} if _triton.INTERPRETED else self.call.options
@@ -265,7 +271,8 @@ class KernelLaunch:
         """Launch through the JIT, which specialises on the values, and keep what it compiled."""
         call = self.call
         args = [_fill(a, tensors) for a in self.args]
-        compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
+        with compiling():
+            compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
         if DIRECT_LAUNCH and compiled is not None and not (
             compiled.run.global_scratch_size or compiled.run.profile_scratch_size
         ):  # fmt: skip
