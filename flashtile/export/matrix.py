@@ -87,6 +87,8 @@ def problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),tf32x3)"
     for score in ("", "score=bias(1x1x1x1:fp32:grad),", "score=bias(1x4x90x90:fp32:grad),"):
         yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{score}sink=4:fp32:grad,dropout=0.1,tf32x3)"
+    narrow = "score=bias(2x4x90x90:bf16:grad),where=stored(1;1;1;1;2x4x90x90:bool)"  # loads beside products in float64
+    yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{narrow},dropout=0.1,tf32x3)"
     yield "attention(q=3x90x4x64,kv=90x2x64,fp32,band=9:3,sink=4:fp32:grad,tf32x3,varlen=150x150)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
     for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):

@@ -70,3 +70,15 @@ for call, plan in zip(calls, plans):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_float64_products_take_what_narrow_tensors_changed(tmp_path: Path) -> None:
+    code = """
+from flashtile.export.matrix import compile_row, jobs_of, problems
+spelling = next(p for p in problems() if "bf16:grad" in p and "stored" in p and "fp32" in p)
+for row in map(compile_row, jobs_of(spelling, "sm90")):
+    assert not row.failure, (row.kernel, row.failure)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
