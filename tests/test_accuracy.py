@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashtile import Band
 from tests.cases import DTYPES, Case
 from tests.judge import FLOOR_ULP, breaches, expected, judge, measure, run
 
@@ -15,6 +16,8 @@ LONE = (
     Case("lone-1x1", seqlen_q=1, seqlen_k=1),
     Case("lone-key", seqlen_q=40, seqlen_k=1, head_dim=64),
     Case("lone-window", seqlen_q=40, seqlen_k=40, window=(0, 0)),
+    Case("lone-first-keys", seqlen_q=1, seqlen_k=30, mask=Band(right=-29)),  # causal, counted from the first key
+    Case("lone-last-keys", seqlen_q=3, seqlen_k=30, mask=Band(left=-2)),
     Case("lone-scores", seqlen_q=1, seqlen_k=1, score=("softcap", "alibi")),
 )
 

@@ -85,8 +85,9 @@ def _exact(problem: AttentionProblem, given: Tensors, backward: bool) -> dict[st
         if backward:
             given_rows = dout[:, rows]
             dv[0] += (weights.transpose(1, 2) @ given_rows).sum(0)
-            delta = (given_rows * out[:, rows]).sum(-1, keepdim=True)
-            dscores = weights * (given_rows @ values.T - delta) * problem.scale_value
+            dweights = given_rows @ values.T
+            mean = (weights * dweights).sum(-1, keepdim=True)  # of these very numbers: where one key is all, dq and dk are 0
+            dscores = weights * (dweights - mean) * problem.scale_value
             dq[:, rows] = dscores @ keys
             dk[0] += (dscores.transpose(1, 2) @ q[:, rows]).sum(0)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}

@@ -51,7 +51,8 @@ class Extras(TypedDict, total=False):
         are aligned bottom-right.
     dropout: `flashtile.Dropout(p, seed)`, seed an int or a `jax.random` key; bits depend on (batch, head, query, key) alone.
     alignment: where `is_causal` and `local_window_size` put query 0: "top-left" at key 0, as jax.nn does, or "bottom-right"
-        so that the last query stands at the last key, as FlashAttention does.
+        so that the last query stands at the last key, as FlashAttention does. Where they do at the top left, lengths hide
+        queries and keys and move none: positions that modifiers see stay those of T and S.
     backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
     deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
     """

@@ -159,9 +159,15 @@ class AttentionProblem:
     @property
     def lone(self) -> bool:
         """Whether no query sees more than one key, and there is no sink: softmax gives 1, whatever the score."""
-        band = self.band
-        narrow = band.left is not None and band.right is not None and band.left + band.right <= 0
-        return (self.span_k <= 1 or narrow) and self.sink is None
+        left, right = self.band.left, self.band.right
+        most = [self.span_k]
+        if right is not None:
+            most.append(self.span_k + right)  # of the last query, which sees the most keys of a band without a left end
+        if left is not None:
+            most.append(self.span_q + left)  # of the first query
+        if left is not None and right is not None:
+            most.append(left + right + 1)
+        return min(most) <= 1 and self.sink is None
 
     @property
     def empty(self) -> bool:

@@ -95,6 +95,17 @@ def test_yardstick_against_autograd(band, seqlen_q, seqlen_k, monkeypatch) -> No
     assert tolerance(problem) == (1e-4, 2e-4)
 
 
+def test_yardstick_gives_a_lone_key_no_gradient() -> None:
+    problem = AttentionProblem(1, 1, 1, 1, 1, 64, 64, DType.FP32, Band())
+    given = {
+        name: torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(i))
+        for i, name in enumerate(("q", "k", "v", "dout"))
+    }
+    yardstick = Yardstick(problem, given)
+    assert yardstick.error("dq", torch.zeros(1, 1, 1, 64)) == 0.0
+    assert yardstick.error("dk", torch.full((1, 1, 1, 64), 1e-9)) > 1.0
+
+
 def test_each_backend_is_discovered_with_its_variants(monkeypatch) -> None:
     from flashtile import dispatch
     from flashtile.bench import providers
