@@ -1,6 +1,7 @@
 """Checks and times the functions that `flashtile export --layout llmc` makes, beside the front end and PyTorch's SDPA.
 
     python benchmarks/exported.py LIBRARY.so [--shapes 8x1024 6x4096 ...] [--dtypes bf16 ...] [--seconds N] [--output FILE]
+        [--beside LLMC/dev/cuda FLASHATTENTIONC/src/llm.c]
 
 The library is the emitted C, compiled as a shared object; it is used through ctypes. Before anything is timed its results
 are held against float64 for random sizes and for the timed ones, and the forward's against the front end's, bit by bit.
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.llmc_kernels import Theirs
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options, positive, sized
 from flashtile.bench.rotation import rotate
@@ -190,16 +192,19 @@ def warm(dtype: str, sizes: Sizes, which: int) -> None:
     (forward, backward)[which]()
 
 
-def measure(exported: Exported, dtype: str, shape: str, rounds: int, until: float, record: Record) -> None:
-    """Rows of one shape, forward and backward."""
+def measure(
+    exported: Exported, theirs: Theirs | None, dtype: str, shape: str, rounds: int, until: float, record: Record
+) -> None:
+    """Rows of one shape, forward and backward; those of `theirs` where it is fp32."""
     b, length = (int(n) for n in shape.split("x"))
     sizes = (b, length, HEADS, HEADS * HEAD_DIM)
     problem, device = problem_of(dtype, sizes), torch.device("cuda", 0)
     t = judge(exported, dtype, sizes)
-    own, (peer, *theirs) = front_end(problem, t), sdpa(problem, t)
+    own, (peer, *passes) = front_end(problem, t), sdpa(problem, t)
+    beside = theirs.calls(*(t[n] for n in ("inp", "dout", "out", "dinp"))) if theirs and dtype == "fp32" else {}
     for i, direction in enumerate(("forward", "backward")):
         make = exported.forward if direction == "forward" else exported.backward
-        calls = {"exported": make(dtype, sizes, t), "front end": own[i], peer: theirs[i]}
+        calls = {"exported": make(dtype, sizes, t), "front end": own[i], peer: passes[i], **beside.get(direction, {})}
         counts = {name: calls_for(burst_ms(call, 3, device), device) for name, call in calls.items()}
         times = rotate(
             list(calls), rounds, lambda name: burst_ms(calls[name], counts[name], device),  # noqa: B023
@@ -223,6 +228,9 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=list(CODES))
     parser.add_argument("--seconds", type=positive, default=20.0, help="of random checks")
     parser.add_argument("--rounds", type=at_least_one, default=8)
+    parser.add_argument(
+        "--beside", nargs=2, type=Path, metavar=("LLMC", "FLASHATTENTIONC"), help="sources of their fp32 kernels, timed too"
+    )
     options(parser, "bench-output/exported.csv", 180)
     arguments = parser.parse_args()
     if not arguments.library.exists():
@@ -231,6 +239,7 @@ def main() -> int:
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")  # makes a context current, which the library wants to find when it is loaded
     exported = Exported(str(arguments.library.resolve()))
+    theirs = Theirs(*arguments.beside) if arguments.beside else None
     record = Record(arguments.output, arguments.budget, machine(torch.device("cuda", 0), arguments.commit))
     cells = [(dtype, shape) for dtype in arguments.dtypes for shape in arguments.shapes]
     timed = [(dtype, (*map(int, shape.split("x")), HEADS, HEADS * HEAD_DIM)) for dtype, shape in cells]
@@ -239,7 +248,7 @@ def main() -> int:
     check(exported, arguments.dtypes, arguments.seconds, record)
     for (dtype, shape), until in record.parts(cells, lambda cell: " ".join(cell)):
         with record.attempt(problem=f"{dtype} {shape}", direction="both"):
-            measure(exported, dtype, shape, arguments.rounds, until, record)
+            measure(exported, theirs, dtype, shape, arguments.rounds, until, record)
     return record.end()
 
 

@@ -29,7 +29,7 @@ FACTOR, FLOOR_ULP, FLOOR_SUM_ULP, LSE_TOLERANCE = 1.5, 2.0, 16.0, 1e-5  # tests/
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 HEAD_DIMS = (16, 32, 40, 64, 64, 64, 96, 128, 128, 128, 192, 256)
 REPEATS, PROCESSES = 50, 4
-SHAPES = 4  # problems of other sizes that meet the kernels compiled for one
+SHAPES = 12  # problems of other sizes that meet the kernels compiled for one
 
 
 def draw(number: int) -> dict[str, Any]:
