@@ -59,7 +59,7 @@ def build(source: Path, code: str) -> Any:
         found = [f"-I{source.parent.resolve()}", *([f"-I{cublas}/include"] if cublas.exists() else [])]
         for name in ("cublas", "cublasLt"):
             at = next((cublas / "lib").glob(f"lib{name}.so*"), None)
-            found += [str(at), "-Xlinker", f"-rpath={at.parent}"] if at else [f"-l{name}"]
+            found += ["-Xlinker", f"{at},-rpath={at.parent}"] if at else [f"-l{name}"]  # nvcc knows no names like .so.13
         command = ["nvcc", "-O3", "--use_fast_math", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC", str(wrapper), *found]
         done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False)
         if done.returncode:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import cast
 
 _LABEL = re.compile(r"^\s*(\.L\w+):")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
@@ -116,9 +117,12 @@ class _Code:
         if text.startswith("@"):
             guard, text = text.split(None, 1)
         opcode, _, rest = text.partition(" ")
-        if not opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX", "CREDUX")):
-            return
         operands = [x.strip() for x in re.split(r",(?![^\[(]*[\])])", rest)]
+        if not opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX", "CREDUX")):
+            state.pop(operands[0], None)
+            if opcode == "MOV" and not guard and _NAME.fullmatch(operands[1]):  # kept in a thread's register for a while
+                state[operands[0]] = state.get(operands[1], self._number("unset", operands[1]))
+            return
         count = 1
         while count < len(operands) and re.fullmatch(r"U?P[\dT]", operands[count]) and opcode.startswith("U"):
             count += 1
@@ -130,8 +134,8 @@ class _Code:
             value = state.get(sources[0], self._number("unset", sources[0]))
         elif opcode.startswith("S2UR"):
             value = self._number("special", sources[0])
-        elif not opcode.startswith("U"):  # of a thread's own registers, which are not followed
-            value = self._number("here", i)
+        elif not opcode.startswith("U"):  # of a thread's own registers, which are followed where they keep a uniform one
+            value = state.get(sources[-1].removesuffix(".reuse"), self._number("here", i))
         else:
             value = self._number(opcode, *(self._source(x, wide, state) for x in sources))
         for place, name in enumerate(operands[:count]):
@@ -159,7 +163,9 @@ class _Code:
                 known[value] = False  # of a loop on itself: decided by its other parts
                 kind, *parts = self.ways[value]
                 if kind == "joined":
-                    known[value] = parts[0] not in self.heads
+                    block, name = cast("tuple[int, str]", parts)
+                    held = [self.ways[self.after[b][name]][0] for b in self.before[block] if name in self.after[b]]
+                    known[value] = block not in self.heads and "here" not in held  # what a thread has kept may well be the same
                 elif kind not in ("unset", "special", "here"):
                     values = parts if None not in parts else parts[parts.index(None) + 1 :]
                     known[value] = any(suspect(part) for part in values if isinstance(part, int))

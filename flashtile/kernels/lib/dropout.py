@@ -68,6 +68,8 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
         else:
             words = tl.permute(tl.reshape(words, (BLOCK_Q // 16, 8, BLOCK_K // 16, 8, 2, 2)), (0, 5, 1, 2, 4, 3))
             words = tl.reshape(words, (BLOCK_Q, BLOCK_K))
+        if T.wide:  # Triton 3.6.0 cannot multiply float64 numbers that depend on `join` other than through a reduction
+            words = tl.max(tl.reshape(words, (words.shape[0], words.shape[1], 1)), 2)
         return words >= seed[3]
     else:
         return 0

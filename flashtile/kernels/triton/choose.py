@@ -126,6 +126,13 @@ BIASED: dict[tuple[Pass, int], Launch] = {
     ("pairs", 128): Launch(64, 128, 8, 2),
 }
 
+# With predicates, whose answers wait in registers beside dk and dv: by spills (636 bytes a thread at most, 4,232 in the dense
+# problem's tile), not timed.
+ASKED: dict[tuple[Pass, int], Launch] = {
+    ("keys", 256): Launch(64, 32, 8, 2, 8),
+    ("fused", 256): Launch(32, 32, 8, 2, 8),
+}
+
 
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes.
@@ -177,16 +184,22 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     else:
         rules = FP32[which][width]
         if kind == "float64":
-            return replace(FLOAT64[width], products=kind)
+            tile = replace(FLOAT64[width], products=kind)
+            # with modifiers 32 x 32 spills 2.7 KB a thread where tiles have 32 columns (0.3 with 64 of them), 16 x 32 0.2
+            return (
+                replace(tile, block_q=16)
+                if problem.score and max(padded(problem)) == 32 and which in ("keys", "fused")
+                else tile
+            )
         if kind != "unit":
             rules = PARTS.get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
     split = problem.dtype is DType.FP32 and problem.precision != "ieee"  # operands in several forms at once
-    more = problem.score or problem.where or problem.dropout is not None
+    more = problem.score or problem.where or problem.dropout is not None or scattered(problem)
     if (more or device.kind == "hip" or (split and device.target != "sm90")) and len(rules) > 1:
-        # Modifiers, predicates and random words need registers, CDNA has fewer per accumulator, and without wgmma all forms
-        # of an operand wait in registers: the widest tiles would spill.
+        # Modifiers, predicates, random words and scattered addresses need registers, CDNA has fewer per accumulator, and
+        # without wgmma all forms of an operand wait in registers: the widest tiles would spill.
         rules = rules[1:]
         if problem.where and device.kind == "cuda" and device.target != "sm90" and len(rules) > 1:
             rules = rules[1:]  # both at once
@@ -201,6 +214,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
 
 def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
     """The tile that was tuned for such a problem; dropout takes the plain problem's if it has none of its own."""
+    if scattered(problem) or asked(problem, device, which):
+        return None
     if problem.lengths.ragged and which == "keys" and max(padded(problem)) == 256:
         return None  # the dense problem's tile, of 4 warps, spills 540 bytes a thread where items differ in length
     tuned = tiles_of(device.target)
@@ -208,10 +223,24 @@ def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch |
     return tuned.get(plain_family(problem, which)) if own is None and not problem.score else own
 
 
-def modified(problem: AttentionProblem, device: Device, which: Pass, width: int) -> Launch | None:
-    """The tile that has room for a 16-bit problem's modifiers, where that is known."""
-    if device.target != "sm90" or problem.dtype is DType.FP32 or not problem.score or problem.where:
+def scattered(problem: AttentionProblem) -> bool:
+    """Whether rows are no multiple of 16 elements apart, for all that Triton knows: it loads them element by element then."""
+    return bool(problem.head_dim % 16 or problem.head_dim_v % 16)
+
+
+def asked(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
+    """The tile that has room for a 16-bit problem's predicates, where the dense problem's has not."""
+    if device.target != "sm90" or problem.dtype is DType.FP32 or not problem.where:
         return None
+    return ASKED.get((which, max(padded(problem))))
+
+
+def modified(problem: AttentionProblem, device: Device, which: Pass, width: int) -> Launch | None:
+    """The tile that has room for a 16-bit problem's modifiers or predicates, where that is known."""
+    if device.target != "sm90" or problem.dtype is DType.FP32:
+        return None
+    if problem.where or not problem.score:
+        return asked(problem, device, which)
     broadcast = any(captured.broadcast for spec in problem.score for captured in spec.kind.captured)
     own = BIASED if score_bytes(problem) else LINED if broadcast else SCORED
     return own.get((which, width)) or SCORED.get((which, width))

@@ -68,6 +68,7 @@ class Tile:
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     products: str  # as in Launch
+    narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     lone: bool  # no query sees more than one key, and there is no sink
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
@@ -143,6 +144,13 @@ def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
     return which == "pairs" or (which == "queries" and bool(captures(problem.score)))
 
 
+def loads_narrowly(problem: AttentionProblem) -> bool:
+    """Whether scores depend on tensors with elements of less than 32 bits."""
+    captured = [tensor.dtype for score in problem.score for tensor in score.tensors]
+    asked = [dtype for leaf in problem.leaves for _, dtype in leaf.tensors]
+    return not {*captured, *asked}.isdisjoint({"fp16", "bf16", "bool", "int8", "uint8"})
+
+
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
@@ -168,6 +176,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         products=launch.products,
+        narrow=launch.products == "float64" and loads_narrowly(problem),
         lone=problem.lone,
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
