@@ -42,6 +42,13 @@ class Alibi(Slopes, Score):
         slopes = tensors[0].to(score.dtype)[at.batch, at.head]
         return score - slopes * (at.q - at.k).to(score.dtype).abs()
 
+    @classmethod
+    def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:
+        """The formula in PyTorch, in place."""
+        first = at.q.flatten()[:1]
+        ahead = (at.k - first).to(score.dtype) - (at.q - first).to(score.dtype)  # in float32 faster than in integers
+        score.addcmul_(tensors[0].to(score.dtype)[at.batch, at.head], ahead.abs_(), value=-1.0)
+
     @staticmethod
     def apply_jax(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The formula in JAX."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import Alibi, Band, Captured, Score, Softcap
-from flashtile.kernels.cpu import delegate, region, tiled
+from flashtile.kernels.cpu import region, tiled
 from flashtile.kernels.cpu.backend import BACKEND, delegates
 from flashtile.plan.device import CPU, H100
 from flashtile.reference.attention import attention_plain, attention_reference
@@ -65,10 +65,9 @@ TILED = {
 @pytest.mark.parametrize("name", DELEGATED)
 def test_delegated(name: str) -> None:
     assert delegates(DELEGATED[name])
-    note = "cpu: delegates to torch's flash attention"
     forward, backward = notes(DELEGATED[name])
-    assert forward == note
-    assert (backward == note) == (name == "long")
+    assert forward == "cpu: delegates to torch's flash attention, rows that few keys decide again"
+    assert backward.startswith("cpu: tiled online softmax, tile ")
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -81,8 +80,6 @@ def test_notes_name_the_tile_and_the_widening() -> None:
     assert notes(problem(mask=CAUSAL), dlse=True)[1] == "cpu: tiled online softmax, tile 64x64, in fp64"
     assert notes(problem(2048, 2048, mask=Band(9, 9)))[0] == "cpu: tiled online softmax, tile 256x512"
     assert notes(TILED["no keys"])[0] == "cpu: tiled online softmax, no query sees a key"
-    again = "cpu: delegates to torch's flash attention, dq of the first 128 rows by tiles"
-    assert notes(problem(600, 600, mask=CAUSAL))[1] == again
 
 
 def test_unsupported() -> None:
@@ -132,22 +129,6 @@ def test_case_in_real_tiles(case: Case, threads: int) -> None:
     finally:
         torch.set_num_threads(1)
     judge(case, result, *expected(case, tensors))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_delegation_gives_torch_s_own_bits(causal: bool) -> None:
-    q, k, v, dout = inputs(2, 600, 600)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    given = [t.transpose(1, 2) for t in leaves]
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        given[0], given[1], given[2], is_causal=causal, enable_gqa=True
-    ).transpose(1, 2)
-    out, _, *grads = step(q, k, v, dout, causal=causal)
-    assert torch.equal(out, theirs)
-    for ours, other in zip(grads, torch.autograd.grad(theirs, leaves, dout), strict=True):
-        again = delegate.FIRST_ROWS if causal and other.shape == q.shape else 0
-        assert torch.equal(ours[:, again:], other[:, again:])
-        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -22,6 +22,21 @@ def bands() -> Iterator[Band]:
     yield from (Band(left, right) for left in bounds for right in bounds)
 
 
+@pytest.mark.parametrize("few", [0, 2, 5, 100])
+@pytest.mark.parametrize("lengths", [(7, 7), (4, 9), (9, 4), (20, 20)])
+def test_rows_that_see_few_keys_run_apart(lengths: tuple[int, int], few: int) -> None:
+    for band in bands():
+        part = region_of(problem(*lengths, band))
+        seen = [sum(part.band.visible(i, j, 0) for j in range(part.keys)) for i in range(part.rows)]
+        runs = list(part.runs(3, few))
+        assert [row for first, stop in runs for row in range(first, stop)] == list(range(part.rows))
+        for first, stop in runs:
+            assert stop - first <= 3
+            assert part.most_keys(first, stop - 1) == max(seen[first:stop]), band
+        head = next((row for row, count in enumerate(seen) if count > few), part.rows)
+        assert not head or head in [stop for _, stop in runs], band
+
+
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (4, 9), (9, 4), (1, 8), (8, 1), (0, 5), (5, 0)])
 def test_region_and_tiles_are_those_of_the_mask(lengths: tuple[int, int]) -> None:
     for band in bands():

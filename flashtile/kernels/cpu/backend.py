@@ -21,7 +21,6 @@ DELEGATED = "cpu: delegates to torch's flash attention"
 EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
 LEAST_KEYS = 16  # `delegate.py` says what torch's flash attention makes of fewer
-LONGEST_SHORT_ROW = 512  # keys; and what of the gradients of short rows
 
 
 class CpuBackend:
@@ -91,7 +90,7 @@ def takes_mask(p: AttentionProblem) -> bool:
 
 def _keeps_low(p: AttentionProblem) -> bool:
     """Whether the forward hands the backward what lse is short of: where tiles compute float32."""
-    return p.dtype is DType.FP32 and (p.lengths.ragged or not delegates(p))
+    return p.dtype is DType.FP32
 
 
 def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
@@ -108,7 +107,7 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
             return scored, f"{DELEGATED} in {p.dtype} with a mask of scores{otherwise}"
         return _tiled(p)
     if p.dtype is DType.FP32:
-        return delegate, DELEGATED
+        return delegate, f"{DELEGATED}, rows that few keys decide again"
     if not p.returns_lse or _mends(p):
         return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
@@ -116,18 +115,15 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
 
 def backward_way(p: AttentionProblem, dlse: bool) -> tuple[ModuleType, str]:
     """The same of its backward."""
-    from flashtile.kernels.cpu import delegate, items
+    from flashtile.kernels.cpu import delegate, items, peaked
 
     if p.lengths.ragged:
         return items, EACH
+    if p.dtype is DType.FP32 and delegates(p):
+        return peaked, _tiled(p)[1]
     if not delegates(p) or dlse or _narrow(p):
         return _tiled(p)
-    if p.dtype is not DType.FP32:
-        return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
-    if region_of(p).keys <= LONGEST_SHORT_ROW:
-        return _tiled(p)
-    again = f", dq of the first {delegate.FIRST_ROWS} rows by tiles" if region_of(p).causal else ""
-    return delegate, DELEGATED + again
+    return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
 
 
 def _tiled(p: AttentionProblem) -> tuple[ModuleType, str]:

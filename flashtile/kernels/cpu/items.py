@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flashtile.kernels.cpu import tiled
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.score import ScoreSpec
@@ -80,7 +79,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
         made["lse_low"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
         module, _ = forward_way(item.problem)
-        _embed(item, made, _call(module.forward, item, tensors, ("out", "lse") if module is not tiled else outputs))
+        _embed(item, made, _call(module.forward, item, tensors, outputs))
     return made
 
 

@@ -18,10 +18,12 @@ class Modifiers:
                 tensor = tensors[f"score.{i}.{j}"].detach()
                 if described.grad:
                     tensor = tensor.to(dtype).requires_grad_()
-                    self.grads[f"dscore.{i}.{j}"] = torch.zeros_like(tensor, dtype=dtype)
+                    sums = dtype if spec.kind.captured[j].broadcast else torch.float64  # of many scores, or of few
+                    self.grads[f"dscore.{i}.{j}"] = torch.zeros_like(tensor, dtype=sums)
                 self.captured[i, j] = tensor
         self.hide = any(spec.kind.curve is None for spec in self.chain)  # -inf and what is near it: whether there may be such
         self.leaves = [t for t in self.captured.values() if t.requires_grad]
+        self.adds = not self.leaves and all(spec.kind.add is not None for spec in self.chain)  # a gradient passes as it is
 
     def apply(self, score: torch.Tensor, at: Position) -> torch.Tensor:
         """The modified scores, in the dtype and shape (batch, heads_q, rows, width) of `score`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -50,6 +52,29 @@ class Region:
     @property
     def _hides_left(self) -> bool:
         return self.band.left is not None and self.band.left < self.rows - 1
+
+    def most_keys(self, first: int, last: int) -> int:
+        """How many keys that one of the local rows first..last sees which sees the most."""
+        left, right = self.band.left, self.band.right
+        turns = (last if left is None else left, first if right is None else self.keys - 1 - right)
+        return max(self._count(row) for row in (first, last, *(min(max(row, first), last) for row in turns)))
+
+    def _count(self, row: int) -> int:
+        left, right = self.band.left, self.band.right
+        stop = self.keys if right is None else min(self.keys, row + right + 1)
+        return max(0, stop - (0 if left is None else max(0, row - left)))
+
+    def runs(self, height: int, few: int) -> Iterator[tuple[int, int]]:
+        """All local rows, (first, stop) of at most `height` at a time; those at the ends that see at most `few` keys apart."""
+        everything = range(self.rows + 1)
+        head = bisect_right(everything, few, key=lambda count: self.most_keys(0, count - 1) if count else 0) - 1
+        tail = (
+            bisect_right(everything, few, key=lambda count: self.most_keys(self.rows - count, self.rows - 1) if count else 0)
+            - 1
+        )
+        ends = sorted({0, head, max(head, self.rows - tail), self.rows})
+        for first, stop in pairwise(ends):
+            yield from ((row, min(row + height, stop)) for row in range(first, stop, height))
 
     def tiles(self, first: int, last: int, width: int) -> Iterator[Tile]:
         """The tiles, at most `width` keys wide, that hold all keys visible to the local rows first..last."""

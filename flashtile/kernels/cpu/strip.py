@@ -60,10 +60,10 @@ class Strip:
         """`Position.head`."""
         return indices(self.heads_q.start, self.heads_q.stop)[:, None, None]
 
-    def runs(self) -> Iterator[Rows]:
-        """All rows, a tile's worth at a time."""
-        for first in range(0, self.region.rows, self.tiling.rows):
-            yield Rows(self, first, min(first + self.tiling.rows, self.region.rows))
+    def runs(self, few: int = 0) -> Iterator[Rows]:
+        """All rows, a tile's worth at a time; those at the ends that see at most `few` keys apart."""
+        for first, stop in self.region.runs(self.tiling.rows, few):
+            yield Rows(self, first, stop)
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,11 @@ class Rows:
         return keep.expand(*shape, tile.stop - tile.start)
 
     def some_keys(self, keys: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """The tile of an (items, keys, n) tensor, 0 in keys that the predicates hide from all of these rows."""
-        part = keys[:, tile.keys]
+        """A tile's (items, width, n) keys, 0 where the predicates hide them from all of these rows."""
         if self.strip.predicates is None:
-            return part
+            return keys
         kept = self.kept(tile).any(2).unflatten(1, (-1, self.strip.group)).any(2)
-        return part.masked_fill(~kept.reshape(-1, part.shape[1], 1), 0.0)
+        return keys.masked_fill(~kept.reshape(-1, keys.shape[1], 1), 0.0)
 
     def some_rows(self, rows: torch.Tensor, tile: Tile) -> torch.Tensor:
         """An (items, group * rows, n) tensor, 0 in rows from which the predicates hide all keys of the tile."""

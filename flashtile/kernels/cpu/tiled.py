@@ -1,8 +1,9 @@
 """Attention by tiles with an online softmax (arXiv 2307.08691), in plain torch.
 
-Scores and sums are float32, or float64 where rows are short. So are the products with probabilities, except where a CPU
-multiplies 16-bit numbers faster (`products.py`): then probabilities and gradients of scores are rounded to the inputs'
-dtype, as in plain PyTorch, and each tile's product once more, while tiles are summed in float32.
+Scores and sums are float32; of float32 inputs sums are formed in parts (`products.py`), and rows that see few keys are float64.
+So are the products with probabilities, except where a CPU multiplies 16-bit numbers faster: then probabilities and gradients
+of scores are rounded to the inputs' dtype, as in plain PyTorch, and each tile's product once more, while tiles are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 
 from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.modifiers import Modifiers
-from flashtile.kernels.cpu.products import Scratch, headroom, product_dtype, score_dtype
+from flashtile.kernels.cpu.products import FEW_KEYS, Scratch, dtypes_of_rows, headroom, product_dtype, score_dtype
 from flashtile.kernels.cpu.region import Tile
 from flashtile.kernels.cpu.strip import Rows, strips
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,12 +41,12 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         lse.copy_(sink[:, None])  # what rows have that see nothing
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(lse)
-    wide, scratch = score_dtype(p), Scratch()
+    wide, scratch, few = score_dtype(p), Scratch(exact=p.dtype is DType.FP32), _few(p)
     modifiers, drop = Modifiers(p, tensors, wide), Drop(p, tensors)
     for strip in strips(p, tensors, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
-        for rows in strip.runs():
-            q = rows.load(tensors["q"], wide).mul_(p.scale_value)
+        for rows in strip.runs(few):
+            q = rows.load(tensors["q"], dtypes_of_rows(p, rows.first, rows.stop)[0]).mul_(p.scale_value)
             values, sums = _attend(rows, modifiers, drop, scratch, q, k, v, None if sink is None else rows.per_head(sink))
             rows.of(out).copy_(rows.by_head(values))
             rounded = sums.float()
@@ -60,15 +62,15 @@ def _attend(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1), like `sink`."""
-    peak = q.new_full((*q.shape[:2], 1), -math.inf)
-    total, made = torch.zeros_like(peak), q.new_zeros((*q.shape[:2], v.shape[2]))
-    shift = headroom(v.dtype, rows.strip.tiling.width)
+    peak, tiles = q.new_full((*q.shape[:2], 1), -math.inf), list(rows.tiles())
+    sums = torch.float64 if scratch.exact and len(tiles) > 1 else q.dtype
+    total, made = torch.zeros_like(peak, dtype=sums), q.new_zeros((*q.shape[:2], v.shape[2]), dtype=sums)
+    shift, dtype = headroom(v.dtype, rows.strip.tiling.width), q.dtype if q.dtype is torch.float64 else v.dtype
     if sink is not None:
         peak.copy_(sink)
         total.add_(math.exp(-shift)).masked_fill_(sink == -math.inf, 0.0)
-    tiles = list(rows.tiles())
     for tile in tiles:
-        s = scratch.product("scores", q, k[:, tile.keys].mT)
+        s = scratch.product("scores", q, scratch.cast("k", k[:, tile.keys], q.dtype).mT)
         if modifiers.chain:
             modifiers.write(rows.by_head(s), rows.at(tile))
         rows.hide(s, tile, -math.inf)
@@ -83,7 +85,8 @@ def _attend(
         dropped = drop.mask(rows, tile)
         if dropped is not None:
             prob.masked_fill_(dropped, 0.0)
-        scratch.add_product(made, scratch.cast("operand", prob, v.dtype), rows.some_keys(v, tile))
+        values = scratch.cast("v", v[:, tile.keys], dtype)
+        scratch.add_product(made, scratch.cast("operand", prob, dtype), rows.some_keys(values, tile))
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
     if drop.p is not None:
@@ -91,24 +94,37 @@ def _attend(
     return made if len(tiles) == 1 else made.div_(_or_one(total)), lse
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in float32 in a fixed order."""
+def backward(
+    p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0, rough_lse: bool = False
+) -> Tensors:
+    """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in a fixed order.
+
+    `rough_lse`: lse is rounded, and probabilities do not quite add up to 1.
+    """
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
-    scratch, wide, dtype = Scratch(), score_dtype(p), product_dtype(p)
-    modifiers, sink, drop = Modifiers(p, tensors, wide), _sink(p, tensors), Drop(p, tensors)
-    mean = torch.zeros_like(tensors["lse"], dtype=wide).transpose(1, 2).unsqueeze(3)  # of a row's dp, where it is wanted
+    scratch, few = Scratch(exact=p.dtype is DType.FP32), _few(p)
+    modifiers, sink, drop = Modifiers(p, tensors, score_dtype(p)), _sink(p, tensors), Drop(p, tensors)
+    mean = (
+        torch.zeros_like(tensors["lse"], dtype=torch.float64).transpose(1, 2).unsqueeze(3)
+    )  # of a row's dp, where it is wanted
     for strip in strips(p, tensors, first_batch):
-        wide_k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], dtype)
-        k = wide_k if dtype is wide else strip.load(tensors["k"], dtype)
-        dk, dv = (t.new_zeros(t.shape, dtype=wide) if name in made else None for name, t in (("dk", k), ("dv", v)))
-        for rows in strip.runs():
+        all_k, all_v = strip.load(tensors["k"], score_dtype(p)), strip.load(tensors["v"], product_dtype(p))
+        narrow_k = all_k if product_dtype(p) is score_dtype(p) else strip.load(tensors["k"], product_dtype(p))
+        dk, dv = (
+            torch.zeros_like(t, dtype=score_dtype(p)) if name in made else None for name, t in (("dk", all_k), ("dv", all_v))
+        )
+        for rows in strip.runs(few):
+            wide, dtype = dtypes_of_rows(p, rows.first, rows.stop)
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
             given = _load(p, rows, tensors, whole, sink)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
+            total = torch.zeros_like(given.delta) if rough_lse and dq is not None and not whole else None
             for tile in tiles:
                 keys = tile.keys
-                prob, saved = _probabilities(rows, tile, modifiers, scratch, given, wide_k[:, keys], whole)
+                wide_k, v = scratch.cast("k", all_k[:, keys], wide), scratch.cast("v", all_v[:, keys], dtype)
+                k = wide_k if dtype is wide else narrow_k[:, keys]
+                prob, saved = _probabilities(rows, tile, modifiers, scratch, given, wide_k, whole)
                 dropped = drop.mask(rows, tile)
                 if dv is not None:
                     weight = prob if dropped is None else prob.masked_fill(dropped, 0.0).mul_(drop.factor)
@@ -122,8 +138,10 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
                     dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
                 if "dsink" in outputs:
                     rows.of(mean).add_(rows.by_head((prob * dp).sum(2, keepdim=True)))
-                delta = (prob * dp).sum(2, keepdim=True).add_(given.delta) if whole else given.delta
-                ds = scratch.cast("ds", dp, wide).sub_(delta).mul_(prob)
+                ds = scratch.cast("ds", dp, wide).sub_(given.delta)
+                if whole:
+                    ds.sub_((prob * ds).sum(2, keepdim=True).sub_(given.dlse))
+                ds.mul_(prob)
                 if saved is not None:
                     ds = modifiers.pull(saved, rows.by_head(ds)).reshape(ds.shape)
                 if saved is not None or p.where:
@@ -133,7 +151,11 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
                     scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile))
                 if dq is not None:
                     scratch.add_product(dq, ds, rows.some_keys(k, tile))
+                if total is not None:
+                    total += prob.sum(2, keepdim=True)
             if dq is not None:
+                if total is not None:
+                    dq.div_(_or_one(total))
                 rows.of(made["dq"]).copy_(rows.by_head(dq))
         if dk is not None:
             strip.of(made["dk"]).copy_(strip.by_head(dk))
@@ -151,8 +173,14 @@ class Given(NamedTuple):
     scaled_q: torch.Tensor
     dout: torch.Tensor
     lse: torch.Tensor  # 0 for -inf
-    delta: torch.Tensor  # sum_d out * dout - dlse, or -dlse where sum_j prob * dp takes the sum's place
+    delta: torch.Tensor  # sum_d out * dout - dlse
+    dlse: torch.Tensor
     sink: torch.Tensor | None
+
+
+def _few(p: AttentionProblem) -> int:
+    """Rows that see at most so many keys are computed apart, in float64."""
+    return FEW_KEYS if p.dtype is DType.FP32 else 0
 
 
 def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sink: torch.Tensor | None) -> Given:
@@ -164,19 +192,23 @@ def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sink: 
     lse = rows.load(_column(tensors["lse"]), torch.float64)
     if "lse_low" in tensors:
         lse += rows.load(_column(tensors["lse_low"]), torch.float64)
-    lse, wide, dtype = _finite(lse), score_dtype(p), product_dtype(p)
+    lse, (wide, dtype) = _finite(lse), dtypes_of_rows(p, rows.first, rows.stop)
     rounded = lse.to(wide)
     dout = rows.load(tensors["dout"], wide)
-    delta = torch.zeros_like(rounded) if whole else (rows.load(tensors["out"], wide) * dout).sum(2, keepdim=True)
-    if "dlse" in tensors:
-        delta -= rows.load(_column(tensors["dlse"]), wide)
+    dlse = rows.load(_column(tensors["dlse"]), torch.float64) if "dlse" in tensors else torch.zeros_like(lse)
+    delta = (rows.load(tensors["out"], torch.float64) * dout).sum(2, keepdim=True)
+    if not whole:
+        delta = delta.sub_(dlse)
+    elif sink is not None:
+        delta.zero_()
+    delta = delta.to(wide)
     if dtype is wide and not whole:
         mend = torch.where(rounded.isfinite(), (rounded - lse).exp_(), 1.0).to(wide)
         dout *= mend
         delta *= mend
     q = rows.load(tensors["q"], wide)
     last = None if sink is None else rows.per_head(sink)
-    return Given(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta, last)
+    return Given(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta, dlse.to(wide), last)
 
 
 def _probabilities(
@@ -184,7 +216,9 @@ def _probabilities(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """The probabilities of a tile, and what `Modifiers.pull` needs where there are modifiers."""
     s, saved = scratch.product("scores", given.scaled_q, k.mT), None
-    if modifiers.chain:
+    if modifiers.adds:
+        modifiers.write(rows.by_head(s), rows.at(tile))
+    else:
         saved = modifiers.record(rows.by_head(s), rows.at(tile))
         s = scratch.empty("modified", tuple(s.shape), s.dtype).copy_(saved[1].detach().reshape(s.shape))
     if whole:
