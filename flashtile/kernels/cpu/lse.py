@@ -7,14 +7,11 @@ no peak has to be found, and no value multiplied, which costs half of what tiles
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from flashtile.kernels.cpu.distance import Distances
+from flashtile.kernels.cpu.distance import LEAST_EXPONENT, Distances, longest
 from flashtile.kernels.cpu.products import Scratch
 from flashtile.kernels.cpu.strip import Rows, Strip, strips
-from flashtile.kernels.cpu.tiled import LEAST_EXPONENT
 from flashtile.spec.attention import AttentionProblem
 
 Tensors = dict[str, torch.Tensor]
@@ -30,10 +27,10 @@ def mend_lse(p: AttentionProblem, tensors: Tensors, lse: torch.Tensor, distances
     scratch, column = Scratch(), lse.transpose(1, 2).unsqueeze(3)
     for strip in strips(p, tensors):
         k = _keys(p, strip, tensors["k"])
-        longest = _longest(k)
+        longest_k = longest(k)
         for rows in strip.runs():
             q = _queries(p, rows, tensors["q"], column, scratch)
-            most, total = _longest(q) * longest, q.new_zeros((*q.shape[:2], 1))  # what no product exceeds
+            most, total = longest(q) * longest_k, q.new_zeros((*q.shape[:2], 1))  # what no product exceeds
             for tile in rows.tiles():
                 where = rows.first, rows.stop, tile.keys, strip.batches, strip.heads_q
                 if distances is not None and most + distances.largest(*where) < NEGLIGIBLE:
@@ -71,8 +68,3 @@ def _queries(p: AttentionProblem, rows: Rows, tensor: torch.Tensor, column: torc
     q[..., : p.head_dim].copy_(_turned(p, given))
     q[..., p.head_dim :].copy_(_turned(p, rows.of(column)))
     return q.view(-1, p.group * given.shape[2], p.head_dim + 1)
-
-
-def _longest(vectors: torch.Tensor) -> float:
-    """The length of the longest of (..., head_dim) vectors."""
-    return math.sqrt(vectors.square().sum(-1).max().item())

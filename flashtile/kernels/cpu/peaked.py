@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile.kernels.cpu import tiled
+from flashtile.kernels.cpu.distance import LEAST_EXPONENT
 from flashtile.kernels.cpu.products import FEW_KEYS, Scratch
 from flashtile.kernels.cpu.region import ELEMENTS, region_of
 from flashtile.kernels.cpu.strip import indices
@@ -88,7 +89,7 @@ def _mend(
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     peak = scores.amax(2, keepdim=True)
-    prob = scores.sub_(peak).clamp_min_(tiled.LEAST_EXPONENT).exp_()
+    prob = scores.sub_(peak).clamp_min_(LEAST_EXPONENT).exp_()
     if hidden is not None:
         prob.masked_fill_(hidden, 0.0)
     total = prob.sum(2, keepdim=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.kernels.cpu.distance import LEAST, LEAST_EXPONENT, Reach
 from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.modifiers import Modifiers
 from flashtile.kernels.cpu.products import FEW_KEYS, Scratch, dtypes_of_rows, headroom, product_dtype, score_dtype
@@ -22,11 +23,6 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
-
-# Probabilities below 2^-100 of a row's largest change no float32 sum, but they and their products become denormal numbers,
-# on which a matrix product is 9 times slower (ALiBi, Xeon with AVX-512, torch 2.13.0).
-LEAST = 2.0**-100
-LEAST_EXPONENT = math.log(LEAST)
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
@@ -42,12 +38,14 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(lse)
     wide, scratch, few = score_dtype(p), Scratch(exact=p.dtype is DType.FP32), _few(p)
-    modifiers, drop = Modifiers(p, tensors, wide), Drop(p, tensors)
+    modifiers, drop, reach = Modifiers(p, tensors, wide), Drop(p, tensors), Reach(p, tensors, first_batch)
     for strip in strips(p, tensors, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
+        longest_k = reach.bound(k, v)
         for rows in strip.runs(few):
             q = rows.load(tensors["q"], dtypes_of_rows(p, rows.first, rows.stop)[0]).mul_(p.scale_value)
-            values, sums = _attend(rows, modifiers, drop, scratch, q, k, v, None if sink is None else rows.per_head(sink))
+            last, most = None if sink is None else rows.per_head(sink), longest_k * reach.bound(q)
+            values, sums = _attend(rows, modifiers, drop, scratch, reach, most, q, k, v, last)
             rows.of(out).copy_(rows.by_head(values))
             rounded = sums.float()
             rows.of(_column(lse)).copy_(rows.by_head(rounded))
@@ -58,11 +56,14 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
 
 
 def _attend(
-    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    sink: torch.Tensor | None,
+    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, reach: Reach, most: float, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1), like `sink`."""
-    peak, tiles = q.new_full((*q.shape[:2], 1), -math.inf), list(rows.tiles())
+    """(out, float64 lse) of a run of rows: (items, group * rows, head_dim_v) and (items, group * rows, 1), like `sink`.
+
+    No product of q and k is above `most`.
+    """
+    peak, tiles = q.new_full((*q.shape[:2], 1), -math.inf), reach.tiles(rows)
     sums = torch.float64 if scratch.exact and len(tiles) > 1 else q.dtype
     total, made = torch.zeros_like(peak, dtype=sums), q.new_zeros((*q.shape[:2], v.shape[2]), dtype=sums)
     shift, dtype = headroom(v.dtype, rows.strip.tiling.width), q.dtype if q.dtype is torch.float64 else v.dtype
@@ -70,6 +71,8 @@ def _attend(
         peak.copy_(sink)
         total.add_(math.exp(-shift)).masked_fill_(sink == -math.inf, 0.0)
     for tile in tiles:
+        if reach.misses(rows, tile, most, peak):
+            continue
         s = scratch.product("scores", q, scratch.cast("k", k[:, tile.keys], q.dtype).mT)
         if modifiers.chain:
             modifiers.write(rows.by_head(s), rows.at(tile))
@@ -104,11 +107,13 @@ def backward(
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     scratch, few = Scratch(exact=p.dtype is DType.FP32), _few(p)
     modifiers, sink, drop = Modifiers(p, tensors, score_dtype(p)), _sink(p, tensors), Drop(p, tensors)
+    reach = Reach(p, tensors, first_batch)
     mean = (
         torch.zeros_like(tensors["lse"], dtype=torch.float64).transpose(1, 2).unsqueeze(3)
     )  # of a row's dp, where it is wanted
     for strip in strips(p, tensors, first_batch):
         all_k, all_v = strip.load(tensors["k"], score_dtype(p)), strip.load(tensors["v"], product_dtype(p))
+        longest_k = reach.bound(all_k, all_v)
         narrow_k = all_k if product_dtype(p) is score_dtype(p) else strip.load(tensors["k"], product_dtype(p))
         dk, dv = (
             torch.zeros_like(t, dtype=score_dtype(p)) if name in made else None for name, t in (("dk", all_k), ("dv", all_v))
@@ -118,9 +123,12 @@ def backward(
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
             given = _load(p, rows, tensors, whole, sink)
+            most = longest_k * reach.bound(given.scaled_q, given.dout)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
             total = torch.zeros_like(given.delta) if rough_lse and dq is not None and not whole else None
             for tile in tiles:
+                if reach.misses(rows, tile, most, given.lse):
+                    continue
                 keys = tile.keys
                 wide_k, v = scratch.cast("k", all_k[:, keys], wide), scratch.cast("v", all_v[:, keys], dtype)
                 k = wide_k if dtype is wide else narrow_k[:, keys]
