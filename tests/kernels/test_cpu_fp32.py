@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import flashtile
-from flashtile.kernels.cpu import peaked, products
+from flashtile import Alibi
+from flashtile.kernels.cpu import distance, peaked, products, tiled
 from tests.cases import Case
 from tests.judge import expected, judge, run
-from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs
+from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, step
 
 
 def _long() -> Iterator[Case]:
@@ -93,5 +96,39 @@ def test_scores_are_more_exact_than_a_product_s(head_dim: int) -> None:
 def test_sums_over_keys_are_more_exact_than_a_product_s() -> None:
     a, b = torch.rand(1, 64, 1000), torch.randn(1, 1000, 32)
     exact, made = a.double() @ b.double(), torch.zeros(1, 64, 32)
-    products.Scratch(exact=True).add_product(made, a, b)
+    products.Scratch(exact=True).add_product(made, a, b, 64)
     assert (made - exact).square().mean() <= 0.5 * (torch.bmm(a, b) - exact).square().mean()
+
+
+def test_tiles_that_alibi_puts_out_of_reach_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, score = inputs(1, 1100, 1100), (Alibi(torch.tensor([0.5, 0.25, 0.5, 0.25])),)
+    exponentials: list[int] = []
+    exp = tiled._hidden_exp_
+
+    def counted(*args: Any) -> torch.Tensor:
+        exponentials[-1] += 1
+        return exp(*args)
+
+    monkeypatch.setattr(tiled, "_hidden_exp_", counted)
+    results = []
+    for leaves_out in (True, False):
+        if not leaves_out:
+            monkeypatch.setattr(distance.Reach, "misses", lambda *_: False)
+        exponentials.append(0)
+        results.append(step(*given, score=score))
+    assert exponentials[0] < 0.8 * exponentials[1]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "dout"])
+def test_nan_is_seen_from_afar(name: str) -> None:
+    """Where plain PyTorch multiplies it by a probability of 0."""
+    given = inputs(1, 1100, 1100)
+    given["qkv".index(name) if name in "qkv" else 3][0, 0] = math.nan
+    out, _, dq, _, dv = step(*given, score=(Alibi(torch.full((4,), 0.5)),))
+    if name == "dout":
+        assert dv[0, -1].isnan().all()
+    else:
+        assert out[0, -1].isnan().any()
+        assert dq[0, -1].isnan().any()

@@ -21,10 +21,12 @@ NARROW_LENGTH = 32
 # Terms of a float32 sum that are added up by themselves. Where an error counts, in the score of a key that holds much of a
 # row's weight, partial sums grow evenly, and so does their rounding: parts of 16 make it 2.4 (head_dim 64) to 3.8 times (256)
 # less, at 1.35 times the product's time. Products with probabilities have a large term or two, after which every partial sum is
-# large: parts of 64 bring the backward's median error from 0.7 of plain PyTorch's to 0.6 (128: 0.65, 32: 0.53, but 1.5 times
-# the product's time). One core of a Xeon with AVX-512, torch 2.13.0, 2026-11-21.
+# large: parts of 64 bring the median of the largest errors from 0.7 of plain PyTorch's to 0.6, those of 32 to 0.5; these take
+# 1.5 times the product's time over keys, and 1.45 over rows, of which a tile has fewer. One core of a Xeon with AVX-512, torch
+# 2.13.0, 2026-11-21.
 PART_OF_HEAD_DIM = 16
-PART_OF_TILE = 64
+PART_OF_KEYS = 64
+PART_OF_ROWS = 32
 SHORT_HEAD_DIM = 32  # float64 takes no longer than parts do
 
 # Keys of a row of fp32 inputs that float64 computes. Of a few roundings the largest decides, and it may well be 1.5 times as
@@ -107,14 +109,14 @@ class Scratch:
             return self.cast(name, self._product(name, a.double(), b.double(), SHORT_HEAD_DIM), torch.float32)
         return self._product(name, a, b, PART_OF_HEAD_DIM)
 
-    def add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """total += a @ b, of batches of matrices that are summed over keys or rows, in one dtype."""
+    def add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, part: int) -> None:
+        """total += a @ b, of batches of matrices in one dtype; an exact float32 one adds up `part` terms at a time."""
         if a.dtype.itemsize == 2 and a.shape[2] % NARROW_LENGTH:
             a, b = a.to(total.dtype), b.to(total.dtype)
-        if a.dtype is total.dtype and not (self.exact and a.shape[2] > PART_OF_TILE):
+        if a.dtype is total.dtype and not (self.exact and a.shape[2] > part):
             total.baddbmm_(a, b)
         else:
-            total += self._product("added", a, b, PART_OF_TILE)
+            total += self._product("added", a, b, part)
 
     def _product(self, name: str, a: torch.Tensor, b: torch.Tensor, part: int) -> torch.Tensor:
         """a @ b; an exact float32 one adds up `part` terms of each sum at a time."""

@@ -16,7 +16,16 @@ import torch
 from flashtile.kernels.cpu.distance import LEAST, LEAST_EXPONENT, Reach
 from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.modifiers import Modifiers
-from flashtile.kernels.cpu.products import FEW_KEYS, Scratch, dtypes_of_rows, headroom, product_dtype, score_dtype
+from flashtile.kernels.cpu.products import (
+    FEW_KEYS,
+    PART_OF_KEYS,
+    PART_OF_ROWS,
+    Scratch,
+    dtypes_of_rows,
+    headroom,
+    product_dtype,
+    score_dtype,
+)
 from flashtile.kernels.cpu.region import Tile
 from flashtile.kernels.cpu.strip import Rows, strips
 from flashtile.spec.attention import AttentionProblem
@@ -89,7 +98,7 @@ def _attend(
         if dropped is not None:
             prob.masked_fill_(dropped, 0.0)
         values = scratch.cast("v", v[:, tile.keys], dtype)
-        scratch.add_product(made, scratch.cast("operand", prob, dtype), rows.some_keys(values, tile))
+        scratch.add_product(made, scratch.cast("operand", prob, dtype), rows.some_keys(values, tile), PART_OF_KEYS)
         peak = new_peak
     lse = peak.double() + total.double().log() + shift
     if drop.p is not None:
@@ -137,7 +146,7 @@ def backward(
                 if dv is not None:
                     weight = prob if dropped is None else prob.masked_fill(dropped, 0.0).mul_(drop.factor)
                     scratch.add_product(
-                        dv[:, keys], scratch.cast("operand", weight, dtype).mT, rows.some_rows(given.dout, tile)
+                        dv[:, keys], scratch.cast("operand", weight, dtype).mT, rows.some_rows(given.dout, tile), PART_OF_ROWS
                     )
                 if outputs == ("dv",):
                     continue
@@ -156,9 +165,9 @@ def backward(
                     rows.hide(ds, tile, 0.0)
                 ds = scratch.cast("operand", ds.mul_(p.scale_value), dtype)
                 if dk is not None:
-                    scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile))
+                    scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile), PART_OF_ROWS)
                 if dq is not None:
-                    scratch.add_product(dq, ds, rows.some_keys(k, tile))
+                    scratch.add_product(dq, ds, rows.some_keys(k, tile), PART_OF_KEYS)
                 if total is not None:
                     total += prob.sum(2, keepdim=True)
             if dq is not None:
