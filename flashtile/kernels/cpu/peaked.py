@@ -53,19 +53,21 @@ def mend_peaked(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.
     left = region.rows - first
     count = min(max(LEAST_ROWS, left // SHARE), left)
     chosen = _far_out(made.out[:, :, first:], count).add_(first)
-    heads = min(p.heads_kv, max(1, ELEMENTS // (p.group * max(count, 1) * region.keys)))
+    heads = max(1, ELEMENTS // (p.group * max(count, 1) * region.keys))  # of as many batch entries as it takes
     height = max(1, ELEMENTS // (p.group * region.keys))
-    for batch in range(p.batch):
+    batches = max(1, heads // p.heads_kv)
+    for batch in range(0, p.batch, batches):
         for head in range(0, p.heads_kv, heads):
-            keys, values = (t[batch, head : head + heads] for t in (k, v))
-            some = slice(head * p.group, (head + heads) * p.group)
-            queries, here = q[batch, some], Rows(*(t[batch, some] for t in made))
+            here = slice(batch, batch + batches)
+            some = here, slice(head * p.group, (head + heads) * p.group)
+            keys, values = (t[here, head : head + heads] for t in (k, v))
+            queries, rows = q[some], Rows(*(t[some] for t in made))
             if first:
-                index = torch.arange(first, device="cpu").expand(queries.shape[0], first)
-                few_q, few_k, few_v = (t[:, :first].double() for t in (queries, keys, values))
-                _mend(p, index, few_q, few_k, few_v, here, scratch)
+                index = torch.arange(first, device="cpu").expand(*queries.shape[:2], first)
+                few_q, few_k, few_v = (t[:, :, :first].double() for t in (queries, keys, values))
+                _mend(p, index, few_q, few_k, few_v, rows, scratch)
             for start in range(0, count, height):
-                _mend(p, chosen[batch, some, start : start + height], queries, keys, values, here, scratch)
+                _mend(p, chosen[some][:, :, start : start + height], queries, keys, values, rows, scratch)
 
 
 def _far_out(out: torch.Tensor, count: int) -> torch.Tensor:
@@ -78,13 +80,14 @@ def _far_out(out: torch.Tensor, count: int) -> torch.Tensor:
 def _mend(
     p: AttentionProblem, index: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: Rows, scratch: Scratch
 ) -> None:
-    """The rows of `index` (heads_q, n), in the dtype of q, k, v (heads, length, head_dim)."""
-    hidden, wide = None, index[..., None].expand(-1, -1, p.head_dim)
+    """The rows of `index` (batch, heads_q, n), in the dtype of q, k, v (batch, heads, length, head_dim)."""
+    hidden, wide = None, index[..., None].expand(-1, -1, -1, p.head_dim)
     if region_of(p).causal:
-        last = min(int(index.max()) + 1, k.shape[1])
-        k, v = k[:, :last], v[:, :last]
-        hidden = indices(0, last) > index.reshape(k.shape[0], -1, 1)
-    queries = q.gather(1, wide).mul_(p.scale_value).view(k.shape[0], -1, p.head_dim)
+        last = min(int(index.max()) + 1, k.shape[2])
+        k, v = k[:, :, :last], v[:, :, :last]
+        hidden = indices(0, last) > index.reshape(k.shape[0] * k.shape[1], -1, 1)
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    queries = q.gather(2, wide).mul_(p.scale_value).view(k.shape[0], -1, p.head_dim)
     scores = scratch.product("scores", queries, k.mT)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
@@ -98,9 +101,9 @@ def _mend(
         out.baddbmm_(weights, values)
     sums = (peak.double() + total.double().log()).view(index.shape)
     lse = sums.float()
-    made.out.scatter_(1, wide, out.float().view(wide.shape))
-    made.lse.scatter_(1, index, lse)
-    made.low.scatter_(1, index, (sums - lse).float())
+    made.out.scatter_(2, wide, out.float().view(wide.shape))
+    made.lse.scatter_(2, index, lse)
+    made.low.scatter_(2, index, (sums - lse).float())
 
 
 def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
