@@ -1,12 +1,18 @@
-"""`torch.nn.functional.scaled_dot_product_attention`: its signature and rules, by flashtile alone."""
+"""`torch.nn.functional.scaled_dot_product_attention`: its signature and rules, by flashtile alone.
+
+Called by name, or in the place of torch's own while `Override()` is entered.
+"""
 
 from __future__ import annotations
 
 import math
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
 
 from flashtile.compat.asked import options, top_left
 from flashtile.errors import InvalidProblem
@@ -44,6 +50,36 @@ def scaled_dot_product_attention(
         q, k, v, mask=mask, score=score, scale=scale, dropout=Dropout(dropout_p) if dropout_p else None, options=options()
     )
     return out.transpose(1, 2).reshape(*leading, seqlens[0], value.shape[-1])
+
+
+class Override(TorchFunctionMode):
+    """While it is entered, torch's scaled_dot_product_attention is flashtile's, for whoever calls it in this thread.
+
+    `with Override(): model(x)`; under `torch.compile` too, around the compiled function or within it. Of torch's own modules
+    that is what `torch.nn.MultiheadAttention` calls unless it is to return weights.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _OURS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _with_ours(function: Any) -> Any:
+    """A function of torch.nn.functional that calls ours: what it calls itself, a mode does not see."""
+    names = {
+        **vars(F),
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "has_torch_function": lambda tensors: False,
+    }
+    del names["__name__"]  # torch.compile would look names up in the module of that name
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_OURS = {
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.multi_head_attention_forward: _with_ours(F.multi_head_attention_forward),
+}
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:

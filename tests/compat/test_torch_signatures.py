@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtile import InvalidProblem
+from flashtile.compat import sdpa
 from flashtile.compat.sdpa import scaled_dot_product_attention
 from flashtile.compat.triton_tutorial import attention
 from tests.compat.formula import attend, visible
@@ -89,6 +91,73 @@ def test_sdpa_shapes(through: str, place: torch.device) -> None:
         scaled_dot_product_attention(*grouped, causal_lower_right(6, 9), enable_gqa=True)
     with pytest.raises(InvalidProblem, match="as many axes, at least two"):
         scaled_dot_product_attention(grouped[0], grouped[1][0], grouped[2])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What flashtile is asked in torch's place."""
+    ran: list[Any] = []
+    original = sdpa.attention
+    monkeypatch.setattr(sdpa, "attention", lambda *given, **named: (ran.append(named), original(*given, **named))[1])
+    return ran
+
+
+def test_override_is_torchs_function_while_it_is_entered(calls: list[Any]) -> None:
+    """For modules too, which call it where nobody sees; gradients flow within and afterwards."""
+    layer, x = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True), torch.randn(2, 9, 32)
+    hidden = torch.nn.Transformer.generate_square_subsequent_mask(9)
+    expected = layer(x, src_mask=hidden, is_causal=True)
+    wanted = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    assert not calls
+    with sdpa.Override():
+        out = layer(x, src_mask=hidden, is_causal=True)
+        within = torch.autograd.grad(out.square().sum(), list(layer.parameters()), retain_graph=True)
+    assert len(calls) == 1
+    afterwards = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    torch.testing.assert_close(layer(x, src_mask=hidden, is_causal=True), expected)
+    assert len(calls) == 1
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for a, b, c in zip(within, afterwards, wanted, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(b, c, rtol=1e-3, atol=1e-4)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with sdpa.Override():
+        torch.testing.assert_close(compiled(x, src_mask=hidden, is_causal=True), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+    with sdpa.Override(), pytest.raises(InvalidProblem, match="unless enable_gqa is True"):
+        F.scaled_dot_product_attention(torch.randn(2, 4, 9, 8), *torch.randn(2, 2, 2, 9, 8))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_override_under_compile_is_one_graph(calls: list[Any], inside: bool) -> None:
+    graphs: list[set[str]] = []
+
+    def remember(graph: Any, example: Any) -> Any:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def overridden(q: torch.Tensor) -> torch.Tensor:
+        with sdpa.Override():
+            return attend(q)
+
+    torch._dynamo.reset()
+    q = torch.randn(2, 4, 9, 16, requires_grad=True)
+    compiled = torch.compile(overridden if inside else attend, backend=remember, fullgraph=True)
+    with nullcontext() if inside else sdpa.Override():
+        got = compiled(q)
+        (dq,) = torch.autograd.grad(got.square().sum(), q)
+    expected = attend(q)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.square().sum(), q)[0], rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    assert "flashtile.attention.default" in graphs[0]
+    if not inside:  # what was compiled within is not what runs without
+        torch.testing.assert_close(compiled(q), expected)
+        assert "flashtile.attention.default" not in graphs[1]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
-from flashtile import Alibi, Dropout, KeyPadding, NotSupported, Softcap
+from flashtile import Alibi, Band, Dropout, KeyPadding, NotSupported, Softcap
 from flashtile.nn import Attention
 
 
@@ -77,6 +77,67 @@ def check_fsdp(mesh: Any, rank: int) -> None:
         torch.testing.assert_close(grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class _Pass(torch.autograd.Function):
+    """A tensor of the rank before; its gradient goes back there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return _exchanged(tensor, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _exchanged(grad, -1)
+
+
+def _exchanged(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """What the rank `step` before this one has, which gets ours of the one after."""
+    rank, ranks, got = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor).contiguous()
+    sends = [
+        dist.P2POp(dist.isend, tensor.contiguous(), (rank + step) % ranks),
+        dist.P2POp(dist.irecv, got, (rank - step) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(sends):
+        work.wait()
+    return got
+
+
+def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of this rank's queries and all keys, which pass by; partial results are merged by their lse."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.full_like(q[..., 0].mT, -torch.inf)
+    for passed in range(ranks):
+        home = (rank - passed) % ranks  # whose keys these are; of a later rank a causal query sees none: out 0, lse -inf
+        band = Band(right=(rank - home) * q.shape[1] if causal else None)
+        part, part_lse = flashtile.attention(q, k, v, mask=band, score=(Softcap(4.0),), return_lse=True)
+        merged = torch.logaddexp(lse, part_lse)
+        out = out * (lse - merged).exp().mT[..., None] + part * (part_lse - merged).exp().mT[..., None]
+        lse = merged
+        if passed < ranks - 1:
+            k, v = _Pass.apply(k), _Pass.apply(v)  # pyright: ignore[reportAssignmentType]
+    return out, lse
+
+
+def check_ring(rank: int, causal: bool) -> None:
+    """Exact to 5e-7 of the largest number, gradients too, which flow through the lse of every part."""
+    generator = torch.Generator().manual_seed(2)
+    whole = [torch.randn(2, 24, heads, 16, generator=generator).double().requires_grad_() for heads in (4, 2, 2)]
+    mine = [t.detach().float().chunk(2, 1)[rank].clone().requires_grad_() for t in whole]
+    q, k, v = (t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in whole)
+    scores = 4 * ((q @ k.mT) / 16).tanh()  # a softcap of 4, of scores / sqrt(16)
+    if causal:
+        scores = scores.masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
+    expected = ((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1))
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).view(t.shape) for t in expected]
+    sums = [t * w for t, w in zip(expected, weights, strict=True)]
+    exact = [*expected, *torch.autograd.grad(sums[0].sum() + sums[1].sum(), whole)]
+    got = ring(*mine, causal)
+    parts = [w.chunk(2, axis)[rank].float() for w, axis in zip(weights, (1, 2), strict=True)]
+    loss = (got[0] * parts[0]).sum() + (got[1] * parts[1]).sum()
+    for axis, a, b in zip((1, 2, 1, 1, 1), (*got, *torch.autograd.grad(loss, mine)), exact, strict=True):
+        part = b.chunk(2, axis)[rank]
+        torch.testing.assert_close(a.double(), part, rtol=0, atol=5e-7 * b.abs().max().item())
+
+
 def main(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -84,6 +145,8 @@ def main(rank: int, file: str) -> None:
     check_dtensor(mesh)
     check_packed(mesh)
     check_fsdp(mesh, rank)
+    for causal in (False, True):
+        check_ring(rank, causal)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""DTensors sharded over batch and heads, and FSDP2: two processes over gloo."""
+"""DTensors sharded over batch and heads, FSDP2, and a ring whose parts are merged by lse: two processes over gloo."""
 
 from __future__ import annotations
 
