@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,52 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.companion import Call, check_tensor, prepare, rows
 from flashtile.torch.derivative import first_derivatives
 
-CHUNK_BYTES = 32 * 2**20  # of logits at a time, beside as much of their gradient: four waves of tiles for an H100
+CHUNK_BYTES = 64 * 2**20  # of logits in memory of their own: with gradients no more than what the conversion of dx takes
+STEP = 256  # classes to which parts are rounded: tiles of a product
+
+
+@dataclass(frozen=True)
+class Part:
+    """Classes `first` to `first + width`, of which the gradients are made at once.
+
+    Their logits lie in memory from element `place` on; None: in that of a chunk. Those of a stored part are computed once.
+    """
+
+    first: int
+    width: int
+    place: int | None
+    stored: bool
+
+    def logits(self, rows: int, memory: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+        """Where those of all rows lie."""
+        size = self.width * rows
+        flat = chunk[:size] if self.place is None else memory[self.place : self.place + size]
+        return flat.view(rows, self.width)
+
+
+def lay_out(rows: int, hidden: int, classes: int, chunk: int, lends: bool) -> list[Part]:
+    """The parts, in order. chunk: classes whose logits have memory of their own.
+
+    With `lends` logits lie in the memory of weight's gradient too, which fills from its beginning. Those of the stored parts
+    fill its end; of such a part the gradient, (first + width) * hidden elements with those before, ends where its logits begin.
+    Behind them parts are as wide as leaves room for their logits behind their gradient.
+    """
+    if chunk >= classes:
+        return [Part(0, classes, None, True)]
+    parts: list[Part] = []
+    stored = (classes - chunk) * hidden // max(rows, hidden) // chunk * chunk if lends else 0
+    begin, first = classes * hidden - stored * rows, 0
+    while first < stored:
+        room = (begin + first * (rows - hidden)) // hidden
+        width = min(stored - first, room // chunk * chunk)
+        parts.append(Part(first, width, begin + first * rows, True))
+        first += width
+    while first < classes:
+        room = (classes - first) * hidden // (rows + hidden) // STEP * STEP if lends else 0
+        width = min(max(room, chunk), classes - first)
+        parts.append(Part(first, width, classes * hidden - width * rows if width <= room else None, False))
+        first += width
+    return parts
 
 
 def linear_cross_entropy(
@@ -31,9 +77,9 @@ def linear_cross_entropy(
     "sum"; the other options as in `cross_entropy`.
 
     Some classes at a time: a first pass makes lse, a second one the gradients, of which that of weight is summed over all
-    rows at once, in float32, and rounded once. What the first pass can leave in the gradient's memory, half of the logits
-    where there are twice as many rows as hidden, the second does not compute again. The gradients are made by the forward
-    and serve one backward. Raises InvalidProblem for a request without meaning.
+    rows at once, in float32, and rounded once. What the first pass can leave in the gradient's memory, nearly half of the
+    logits where there are twice as many rows as hidden and nearly all where there are no more, the second does not compute
+    again. The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
     """
     for name, tensor in (("x", x), ("weight", weight), ("labels", labels)):
         check_tensor(name, tensor, x if isinstance(x, torch.Tensor) else None)
@@ -63,12 +109,11 @@ class _Head:
         smoothing, self.z_loss, logit_scale, self.ignore_index = options
         self.options = dict(smoothing=smoothing, logit_scale=logit_scale, ignore_index=self.ignore_index, shard=True)
         width = CHUNK_BYTES // (max(len(x), 1) * x.element_size())
-        self.width = min(max(width // 256 * 256, 256), len(weight))
-        self.chunks = range(0, len(weight), self.width)
+        self.width = min(max(width // STEP * STEP, STEP), len(weight))
 
     def shard(self, logits: torch.Tensor, first: int, differentiated: bool) -> Call:
         """The op on the logits of the classes from `first` on."""
-        options = {**self.options, "first_class": first, "classes": len(self.weight)}
+        options = {**self.options, "first_class": first, "classes": len(self.weight), "inplace": differentiated}
         with torch.set_grad_enabled(differentiated):
             given = {"logits": logits.detach().requires_grad_(differentiated), "labels": self.labels}
             return prepare("cross_entropy", given, options, self.backend)
@@ -77,21 +122,10 @@ class _Head:
         """(loss, dx, dweight), the latter empty where they are not wanted."""
         x, count, empty = self.x, len(self.x), self.x.new_empty(0)
         dweight = x.new_empty(self.weight.shape) if wants_weight else empty
-        memory, used = dweight.view(-1), 0
-        chunk = x.new_empty(self.width * count)
-        lse, share = x.new_full((count,), -torch.inf, dtype=torch.float32), x.new_zeros(count, dtype=torch.float32)
-        stored: dict[int, torch.Tensor] = {}
-        for first in self.chunks:
-            part = self.weight[first : first + self.width]
-            size = len(part) * count
-            # The gradient of the same classes takes no more than these logits, so that it never overtakes the next ones.
-            fits = count >= x.shape[1] and used + size <= memory.numel()
-            into = memory[used : used + size] if fits else chunk[:size]
-            logits = torch.mm(x, part.t(), out=into.view(count, len(part)))
-            if fits:
-                stored[first], used = logits, used + size
-            made = self.shard(logits, first, False).forward({"logits": logits, "labels": self.labels})
-            lse, share = torch.logaddexp(lse, made["lse"]), share + made["share"]
+        memory, chunk = dweight.view(-1), x.new_empty(self.width * count)
+        parts = lay_out(count, x.shape[1], len(self.weight), self.width, wants_weight)
+
+        lse, share = self.fold(parts, memory, chunk)
         counts = self.labels != self.ignore_index
         total = counts.sum() if mean else 1.0
         loss = torch.where(counts, lse + share + self.z_loss * lse * lse, 0.0).sum() / total
@@ -101,18 +135,40 @@ class _Head:
         given = {"labels": self.labels, "lse": lse, "dshare": weights}
         given["dlse"] = torch.where(counts, weights * (1.0 + 2.0 * self.z_loss * lse), 0.0)
         dx = x.new_zeros(x.shape, dtype=torch.float32) if wants_x else empty
-        for first in self.chunks:
-            part = self.weight[first : first + self.width]
-            logits = stored.get(first)
-            if logits is None:
-                logits = torch.mm(x, part.t(), out=chunk[: len(part) * count].view(count, len(part)))
-            dlogits = self.shard(logits, first, True).backward({"logits": logits, **given})["dlogits"]
-            if wants_weight:
-                torch.mm(dlogits.t(), x, out=dweight[first : first + self.width])
-            if wants_x:
-                add_product(dx, dlogits, part)
-        del chunk
+        for part in parts:
+            self.differentiate(part, part.logits(count, memory, chunk), given, dx, dweight)
+        del chunk  # dx in 16 bits takes its place
         return loss, dx.to(x.dtype), dweight
+
+    def fold(self, parts: list[Part], memory: torch.Tensor, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lse, share) of all classes, as many of them at a time as have memory of their own."""
+        x, count = self.x, len(self.x)
+        lse, share = x.new_full((count,), -torch.inf, dtype=torch.float32), x.new_zeros(count, dtype=torch.float32)
+        for part in parts:
+            for first in range(part.first, part.first + part.width, self.width):
+                width = min(self.width, part.first + part.width - first)
+                if part.stored:
+                    logits = part.logits(count, memory, chunk)[:, first - part.first :][:, :width]
+                else:
+                    logits = chunk[: width * count].view(count, width)
+                torch.mm(x, self.weight[first : first + width].t(), out=logits)
+                made = self.shard(logits, first, False).forward({"logits": logits, "labels": self.labels})
+                lse, share = torch.logaddexp(lse, made["lse"]), share + made["share"]
+        return lse, share
+
+    def differentiate(
+        self, part: Part, logits: torch.Tensor, given: dict[str, torch.Tensor], dx: torch.Tensor, dweight: torch.Tensor
+    ) -> None:
+        """Add the part's to dx and write its rows of dweight, where these are not empty; logits become their gradient."""
+        end = part.first + part.width
+        weight = self.weight[part.first : end]
+        if not part.stored:
+            torch.mm(self.x, weight.t(), out=logits)
+        dlogits = self.shard(logits, part.first, True).backward({"logits": logits, **given})["dlogits"]
+        if dweight.dim() > 1:
+            torch.mm(dlogits.t(), self.x, out=dweight[part.first : end])
+        if dx.dim() > 1:
+            add_product(dx, dlogits, weight)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -121,6 +177,15 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
+
+
+def scaled(gradient: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
+    """gradient *= dloss, in place; where that is 1, as at the end of a model, it costs nothing."""
+    logits, labels = gradient.detach().requires_grad_(), gradient.new_empty(len(gradient), dtype=torch.int32)
+    options = dict(reduction="sum", eager_gradient=True, inplace=True)
+    with torch.enable_grad():
+        call = prepare("cross_entropy", {"logits": logits, "labels": labels}, options, None)
+    return call.backward({"gradient": gradient, "dloss": dloss})["dlogits"]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -140,7 +205,7 @@ class _Differentiable(torch.autograd.Function):
             raise NotSupported("a second backward of linear_cross_entropy", {"torch": [reason]})
         made, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
-            given = tuple(g.mul_(grads[0]) if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False))
+            given = tuple(scaled(g, grads[0]) if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False))
         return *first_derivatives(ctx.call, given), None, None, None, None
 
 

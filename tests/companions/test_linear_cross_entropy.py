@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import InvalidProblem, NotSupported, ops
 from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.ops.head import lay_out
 from flashtile.reference.cross_entropy import cross_entropy_reference
 
 OPTIONS: dict[str, Any] = dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.7)
@@ -32,6 +34,37 @@ def exact(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, reduction
 @pytest.fixture(params=[1, 10**6], ids=["many chunks", "one chunk"])
 def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtile.ops.head.CHUNK_BYTES", request.param)
+    monkeypatch.setattr("flashtile.ops.head.STEP", 64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "classes", "chunk"),
+    [
+        (8192, 4096, 128256, 4096), (4096, 4096, 128256, 8192), (512, 4096, 50257, 4096), (16384, 1024, 50257, 512),
+        (24, 8, 900, 16), (3, 64, 1000, 16), (0, 8, 300, 256), (9, 4, 100, 100),
+    ],
+)  # fmt: skip
+def test_parts_of_classes_leave_one_another_alone(rows: int, hidden: int, classes: int, chunk: int) -> None:
+    """Each class once, in order; what is finished of the gradient never reaches logits that are still to be read."""
+    alone = lay_out(rows, hidden, classes, chunk, False)
+    for parts in (alone, lay_out(rows, hidden, classes, chunk, True)):
+        first, waiting = 0, [p for p in parts if p.stored and p.place is not None]
+        for part in parts:
+            assert part.first == first
+            first += part.width
+            if part.place is None:
+                assert 0 < part.width <= chunk
+                continue
+            read = [p for p in waiting if p.first > part.first] if part.stored else []
+            for p in (part, *read):
+                assert first * hidden <= p.place <= p.place + p.width * rows <= classes * hidden  # type: ignore[operator]
+        assert first == classes
+        for before, after in pairwise(waiting):
+            assert before.place + before.width * rows == after.place  # type: ignore[operator]
+    assert all(p.place is None for p in alone)
+    if rows > 1000:  # as much as can be is computed once
+        stored = sum(p.width for p in lay_out(rows, hidden, classes, chunk, True) if p.stored)
+        assert stored >= 0.85 * min(1.0, hidden / rows) * (classes - 2 * chunk)
 
 
 @pytest.mark.usefixtures("chunk_bytes")
@@ -39,7 +72,7 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("sizes", [(24, 8, 900), (6, 16, 600), (5, 4, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loss_and_gradients(backend: str, sizes: Any, dtype: torch.dtype, place: torch.device) -> None:
-    """More rows than hidden: logits wait in the memory of weight's gradient; fewer: they are computed again."""
+    """Logits wait in the memory of weight's gradient: some where there are more rows than hidden, else nearly all."""
     x, weight, labels = draw(place, *sizes, dtype=dtype)
     tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
     for reduction in ("mean", "sum"):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.lib.columns import sum_columns
+from flashtile.kernels.lib.columns import column_sums
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.plan.call import Buffer, HostCall, KernelCall, Pointer
 from flashtile.plan.companion import Op, Steps
@@ -164,6 +164,15 @@ def first_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     return {outputs[0]: linear(t["x"], t["weight1"], t.get("bias1"))}
 
 
+def activated_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The activation within cuBLASLt's product, of sums that were never rounded."""
+    from torch import ops
+
+    bias = t["bias1"] if "bias1" in t else t["x"].new_zeros(p.hidden)
+    made = ops.aten._addmm_activation(bias, t["x"], t["weight1"].t(), use_gelu=p.activation == "gelu_tanh")
+    return {outputs[0]: made}
+
+
 def second_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     return {"out": linear(t["act"], t["weight2"], t.get("bias2"))}
 
@@ -194,20 +203,29 @@ def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 BLOCK, WARPS = 4096, 4  # elements of act at a time
+
 TILE_ROWS, TILE_COLUMNS, STEPS = 4, 512, 32  # of the backward: 128 rows a program, whose sums are few beside what it reads
 
 
+def fuses(p: Dense, device: Device) -> bool:
+    """Whether cuBLASLt has the activation."""
+    return device.kind == "cuda" and p.activation in ("gelu_tanh", "relu") and p["x"].dtype != "fp32"
+
+
 def forward(p: Dense, device: Device, made: tuple[str, ...]) -> Steps:
-    """Product, activation, product; where nothing is kept act lies over pre."""
+    """Product, activation, product; where pre is not kept the activation is part of the product, or lies over it."""
     two, keeps = p.has("weight2"), "pre" in made
     act = "act" if two else "out"
-    pre = "pre" if keeps else act
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
-    calls: list[KernelCall | HostCall] = [HostCall(first_product, (pre,))]
-    count = p.rows * p.hidden
-    args = (Pointer(pre), Pointer(act), count)
-    constants = (("BLOCK", BLOCK), ("T", Tile(0, 0, p.activation)))
-    calls.append(KernelCall(dense_activate, (ceil(count / BLOCK), 1, 1), args, constants, WARPS, 1))
+    calls: list[KernelCall | HostCall] = []
+    if not keeps and fuses(p, device):
+        calls.append(HostCall(activated_product, (act,)))
+    else:
+        pre, count = "pre" if keeps else act, p.rows * p.hidden
+        calls.append(HostCall(first_product, (pre,)))
+        constants = (("BLOCK", BLOCK), ("T", Tile(0, 0, p.activation)))
+        args = (Pointer(pre), Pointer(act), count)
+        calls.append(KernelCall(dense_activate, (ceil(count / BLOCK), 1, 1), args, constants, WARPS, 1))
     if two:
         calls.append(HostCall(second_product, ("out",)))
     return Steps(tuple(calls), tuple(scratch))
@@ -235,8 +253,7 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
         grid = (programs, ceil(p.hidden / TILE_COLUMNS), 1)
         calls.append(KernelCall(dense_backward, grid, (pointers, p.rows, p.hidden, STEPS), constants, WARPS, 1))
         if "bias1" in wanted:
-            args = (Pointer("partial"), (Pointer("dbias1"),), programs, p.hidden)
-            calls.append(KernelCall(sum_columns, (ceil(p.hidden / 32), 1, 1), args, (("ROWS", 64), ("BLOCK", 32)), 4, 1))
+            calls.append(column_sums("partial", ("dbias1",), programs, p.hidden))
         if below:
             calls.append(HostCall(inner_gradients, tuple(below)))
     return Steps(tuple(calls), tuple(scratch))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile._triton import jit, tl
+from flashtile._triton import constexpr, jit, tl
+from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
 from flashtile.kernels.lib.random import keep_elements
+
+LINE = constexpr(8)  # columns of which one thread has all: 16 bytes of them in 16 bits
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Tile:
     drops: bool
     centered: bool
     stored: str
+    first_read: str  # how a forward's first reading of a chunk leaves it in L2: its eviction policy
 
 
 @jit
@@ -63,7 +67,7 @@ def rounded(x, T: tl.constexpr):
 
 
 @jit
-def mixed(inputs, strides, row, first, rows, scale, drop, T: tl.constexpr):
+def mixed(inputs, strides, row, first, rows, scale, drop, POLICY: tl.constexpr, T: tl.constexpr):
     """h of a tile, in float32; 0 outside."""
     x_ptr, residual_ptr, x1_ptr, rowscale_ptr, colscale_ptr, subset_ptr, seed_ptr = inputs
     column = first + tl.arange(0, T.block)
@@ -72,7 +76,7 @@ def mixed(inputs, strides, row, first, rows, scale, drop, T: tl.constexpr):
     if subset_ptr is not None:
         x_row, exists = source_rows(subset_ptr, row, rows)
         there = exists[:, None] & inside
-    x = tl.load(element(x_ptr, strides[0], x_row, column), mask=there, other=0.0).to(tl.float32)
+    x = tl.load(element(x_ptr, strides[0], x_row, column), mask=there, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if T.mixes:
         if rowscale_ptr is not None:
             x *= tl.load(rowscale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -83,12 +87,15 @@ def mixed(inputs, strides, row, first, rows, scale, drop, T: tl.constexpr):
         if colscale_ptr is not None:
             x *= parameter(colscale_ptr, column, column < T.hidden, False)
         if x1_ptr is not None:
-            x1 = tl.load(element(x1_ptr, strides[2], row, column), mask=inside, other=0.0).to(tl.float32)
+            x1 = tl.load(element(x1_ptr, strides[2], row, column), mask=inside, other=0.0, eviction_policy=POLICY).to(
+                tl.float32
+            )
             if T.drops:
                 x1 = tl.where(keep(seed_ptr, row, first, 1, drop[0], T), x1 * drop[1], 0.0)
             x += x1
         if residual_ptr is not None:
-            x += tl.load(element(residual_ptr, strides[1], row, column), mask=inside, other=0.0).to(tl.float32)
+            at = element(residual_ptr, strides[1], row, column)
+            x += tl.load(at, mask=inside, other=0.0, eviction_policy=POLICY).to(tl.float32)
         x = rounded(x, T)
     return x
 
@@ -125,43 +132,56 @@ def emit(h, mean, rstd, weights, outputs, row, first, rows, T: tl.constexpr):
 
 
 @jit
-def moments(h, first, count, T: tl.constexpr):
-    """(mean, sum of squares around it) of a tile's rows, of `count` columns; an RMSNorm's are around 0."""
+def add_moments(state, h, first, T: tl.constexpr):
+    """(count, mean, sum of squares around it) of each line of columns, after a tile more; no thread waits for another.
+
+    Merged as in Chan, Golub and LeVeque (1979). An RMSNorm's are around 0.
+    """
+    ROWS: tl.constexpr = T.rows  # Triton 3.6 takes no attribute in a shape
+    LINES: tl.constexpr = T.block // LINE
+    before, mean, squares = state
+    lines = tl.reshape(h, [ROWS, LINES, LINE])
     if T.mean:
-        mean = tl.sum(h, 1) / count
-        off = h - mean[:, None]
+        line = tl.arange(0, LINES)
+        count = tl.minimum(tl.maximum(T.hidden - first - line * LINE, 0), LINE).to(tl.float32)[None, :]
+        here = tl.sum(lines, 2) / tl.maximum(count, 1.0)
+        off = lines - here[:, :, None]
         if T.hidden % T.block:
-            off = tl.where((first + tl.arange(0, T.block) < T.hidden)[None, :], off, 0.0)
-        return mean, tl.sum(off * off, 1)
-    return tl.zeros_like(tl.sum(h, 1)), tl.sum(h * h, 1)
+            column = first + line[:, None] * LINE + tl.arange(0, LINE)[None, :]
+            off = tl.where((column < T.hidden)[None, :, :], off, 0.0)
+        gap = here - mean
+        share = count / tl.maximum(before + count, 1.0)
+        return before + count, mean + gap * share, squares + tl.sum(off * off, 2) + gap * gap * (before * share)
+    else:
+        return before, mean, squares + tl.sum(lines * lines, 2)
 
 
 @jit
 def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop, T: tl.constexpr):
     """T.rows rows of out, out1, h, mean and rstd. Rows of several chunks are read twice, then from the end: L2 has that."""
     row = tl.program_id(0).to(tl.int64) * T.rows + tl.arange(0, T.rows)
+    ROWS: tl.constexpr = T.rows
+    LINES: tl.constexpr = T.block // LINE
+    READ: tl.constexpr = T.first_read
+    squares = tl.zeros([ROWS, LINES], tl.float32)
+    state = (tl.zeros([1, LINES], tl.float32), squares, squares)
+    h = mixed(inputs, strides, row, 0, rows, scale, drop, READ, T)
+    state = add_moments(state, h, 0, T)
+    for chunk in tl.range(1, T.chunks):
+        h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, READ, T)
+        state = add_moments(state, h, chunk * T.block, T)
+    count, means, squares = state
+    mean = tl.sum(count * means, 1) / T.hidden
+    if T.mean:
+        off = means - mean[:, None]
+        squares += count * (off * off)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / T.hidden + eps)
     if T.chunks == 1:
-        h = mixed(inputs, strides, row, 0, rows, scale, drop, T)
-        mean, squares = moments(h, 0, T.hidden, T)
-        rstd = 1.0 / tl.sqrt_rn(squares / T.hidden + eps)
         emit(h, mean, rstd, weights, outputs, row, 0, rows, T)
-    else:
-        ROWS: tl.constexpr = T.rows  # Triton 3.6 takes no attribute in a shape
-        mean = tl.zeros([ROWS], tl.float32)
-        squares, before = mean, mean
-        for chunk in tl.range(0, T.chunks):  # partial moments are merged as in Chan, Golub and LeVeque (1979)
-            h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, T)
-            count = tl.minimum(T.hidden - chunk * T.block, T.block).to(tl.float32)
-            mean_here, squares_here = moments(h, chunk * T.block, count, T)
-            gap = mean_here - mean
-            mean += gap * (count / (before + count))
-            squares += squares_here + gap * gap * (before * count / (before + count))
-            before += count
-        rstd = 1.0 / tl.sqrt_rn(squares / T.hidden + eps)
-        for done in tl.range(0, T.chunks):
-            first = (T.chunks - 1 - done) * T.block
-            h = mixed(inputs, strides, row, first, rows, scale, drop, T)
-            emit(h, mean, rstd, weights, outputs, row, first, rows, T)
+    for done in tl.range(1, T.chunks + 1 if T.chunks > 1 else 1):
+        first = (T.chunks - done) * T.block
+        h = mixed(inputs, strides, row, first, rows, scale, drop, "evict_first", T)
+        emit(h, mean, rstd, weights, outputs, row, first, rows, T)
     if kept[0] is not None:
         tl.store(kept[0] + row, mean, mask=row < rows)
     if kept[1] is not None:
@@ -182,48 +202,77 @@ def load_weights(weights, first, T: tl.constexpr):
 
 
 @jit
-def weighted(given, weights, held, strides, row, first, rows, T: tl.constexpr):
-    """(normalised h, dout, dout1, gradient of the normalised h) of a tile, in float32; held: `load_weights`'."""
-    h_ptr, dout_ptr, dout1_ptr, _dh, mean_ptr, rstd_ptr = given
-    weight_ptr, _weight1_ptr, subset_ptr = weights
+def load_tiles(given, subset_ptr, strides, row, first, rows, T: tl.constexpr):
+    """h, dout and dout1 (or dout) of a tile, as they are stored; 0 outside."""
+    h_ptr, dout_ptr, dout1_ptr, _dh, _mean, _rstd = given
     column = first + tl.arange(0, T.block)
-    exists = column < T.hidden
-    inside = (row < rows)[:, None] & exists[None, :]
+    inside = (row < rows)[:, None] & (column < T.hidden)[None, :]
     out_row, there = row, inside
     if subset_ptr is not None:
         out_row, wanted = source_rows(subset_ptr, row, rows)
         there = wanted[:, None] & inside
-    h = tl.load(element(h_ptr, strides[0], row, column), mask=inside, other=0.0).to(tl.float32)
-    dout = tl.load(element(dout_ptr, strides[1], out_row, column), mask=there, other=0.0).to(tl.float32)
+    h = tl.load(element(h_ptr, strides[0], row, column), mask=inside, other=0.0)
+    dout = tl.load(element(dout_ptr, strides[1], out_row, column), mask=there, other=0.0)
     dout1 = dout
-    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+    if dout1_ptr is not None:
+        dout1 = tl.load(element(dout1_ptr, strides[2], row, column), mask=inside, other=0.0)
+    return h, dout, dout1
+
+
+@jit
+def weighted(tiles, given, weights, held, row, first, rows, T: tl.constexpr):
+    """(normalised h, dout, dout1, gradient of the normalised h) of a tile, in float32; held: `load_weights`'."""
+    h, dout, dout1 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32)
+    column = first + tl.arange(0, T.block)
+    rstd = tl.load(given[5] + row, mask=row < rows, other=0.0)[:, None]
     if T.mean:
-        h -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        h = tl.where(inside, h, 0.0)
+        h -= tl.load(given[4] + row, mask=row < rows, other=0.0)[:, None]
+        h = tl.where((row < rows)[:, None] & (column < T.hidden)[None, :], h, 0.0)
     h *= rstd
     grad = dout
-    if weight_ptr is not None:
+    if weights[0] is not None:
         grad = dout * held[0]
-    if dout1_ptr is not None:
-        dout1 = tl.load(element(dout1_ptr, strides[2], row, column), mask=inside, other=0.0).to(tl.float32)
+    if given[2] is not None:
         grad += dout1 * held[1]
     return h, dout, dout1, grad
 
 
 @jit
 def norm_backward_sums(given, weights, sums_ptr, strides, rows, T: tl.constexpr):
-    """sums (2, rows): means over a row of grad * normalised h and of grad, for rows of several chunks."""
+    """sums (2, rows): over a row of grad * normalised h and of grad, for rows of several chunks."""
     row = tl.program_id(0).to(tl.int64) * T.rows + tl.arange(0, T.rows)
     ROWS: tl.constexpr = T.rows
     along = tl.zeros([ROWS], tl.float32)
     plain = along
     for chunk in tl.range(0, T.chunks):
         held = load_weights(weights, chunk * T.block, T)
-        h, _dout, _dout1, grad = weighted(given, weights, held, strides, row, chunk * T.block, rows, T)
+        tiles = load_tiles(given, weights[2], strides, row, chunk * T.block, rows, T)
+        h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, chunk * T.block, rows, T)
         along += tl.sum(h * grad, 1)
         plain += tl.sum(grad, 1)
-    tl.store(sums_ptr + row, along / T.hidden, mask=row < rows)
-    tl.store(sums_ptr + rows + row, plain / T.hidden, mask=row < rows)
+    tl.store(sums_ptr + row, along, mask=row < rows)
+    tl.store(sums_ptr + rows + row, plain, mask=row < rows)
+
+
+@jit
+def hand_out_sums(words_ptr, strip, tiles, given, weights, held, row, first, rows, T: tl.constexpr):
+    """Tell the other strips of one row this one's sums."""
+    h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, first, rows, T)
+    at = words_ptr + tl.max(row, 0) * T.chunks + strip
+    hand_out(at, tl.sum(tl.sum(h * grad, 1), 0), tl.sum(tl.sum(grad, 1), 0), tl.max(row, 0) < rows)
+
+
+@jit
+def take_sums(words_ptr, row, T: tl.constexpr):
+    """The sums of one row over all strips."""
+    STRIPS: tl.constexpr = T.chunks
+    found = wait_for(words_ptr + tl.max(row, 0) * STRIPS, STRIPS)
+    along, plain = pair(found[0])
+    for i in tl.static_range(1, STRIPS):
+        a, b = pair(found[i])
+        along += a
+        plain += b
+    return along + tl.zeros_like(row).to(tl.float32), plain + tl.zeros_like(row).to(tl.float32)
 
 
 @jit
@@ -231,83 +280,117 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
     """dx, dresidual, dx1, and this program's share of the parameters' gradients, of one strip of columns.
 
     A program walks every so many rows and sums parameters' gradients in registers; `sum_columns` adds the programs'.
-    sums = (row sums of `norm_backward_sums` or None, partial sums (slots, programs, hidden) or None).
-    SLOTS: the slot of weight, bias, weight1, bias1, colscale, or None.
+    sums = (row sums of `norm_backward_sums` or None, partial sums (slots, programs, hidden) or None, words (rows, strips) by
+    which the strips' programs tell one another their parts of a row's sums, or None: a row is finished after the next one's
+    are told). SLOTS: the slot of weight, bias, weight1, bias1, colscale, or None.
     """
-    x_ptr, rowscale_ptr, colscale_ptr, subset_ptr, seed_ptr = source
-    dx_ptr, dresidual_ptr, dx1_ptr = outputs
-    first = tl.program_id(1) * T.block
-    column = first + tl.arange(0, T.block)
-    exists = column < T.hidden
+    strip = tl.program_id(0) if T.chunks > 1 else 0
+    first = strip * T.block
     ROWS: tl.constexpr = T.rows
     BLOCK: tl.constexpr = T.block
-    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-    dbias, dweight1, dbias1, dcolscale = dweight, dweight, dweight, dweight
+    zero = tl.zeros([ROWS, BLOCK], tl.float32)
+    totals = (zero, zero, zero, zero, zero)
     held = load_weights(weights, first, T)
-    for start in tl.range(tl.program_id(0) * T.rows, rows, tl.num_programs(0) * T.rows, num_stages=T.stages):
-        row = tl.cast(start, tl.int64) + tl.arange(0, T.rows)
-        inside = (row < rows)[:, None] & exists[None, :]
-        if not T.holds:
-            held = load_weights(weights, first, T)
-        h, dout, dout1, grad = weighted(given, weights, held, strides, row, first, rows, T)
-        if SLOTS[0] is not None:
-            dweight += dout * h
-        if SLOTS[1] is not None:
-            dbias += dout
-        if SLOTS[2] is not None:
-            dweight1 += dout1 * h
-        if SLOTS[3] is not None:
-            dbias1 += dout1
-        if sums[0] is not None:
-            along = tl.load(sums[0] + row, mask=row < rows, other=0.0)
-            plain = tl.load(sums[0] + rows + row, mask=row < rows, other=0.0)
-        else:
-            along, plain = tl.sum(h * grad, 1) / T.hidden, tl.sum(grad, 1) / T.hidden
-        dh = grad - h * along[:, None]
-        if T.mean:
-            dh -= plain[:, None]
-        dh *= tl.load(given[5] + row, mask=row < rows, other=0.0)[:, None]
-        if given[3] is not None:
-            dh += tl.load(element(given[3], strides[3], row, column), mask=inside, other=0.0).to(tl.float32)
-        at = row[:, None] * T.hidden + column[None, :]
-        if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + at, dh.to(dresidual_ptr.dtype.element_ty), mask=inside)
-        if dx1_ptr is not None:
-            dx1 = dh
-            if T.drops:
-                dx1 = tl.where(keep(seed_ptr, row, first, 1, drop[0], T), dh * drop[1], 0.0)
-            tl.store(dx1_ptr + at, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
-        factor = dh
-        if T.drops:
-            factor = tl.where(keep(seed_ptr, row, first, 0, drop[0], T), dh * drop[1], 0.0)
-        if rowscale_ptr is not None:
-            factor *= tl.load(rowscale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        if T.scaled:
-            factor *= scale
-        x_row, there = row, inside
-        if subset_ptr is not None:
-            x_row, found = source_rows(subset_ptr, row, rows)
-            there = found[:, None] & inside
-        if SLOTS[4] is not None:
-            dcolscale += factor * tl.load(element(x_ptr, strides[4], x_row, column), mask=there, other=0.0).to(tl.float32)
-        if dx_ptr is not None:
-            if colscale_ptr is not None:
-                factor *= parameter(colscale_ptr, column, exists, False)
-            target = dx_ptr + x_row[:, None] * T.hidden + column[None, :]
-            tl.store(target, factor.to(dx_ptr.dtype.element_ty), mask=there)
+    begin, step = tl.program_id(1) * T.rows, tl.num_programs(1) * T.rows
+    if sums[2] is not None:
+        row = tl.cast(begin, tl.int64) + tl.arange(0, T.rows)
+        tiles = load_tiles(given, weights[2], strides, row, first, rows, T)
+        hand_out_sums(sums[2], strip, tiles, given, weights, held, row, first, rows, T)
+        for start in tl.range(begin + step, rows + step, step, num_stages=T.stages):
+            if not T.holds:
+                held = load_weights(weights, first, T)
+            row = tl.cast(start, tl.int64) + tl.arange(0, T.rows)
+            following = load_tiles(given, weights[2], strides, row, first, rows, T)
+            hand_out_sums(sums[2], strip, following, given, weights, held, row, first, rows, T)
+            row -= step
+            means = take_sums(sums[2], row, T)
+            places = (source, outputs, strides, scale, drop)
+            totals = finish(totals, tiles, means, given, weights, held, places, row, first, rows, T, SLOTS)
+            tiles = following
+    else:
+        for start in tl.range(begin, rows, step, num_stages=T.stages):
+            if not T.holds:
+                held = load_weights(weights, first, T)
+            row = tl.cast(start, tl.int64) + tl.arange(0, T.rows)
+            tiles = load_tiles(given, weights[2], strides, row, first, rows, T)
+            if sums[0] is not None:
+                along = tl.load(sums[0] + row, mask=row < rows, other=0.0)
+                plain = tl.load(sums[0] + rows + row, mask=row < rows, other=0.0)
+            else:
+                h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, first, rows, T)
+                along, plain = tl.sum(h * grad, 1), tl.sum(grad, 1)
+            places = (source, outputs, strides, scale, drop)
+            totals = finish(totals, tiles, (along, plain), given, weights, held, places, row, first, rows, T, SLOTS)
+    dweight, dbias, dweight1, dbias1, dcolscale = totals
     if SLOTS[0] is not None:
-        share(sums[1], dweight, SLOTS[0], column, exists, T)
+        share(sums[1], dweight, SLOTS[0], first, T)
     if SLOTS[1] is not None:
-        share(sums[1], dbias, SLOTS[1], column, exists, T)
+        share(sums[1], dbias, SLOTS[1], first, T)
     if SLOTS[2] is not None:
-        share(sums[1], dweight1, SLOTS[2], column, exists, T)
+        share(sums[1], dweight1, SLOTS[2], first, T)
     if SLOTS[3] is not None:
-        share(sums[1], dbias1, SLOTS[3], column, exists, T)
+        share(sums[1], dbias1, SLOTS[3], first, T)
     if SLOTS[4] is not None:
-        share(sums[1], dcolscale, SLOTS[4], column, exists, T)
+        share(sums[1], dcolscale, SLOTS[4], first, T)
 
 
 @jit
-def share(partial_ptr, total, SLOT: tl.constexpr, column, exists, T: tl.constexpr):
-    at = (SLOT * tl.num_programs(0) + tl.program_id(0)) * T.hidden
-    tl.store(partial_ptr + at + column, tl.sum(total, 0), mask=exists)
+def finish(totals, tiles, sums, given, weights, held, places, row, first, rows, T: tl.constexpr, SLOTS: tl.constexpr):
+    """A tile's gradients, by the sums over whole rows of gradient * normalised h and of gradient; totals with it."""
+    dweight, dbias, dweight1, dbias1, dcolscale = totals
+    source, outputs, strides, scale, drop = places
+    x_ptr, rowscale_ptr, colscale_ptr, subset_ptr, seed_ptr = source
+    dx_ptr, dresidual_ptr, dx1_ptr = outputs
+    column = first + tl.arange(0, T.block)
+    exists = column < T.hidden
+    inside = (row < rows)[:, None] & exists[None, :]
+    h, dout, dout1, grad = weighted(tiles, given, weights, held, row, first, rows, T)
+    if SLOTS[0] is not None:
+        dweight += dout * h
+    if SLOTS[1] is not None:
+        dbias += dout
+    if SLOTS[2] is not None:
+        dweight1 += dout1 * h
+    if SLOTS[3] is not None:
+        dbias1 += dout1
+    dh = grad - h * (sums[0] / T.hidden)[:, None]
+    if T.mean:
+        dh -= (sums[1] / T.hidden)[:, None]
+    dh *= tl.load(given[5] + row, mask=row < rows, other=0.0)[:, None]
+    if given[3] is not None:
+        dh += tl.load(element(given[3], strides[3], row, column), mask=inside, other=0.0).to(tl.float32)
+    at = row[:, None] * T.hidden + column[None, :]
+    if dresidual_ptr is not None:
+        tl.store(dresidual_ptr + at, dh.to(dresidual_ptr.dtype.element_ty), mask=inside)
+    if dx1_ptr is not None:
+        dx1 = dh
+        if T.drops:
+            dx1 = tl.where(keep(seed_ptr, row, first, 1, drop[0], T), dh * drop[1], 0.0)
+        tl.store(dx1_ptr + at, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
+    factor = dh
+    if T.drops:
+        factor = tl.where(keep(seed_ptr, row, first, 0, drop[0], T), dh * drop[1], 0.0)
+    if rowscale_ptr is not None:
+        factor *= tl.load(rowscale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    if T.scaled:
+        factor *= scale
+    x_row, there = row, inside
+    if subset_ptr is not None:
+        x_row, found = source_rows(subset_ptr, row, rows)
+        there = found[:, None] & inside
+    if SLOTS[4] is not None:
+        dcolscale += factor * tl.load(element(x_ptr, strides[4], x_row, column), mask=there, other=0.0).to(tl.float32)
+    if dx_ptr is not None:
+        if colscale_ptr is not None:
+            factor *= parameter(colscale_ptr, column, exists, False)
+        target = dx_ptr + x_row[:, None] * T.hidden + column[None, :]
+        tl.store(target, factor.to(dx_ptr.dtype.element_ty), mask=there)
+    return dweight, dbias, dweight1, dbias1, dcolscale
+
+
+@jit
+def share(partial_ptr, total, SLOT: tl.constexpr, first, T: tl.constexpr):
+    """Write this program's sums of a parameter's gradient."""
+    column = first + tl.arange(0, T.block)
+    at = (SLOT * tl.num_programs(1) + tl.program_id(1)) * T.hidden
+    tl.store(partial_ptr + at + column, tl.sum(total, 0), mask=column < T.hidden)

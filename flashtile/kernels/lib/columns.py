@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from flashtile._triton import jit, tl
+from flashtile.plan.call import KernelCall, Pointer
+
+ROWS, BLOCK, WARPS = 512, 16, 16  # the sums of 264 programs, two per SM of an H100, are on their way at once
+
+
+def column_sums(partial: str, outputs: tuple[str, ...], programs: int, hidden: int) -> KernelCall:
+    """Sums over the middle axis of partial (outputs, programs, hidden)."""
+    args = (Pointer(partial), tuple(map(Pointer, outputs)), programs, hidden)
+    constants = (("ROWS", ROWS), ("BLOCK", BLOCK))
+    return KernelCall(sum_columns, (ceil(hidden / BLOCK), len(outputs), 1), args, constants, WARPS, 1)
 
 
 @jit
