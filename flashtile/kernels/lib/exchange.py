@@ -56,9 +56,12 @@ def hand_out(at, a, b, there):
 @jit
 def wait_for(first, COUNT: tl.constexpr):
     """COUNT words from an int64 pointer on, once all are there, and copies of the last one."""
-    kind: tl.constexpr = (tl.int64,) * 8  # pyright: ignore[reportAssignmentType] (a tuple is bound as one)
     last = tl.full((), COUNT - 1, tl.int32)
-    return tl.inline_asm_elementwise(WAIT, REGISTERS, [first.to(tl.int64), last], dtype=kind, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        WAIT, REGISTERS, [first.to(tl.int64), last],
+        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64),  # MOST_PROGRAMS of them
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit

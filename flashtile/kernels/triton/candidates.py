@@ -35,11 +35,15 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     if which == "forward":
         return size * (rows * d + launch.num_stages * columns * (d + dv)) + biased
     if which == "queries":
-        return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv)) + biased
+        if (
+            max(d, dv) > 256
+        ):  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
+            scratch = size * columns * max(d, dv)
+        return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv)) + scratch + biased
     if which == "pairs":
         return size * launch.num_stages * (rows + columns) * (d + dv) + biased
     resident = columns * (d + dv) + launch.num_stages * rows * (d + dv)
-    if max(d, dv) > 256:  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
+    if max(d, dv) > 256:  # likewise
         scratch += size * rows * max(d, dv)
     return size * (resident + (rows * columns if which == "fused" else 0)) + scratch + biased
 
