@@ -30,11 +30,7 @@ def aligned_parts(x, T: tl.constexpr):
     which bf16 holds, so that a sum of 256 products of two such numbers stays within 2^24 and is exact. (Ozaki's scheme;
     in integers: Ootomo, Ozaki and Yokota, arXiv 2306.11975.) Adding and subtracting the anchor rounds to the unit.
     """
-    if T.narrow:
-        # Triton 3.6.0 lays a product's operands out for the narrowest load behind them, as no float64 product takes them. It
-        # looks no further than a reduction.
-        return (tl.max(x.to(tl.float64)[:, :, None], 2),)
-    elif T.wide:
+    if T.wide:
         return (x.to(tl.float64),)
     elif T.cut:
         return cut_parts(x)
@@ -51,10 +47,12 @@ def aligned_parts(x, T: tl.constexpr):
 @jit
 def free_parts(x, KIND: tl.constexpr, T: tl.constexpr):
     """x as a tuple of parts, each rounded to nearest; (x in type KIND, or float64,) unless T.parts."""
-    if T.wide:
-        # Triton 3.6.0 lays a product's operands out for what is behind them (the narrowest load: a 16-bit bias, a mask's
-        # bytes; dropout's `join`) as no float64 product takes them. It looks no further than a reduction.
+    if T.narrow:
+        # Triton 3.6.0 lays a product's operands out for the narrowest load behind them, as no float64 product takes them. It
+        # looks no further than a reduction.
         return (tl.max(x.to(tl.float64)[:, :, None], 2),)
+    elif T.wide:
+        return (x.to(tl.float64),)
     elif T.cut:
         return cut_parts(x)
     elif T.parts:

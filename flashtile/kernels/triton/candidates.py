@@ -35,9 +35,7 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     if which == "forward":
         return size * (rows * d + launch.num_stages * columns * (d + dv)) + biased
     if which == "queries":
-        if (
-            max(d, dv) > 256
-        ):  # a streamed tile is brought from the layout of loads to that of operands (seen in compiled kernels)
+        if max(d, dv) > 256:  # a streamed tile goes from the layout of loads to that of operands (seen in compiled kernels)
             scratch = size * columns * max(d, dv)
         return size * (rows * (d + dv) + launch.num_stages * columns * (d + dv)) + scratch + biased
     if which == "pairs":
