@@ -161,14 +161,14 @@ def measure(session: Session, cell: Cell) -> None:
 
 def compile_all() -> None:
     """What the compiler says of every launch, for an H100 that need not be there."""
-    from flashtile.export.compile import compile_call, resources
+    from flashtile.export.compile import compile_and_read
 
     for i, j in PAIRS:
         cell = CELLS[i]
         plan = cell.plan(Companion.parse(cell.spelling), H100, cell.launches[j])
         for call in plan.calls:
             if isinstance(call, KernelCall) and any(name == "T" for name, _ in call.constants):
-                used = resources(compile_call(call, plan, H100), H100)
+                _, used = compile_and_read(call, plan, H100)
                 fits = "fits" if used.shared_bytes <= H100.smem_bytes else "DOES NOT FIT"
                 print(f"{fits}: {used.registers} registers, spills {used.spill_bytes} B, {used.shared_bytes} B shared, "
                       f"{cell.direction} {cell.launches[j]} {cell.spelling}", flush=True)  # fmt: skip

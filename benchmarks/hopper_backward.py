@@ -252,7 +252,7 @@ def parts_ms(bound: Bound, tensors: Tensors, ms: float, device: torch.device) ->
 
 def compile_all(names: list[str]) -> int:
     """Compile every variant, full and causal; the number of kernels that failed."""
-    from flashtile.export.compile import compile_call, resources
+    from flashtile.export.compile import compile_and_read
 
     failures = 0
     for name in names:
@@ -262,7 +262,7 @@ def compile_all(names: list[str]) -> int:
             for part, call in zip(PARTS, plan.calls, strict=True):
                 assert isinstance(call, KernelCall)
                 try:
-                    used = resources(compile_call(call, plan, H100), H100)
+                    _, used = compile_and_read(call, plan, H100)
                     fits = used.shared_bytes <= H100.smem_bytes
                     said = f"{used.registers} registers, spills {used.spill_bytes} B, {used.shared_bytes} B shared"
                     said += "" if fits else f"; the device has {H100.smem_bytes}"

@@ -212,7 +212,7 @@ def measure(base: str, names: list[str], rounds: int, until: float, record: Reco
 
 def compile_all(names: list[str]) -> int:
     """Compile every row; the number of kernels that failed."""
-    from flashtile.export.compile import compile_call, resources
+    from flashtile.export.compile import compile_and_read
     from flashtile.export.sass import disassemble, matrix_loops
 
     failures = 0
@@ -221,8 +221,8 @@ def compile_all(names: list[str]) -> int:
         (call,) = plan.calls
         assert isinstance(call, KernelCall)
         try:
-            compiled = compile_call(call, plan, H100)
-            used, lengths = resources(compiled, H100), [len(loop.opcodes) for loop in matrix_loops(disassemble(compiled))]
+            compiled, used = compile_and_read(call, plan, H100)
+            lengths = [len(loop.opcodes) for loop in matrix_loops(disassemble(compiled))]
             fits = used.shared_bytes <= H100.smem_bytes
             said = f"spills {used.spill_bytes} B, {used.shared_bytes} B shared, loops of {lengths} instructions"
         except Exception as error:  # the others are to be compiled all the same

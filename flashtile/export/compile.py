@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashtile._triton import assembler, compiling, tile_layout
+from flashtile._triton import compiling, tile_layout
 from flashtile.export.size import Size, divisor
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -35,6 +38,7 @@ class Resources:
     shared_bytes: int
     matrix: int
     stack_bytes: int = 0
+    log: str = ""
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,8 +144,18 @@ def gpu_target(device: Device) -> GPUTarget:
     return GPUTarget("cuda", device.arch, 32)
 
 
-def resources(compiled: Any, device: Device) -> Resources:
-    """Registers, spills, shared memory and matrix instructions of a compiled kernel."""
+def compile_and_read(call: KernelCall, plan: Plan, device: Device) -> tuple[Any, Resources]:
+    """`compile_call`, compiled anew also where Triton has the kernel on disk, and what its own assembler said of it."""
+    said = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(said):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = compile_call(call, plan, device)
+    return compiled, resources(compiled, device, said.getvalue())
+
+
+def resources(compiled: Any, device: Device, log: str) -> Resources:
+    """Registers, spills, shared memory and matrix instructions of a compiled kernel, of which ptxas said `log`."""
     shared = int(compiled.metadata.shared)
     if device.kind == "hip":
         code = compiled.asm["amdgcn"]
@@ -151,34 +165,25 @@ def resources(compiled: Any, device: Device) -> Resources:
             return int(found.group(1)) if found else 0
 
         return Resources(count("vgpr_count"), 4 * count("vgpr_spill_count"), shared, len(re.findall(r"v_mfma", code)))
-    code = compiled.asm["ptx"]
-    matrix = len(re.findall(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma", code))
-    _, log = assemble(code, device, "-v")
+    matrix = len(re.findall(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"]))
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or spills is None:
         raise RuntimeError(f"ptxas gave no report for {device.target}:\n{log}")
     stack, stores, loads = (int(n) for n in spills.groups())
-    return Resources(int(registers.group(1)), max(stores, loads), shared, matrix, stack)
+    return Resources(int(registers.group(1)), max(stores, loads), shared, matrix, stack, log)
 
 
 def assemble(ptx: str, device: Device, *options: str) -> tuple[bytes | None, str]:
-    """(machine code of a PTX text, ptxas's log), from the assembler that kernels are compiled with, or the newest that Triton
-    brings where that does not know the text's version.
+    """(machine code of a PTX text, ptxas's log), by the assembler that kernels are compiled with; None where it refuses."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    None and all that they said where none takes it.
-    """
-    arch, said = f"sm_{device.arch}" + ("a" if device.arch >= 90 else ""), ""
-    for tool in dict.fromkeys((Path(assembler() or TOOLS / "ptxas"), TOOLS / "ptxas-blackwell")):
-        if not tool.exists():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-            source.write_text(ptx)
-            command = [str(tool), *options, f"--gpu-name={arch}", str(source), "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            log = done.stdout + done.stderr
-            if done.returncode == 0:
-                return target.read_bytes(), log
-            said += log
-    return None, said
+    arch = f"sm_{device.arch}" + ("a" if device.arch >= 90 else "")
+    with compiling(device.kind):
+        tool = get_ptxas(device.arch).path
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [tool, *options, f"--gpu-name={arch}", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return (target.read_bytes() if done.returncode == 0 else None), done.stdout + done.stderr

@@ -21,7 +21,7 @@ from typing import cast
 import triton
 
 from flashtile.dispatch import BACKENDS, backend_named
-from flashtile.export.compile import compile_call, resources
+from flashtile.export.compile import compile_and_read
 from flashtile.export.descriptors import suspicious_operands
 from flashtile.export.sass import disassemble
 from flashtile.plan.backend import Gradients
@@ -160,8 +160,7 @@ def compile_row(job: Job) -> Row:
     text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if tile else ""
     row = Row(job.backend, job.target, job.problem, job.variant, name, text)
     try:
-        compiled = compile_call(call, plan, device)
-        used = resources(compiled, device)
+        compiled, used = compile_and_read(call, plan, device)
     except Exception as error:
         return replace(row, failure=f"{type(error).__name__}: {str(error)[-300:]}")
     failures: list[str] = []

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 
-from flashtile.export.compile import compile_call, resources
+from flashtile.export.compile import compile_and_read
 from flashtile.export.sass import disassemble
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.plan.call import KernelCall
@@ -26,8 +26,7 @@ for spelling in sys.argv[2:]:
         for call in plan.calls:
             if not isinstance(call, KernelCall):
                 continue
-            compiled = compile_call(call, plan, device)
-            used = resources(compiled, device)
+            compiled, used = compile_and_read(call, plan, device)
             sass = disassemble(compiled) if device.kind == "cuda" else ""
             found = {
                 "spelling": spelling,

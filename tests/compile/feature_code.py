@@ -7,7 +7,7 @@ import re
 import sys
 from typing import cast
 
-from flashtile.export.compile import assemble, compile_call, resources
+from flashtile.export.compile import compile_and_read
 from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.triton.choose import choose
 from flashtile.kernels.triton.tile import Pass
@@ -23,7 +23,7 @@ for argument in sys.argv[1:]:
     plan, index = plan_of(problem, H100, which, launch)
     call = plan.calls[index]
     assert isinstance(call, KernelCall)
-    compiled = compile_call(call, plan, H100)
+    compiled, used = compile_and_read(call, plan, H100)
     scores = launch.block_q * launch.block_k / (32 * launch.num_warps)
     kinds = ("LDG", "LDGSTS", "PRMT", "MUFU", "SHFL")
     loops = [
@@ -32,8 +32,8 @@ for argument in sys.argv[1:]:
     ]
     found = {
         "spelling": argument,
-        "shared_bytes": resources(compiled, H100).shared_bytes,
-        "serialised": re.findall(r"\(C75\d\d\)", assemble(compiled.asm["ptx"], H100, "-v")[1]),
+        "shared_bytes": used.shared_bytes,
+        "serialised": re.findall(r"\(C75\d\d\)", used.log),
         "loops": loops,
     }
     print(json.dumps(found))

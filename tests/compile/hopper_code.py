@@ -8,7 +8,7 @@ import json
 import re
 import sys
 
-from flashtile.export.compile import assemble, compile_call, resources
+from flashtile.export.compile import compile_and_read
 from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.hopper.backend import BACKEND
 from flashtile.kernels.hopper.choose import choose_forward
@@ -31,8 +31,8 @@ for argument in sys.argv[1:]:
         plan = BACKEND.forward(problem, H100)
         call = plan.calls[-1]  # behind a schedule's
         assert isinstance(call, KernelCall)
-    compiled = compile_call(call, plan, H100)
-    used, ptx = resources(compiled, H100), compiled.asm["ptx"]
+    compiled, used = compile_and_read(call, plan, H100)
+    ptx = compiled.asm["ptx"]
     loops = [
         {
             "length": len(loop.opcodes),
@@ -50,7 +50,7 @@ for argument in sys.argv[1:]:
         "spill_bytes": used.spill_bytes,
         "shared_bytes": used.shared_bytes,
         "priced_bytes": 0 if direction else forward_shared_bytes(problem, choose_forward(problem, H100)),
-        "serialised": re.findall(r"\(C75\d\d\)", assemble(ptx, H100, "-v")[1]),
+        "serialised": re.findall(r"\(C75\d\d\)", used.log),
         "wgmma": ptx.count("wgmma.mma_async"),
         "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
