@@ -90,8 +90,7 @@ class KernelCall:
     @property
     def options(self) -> dict[str, Any]:
         """What Triton is told beside the constants."""
-        chosen: dict[str, Any] = dict(num_warps=self.num_warps, num_stages=self.num_stages)
-        return chosen if self.contracts else {**chosen, "enable_fp_fusion": False}
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=self.contracts)
 
     def buffers(self) -> Iterator[str]:
         """Names of the buffers that it reads and writes."""
