@@ -3,8 +3,9 @@
     python benchmarks/exported.py LIBRARY.so [--shapes 8x1024 6x4096 ...] [--dtypes bf16 ...] [--seconds N] [--output FILE]
         [--beside LLMC/dev/cuda FLASHATTENTIONC/src/llm.c]
 
-The library is the emitted C, compiled as a shared object; it is used through ctypes. Before anything is timed its results
-are held against float64 for random sizes and for the timed ones, and the forward's against the front end's, bit by bit.
+The library is the emitted C, compiled as a shared object; it is used through ctypes. The dtype "tf32" is fp32 in a library
+that was exported with this precision. Before anything is timed its results are held against float64 for random sizes and for
+the timed ones, and the forward's against the front end's, bit by bit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.packing import QKV, PackedGradient
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
-CODES = {"fp32": 0, "fp16": 1, "bf16": 2}  # flashtile_dtype
+CODES = {"fp32": 0, "tf32": 0, "fp16": 1, "bf16": 2}  # flashtile_dtype
+KINDS = {**TORCH_DTYPES, "tf32": torch.float32}
 SHAPES = ("8x1024", "6x4096", "1x8192")
 HEADS, HEAD_DIM = 12, 64
 LEAST_SIZES = 7  # random ones that are checked whatever time it takes
@@ -94,7 +96,7 @@ def _check(status: int) -> None:
 def draw(exported: Exported, dtype: str, sizes: Sizes) -> Tensors:
     """All tensors of llm.c's functions; those that will be written hold NaN."""
     b, t, heads, c = sizes
-    kind, size = TORCH_DTYPES[dtype], (b, t, heads, c // heads)
+    kind, size = KINDS[dtype], (b, t, heads, c // heads)
     stats, scratch = exported.bytes(dtype, sizes)
     made = {"inp": torch.randn((b, t, 3, *size[2:]), device="cuda").to(kind), "dout": torch.randn(size, device="cuda").to(kind)}
     for name, like in (("out", made["dout"]), ("dinp", made["inp"])):
@@ -107,7 +109,8 @@ def draw(exported: Exported, dtype: str, sizes: Sizes) -> Tensors:
 def problem_of(dtype: str, sizes: Sizes) -> AttentionProblem:
     b, t, heads, c = sizes
     d = c // heads
-    return AttentionProblem.parse(f"attention(q={b}x{t}x{heads}x{d},kv={t}x{heads}x{d},{dtype},band=:0)")
+    words = "fp32,band=:0,tf32" if dtype == "tf32" else f"{dtype},band=:0"
+    return AttentionProblem.parse(f"attention(q={b}x{t}x{heads}x{d},kv={t}x{heads}x{d},{words})")
 
 
 def front_end(problem: AttentionProblem, t: Tensors) -> tuple[Callable[[], Tensors], Callable[[], Tensors]]:
@@ -186,8 +189,8 @@ def warm(dtype: str, sizes: Sizes, which: int) -> None:
     """Compile the front end's forward, or its backward, of a problem."""
     b, t, heads, c = sizes
     size = (b, t, heads, c // heads)
-    tensors = {"inp": torch.randn((b, t, 3, *size[2:]), device="cuda").to(TORCH_DTYPES[dtype])}
-    tensors["dout"] = torch.randn(size, device="cuda").to(TORCH_DTYPES[dtype])
+    tensors = {"inp": torch.randn((b, t, 3, *size[2:]), device="cuda").to(KINDS[dtype])}
+    tensors["dout"] = torch.randn(size, device="cuda").to(KINDS[dtype])
     (forward, backward) = front_end(problem_of(dtype, sizes), tensors)
     (forward, backward)[which]()
 
@@ -195,13 +198,13 @@ def warm(dtype: str, sizes: Sizes, which: int) -> None:
 def measure(
     exported: Exported, theirs: Theirs | None, dtype: str, shape: str, rounds: int, until: float, record: Record
 ) -> None:
-    """Rows of one shape, forward and backward; those of `theirs` where it is fp32."""
+    """Rows of one shape, forward and backward; those of `theirs` where it is fp32 or tf32."""
     b, length = (int(n) for n in shape.split("x"))
     sizes = (b, length, HEADS, HEADS * HEAD_DIM)
     problem, device = problem_of(dtype, sizes), torch.device("cuda", 0)
     t = judge(exported, dtype, sizes)
     own, (peer, *passes) = front_end(problem, t), sdpa(problem, t)
-    beside = theirs.calls(*(t[n] for n in ("inp", "dout", "out", "dinp"))) if theirs and dtype == "fp32" else {}
+    beside = theirs.calls(*(t[n] for n in ("inp", "dout", "out", "dinp"))) if theirs and CODES[dtype] == 0 else {}
     for i, direction in enumerate(("forward", "backward")):
         make = exported.forward if direction == "forward" else exported.backward
         calls = {"exported": make(dtype, sizes, t), "front end": own[i], peer: passes[i], **beside.get(direction, {})}
@@ -225,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=Path)
     parser.add_argument("--shapes", nargs="+", type=sized(2), default=SHAPES, help="BxT")
-    parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=list(CODES))
+    parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=["fp32", "fp16", "bf16"])
     parser.add_argument("--seconds", type=positive, default=20.0, help="of random checks")
     parser.add_argument("--rounds", type=at_least_one, default=8)
     parser.add_argument(

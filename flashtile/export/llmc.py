@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 
 from flashtile.export.attention import AttentionExport, entries
@@ -30,9 +31,9 @@ def problems(dtypes: tuple[str, ...] = DTYPES, head_dims: tuple[int, ...] = HEAD
 
 
 def is_llmc(p: AttentionProblem) -> bool:
-    """Whether the functions with llm.c's arguments compute this problem, whose sizes stand for any."""
+    """Whether the functions with llm.c's arguments compute this problem, whose sizes stand for any; in any precision."""
     plain = AttentionProblem(p.batch, p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v, p.dtype, CAUSAL)
-    return p == plain
+    return p == replace(plain, precision=p.precision)
 
 
 def name_of(p: AttentionProblem) -> str:

@@ -20,6 +20,7 @@ from tests.export.conftest import ROOT, environment
     [
         ("llmc", "attention(q=1x1x1x64,kv=1x1x64,bf16,band=:0)", ("2x128x4", "8x1024x12", "3x1000x12")),
         ("llmc", "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0)", ("2x1000x3", "2x1024x3", "3x333x3")),
+        ("llmc", "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0,tf32)", ("2x1024x3",)),
         ("bhsd", "attention(q=1x1x4x64,kv=1x1x64,fp16,band=100:0,score=softcap(30.0),lse)", ("2x257x300x2",)),
         ("bshd", "attention(q=1x1x2x32,kv=1x1x32,bf16,score=alibi(1x2:fp32:grad),sink=2:fp32:grad)", ("2x100x130x3",)),
         ("bshd", "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)", ("1000",)),

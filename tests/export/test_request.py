@@ -14,6 +14,7 @@ from flashtile.spec.attention import AttentionProblem
 from tests.export.conftest import ROOT, environment
 
 PLAIN = "attention(q=1x1x4x128,kv=1x1x128,bf16,band=:0)"
+PACKED = "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0"
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_requests(problems: tuple[str, ...], architectures: tuple[str, ...], lay
         (("1x=" + PLAIN,), "bshd", "problem is '1x="),
         ((PLAIN,), "llmc", "its q, k and v must have equal heads, head_dim and length"),
         ((PLAIN, PLAIN), "bshd", "two problems have the functions attention_bf16_128_group4_causal_forward; give one a name"),
+        ((PACKED + ")", PACKED + ",tf32)"), "llmc", "two problems have the functions llmc_fp32_64_forward; give one a name"),
         (("nothing(x=1:bf16)",), "bshd", "spelling is 'nothing(x=1:bf16)'"),
         (("attention(q=2x1x1x64,kv=1x1x64,bf16,varlen=9x9)",), "bshd", "items differ in length"),
         (("attention(q=1x1x1x64,kv=1x1x64,bf16,where=dilated(3))",), "bshd", "the mask has predicates or block lists"),
