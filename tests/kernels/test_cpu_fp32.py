@@ -132,3 +132,17 @@ def test_nan_is_seen_from_afar(name: str) -> None:
     else:
         assert out[0, -1].isnan().any()
         assert dq[0, -1].isnan().any()
+
+
+@pytest.mark.parametrize("case", [
+    Case("slopes", 2, 300, 280, heads_q=4, head_dim=64, score=("alibi",)),
+    Case("capped-slopes", 1, 300, 280, heads_q=2, head_dim=32, causal=True, score=("softcap30", "alibi")),
+    Case("sink", 2, 119, 393, heads_q=2, head_dim=32, sink="fp32"),
+], ids=lambda case: case.name)  # fmt: skip
+def test_one_sum_per_head_is_rounded_once_in_small_problems(case: Case) -> None:
+    tensors = case.tensors(PLACE)
+    found, (exact, _) = run("cpu", case, tensors), expected(case, tensors)
+    sums = [name for name in found if name.startswith(("dscore", "dsink"))]
+    assert sums
+    for name in sums:
+        assert (found[name] - exact[name]).abs().max() <= 2.0**-23 * exact[name].abs().max(), name
