@@ -16,6 +16,7 @@ from flashtile.spec.options import Variant
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+SAME_CODE = {"sm90": ("H200",)}  # devices that run what is compiled for an architecture's named one
 ONLY_VARIANT = {"hopper": "fused", "cpu": "split", "triton": ""}  # the backward of backends that have one
 
 
@@ -92,10 +93,11 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
 def cell(problem: AttentionProblem, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
     """Which backends run a problem on an architecture, and whether each was seen to. Raises NotSupported."""
     device = named(target)
+    places = (device.name, *SAME_CODE.get(target, ()))
     names = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
     told = [
         "run on" if target == "cpu" or any(
-            device.name in seen.device and (seen.backend, seen.direction) == (name, direction)
+            any(place in seen.device for place in places) and (seen.backend, seen.direction) == (name, direction)
             and seen.traits >= traits(problem, direction, variant) for seen in proof
         ) else "compiled for"
         for direction, name in zip(DIRECTIONS, names, strict=True)
