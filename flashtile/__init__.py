@@ -35,33 +35,33 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Alibi": "flashtile.score.alibi",
-    "AttentionProblem": "flashtile.spec.attention",
-    "Band": "flashtile.spec.mask",
-    "Bias": "flashtile.score.bias",
-    "Blocks": "flashtile.torch.blocks",
-    "Captured": "flashtile.spec.score",
-    "Dilated": "flashtile.predicate.dilated",
-    "Document": "flashtile.predicate.document",
-    "Dropout": "flashtile.spec.dropout",
-    "InvalidProblem": "flashtile.errors",
-    "KeyPadding": "flashtile.predicate.key_padding",
-    "NotSupported": "flashtile.errors",
-    "Options": "flashtile.spec.options",
-    "Position": "flashtile.spec.score",
-    "Predicate": "flashtile.spec.predicate",
-    "Prefix": "flashtile.predicate.prefix",
-    "Score": "flashtile.spec.score",
-    "Softcap": "flashtile.score.softcap",
-    "Stored": "flashtile.predicate.stored",
-    "TopLeft": "flashtile.predicate.top_left",
-    "attention": "flashtile.torch.attention",
-    "attention_kvpacked": "flashtile.torch.layouts",
-    "attention_qkvpacked": "flashtile.torch.layouts",
-    "attention_varlen": "flashtile.torch.layouts",
-    "dropout_mask": "flashtile.torch.dropout",
-    "explain": "flashtile.explanation",
-    "use_tuning": "flashtile.kernels.triton.choose",
+    "Alibi": ".score.alibi",
+    "AttentionProblem": ".spec.attention",
+    "Band": ".spec.mask",
+    "Bias": ".score.bias",
+    "Blocks": ".torch.blocks",
+    "Captured": ".spec.score",
+    "Dilated": ".predicate.dilated",
+    "Document": ".predicate.document",
+    "Dropout": ".spec.dropout",
+    "InvalidProblem": ".errors",
+    "KeyPadding": ".predicate.key_padding",
+    "NotSupported": ".errors",
+    "Options": ".spec.options",
+    "Position": ".spec.score",
+    "Predicate": ".spec.predicate",
+    "Prefix": ".predicate.prefix",
+    "Score": ".spec.score",
+    "Softcap": ".score.softcap",
+    "Stored": ".predicate.stored",
+    "TopLeft": ".predicate.top_left",
+    "attention": ".torch.attention",
+    "attention_kvpacked": ".torch.layouts",
+    "attention_qkvpacked": ".torch.layouts",
+    "attention_varlen": ".torch.layouts",
+    "dropout_mask": ".torch.dropout",
+    "explain": ".explanation",
+    "use_tuning": ".kernels.triton.choose",
 }
 
 __all__ = [
@@ -98,7 +98,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES[name], __name__), name)
     globals()[name] = value
     return value
 

@@ -47,7 +47,7 @@ assert "torch" not in sys.modules and "triton" not in sys.modules, "a light name
 from importlib import import_module
 from types import ModuleType
 for home in flashtile._HOMES.values():
-    import_module(home)
+    import_module(home, "flashtile")
 for name in flashtile.__all__:
     assert not isinstance(getattr(flashtile, name), ModuleType), f"{name} is hidden by the module of that name"
     assert getattr(flashtile, name).__module__.startswith("flashtile."), name

@@ -40,3 +40,8 @@ pip install --quiet --editable . --group dev
 if has triton && [ ! -d .venv/newest-triton ]; then
     pip install --quiet --no-deps --target .venv/newest-triton triton==3.9.0 || rm -rf .venv/newest-triton
 fi
+# JAX beside it: PyTorch and JAX hand each other tensors in tests/integrations/test_dlpack.py. The last for Python 3.11; 380 MB,
+# and without SciPy, which its import does not need. Nothing else looks there.
+if [ ! -d .venv/jax ]; then
+    pip install --quiet --no-deps --target .venv/jax jax==0.10.2 jaxlib==0.10.2 opt_einsum || rm -rf .venv/jax
+fi

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashtile.errors import InvalidProblem
 
-HERE = "flashtile.compat"
+HERE = __name__.rpartition(".")[0]
 FUNCTIONS = (
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",

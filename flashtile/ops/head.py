@@ -10,6 +10,7 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.companion import Call, check_tensor, prepare, rows
 from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.namespace import NAMESPACE
 
 CHUNK_BYTES = 64 * 2**20  # of logits in memory of their own: with gradients no more than what the conversion of dx takes
 STEP = 256  # classes to which parts are rounded: tiles of a product
@@ -209,7 +210,7 @@ class _Differentiable(torch.autograd.Function):
         return *first_derivatives(ctx.call, given), None, None, None, None
 
 
-@torch.library.custom_op("flashtile::linear_cross_entropy", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
 def compiled(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, smoothing: float, z_loss: float,
     logit_scale: float, ignore_index: int, wants_x: bool, wants_weight: bool, backend: str,

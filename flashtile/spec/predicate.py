@@ -69,7 +69,7 @@ class Terms(Joined):
         return self._terms
 
 
-PREDICATES: Registry[Predicate] = Registry("predicate", "flashtile.predicate")
+PREDICATES: Registry[Predicate] = Registry("predicate", "predicate")
 
 
 class Predicate(Joined):

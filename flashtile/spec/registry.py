@@ -19,7 +19,7 @@ Kind = TypeVar("Kind", bound=Named)
 
 
 class Registry(Generic[Kind]):
-    """The classes of one kind, such as "predicate", by name; the library's own lie in a package, a file each."""
+    """The classes of one kind, such as "predicate", by name; the library's own lie in a package beside `spec`, a file each."""
 
     def __init__(self, kind: str, package: str):
         self.kind, self.package = kind, package
@@ -37,9 +37,9 @@ class Registry(Generic[Kind]):
     def named(self, name: str) -> type[Kind]:
         """The class of that name; the library's own are loaded when it is not known. Raises InvalidProblem."""
         if name not in self.known:
-            package = import_module(self.package)
+            package = import_module(f"..{self.package}", __package__)
             for module in pkgutil.iter_modules(package.__path__):
-                import_module(f"{self.package}.{module.name}")
+                import_module(f"{package.__name__}.{module.name}")
         if name not in self.known:
             raise InvalidProblem(f"{self.kind} is {name!r}; known are {', '.join(sorted(self.known))}.")
         return self.known[name]

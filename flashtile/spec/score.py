@@ -82,7 +82,7 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and (hasattr(value, "stride") or hasattr(value, "aval"))
 
 
-SCORES: Registry[Score] = Registry("score modifier", "flashtile.score")
+SCORES: Registry[Score] = Registry("score modifier", "score")
 
 
 class Score:

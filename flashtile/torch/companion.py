@@ -13,6 +13,7 @@ from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.namespace import NAMESPACE
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
@@ -202,7 +203,7 @@ def _compiled_call(problem: Companion, device: torch.device, backend: str, wante
     return Call(problem, device, backend or None, frozenset(wanted.split(",") if wanted else ()))
 
 
-@torch.library.custom_op("flashtile::companion", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::companion", mutates_args=())
 def companion(
     op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, wanted: str,
     tensors: list[torch.Tensor],
@@ -226,7 +227,7 @@ def _(
     return [tensors[0].new_empty(d.shape, dtype=TORCH_DTYPES[d.dtype]) for d in found]
 
 
-@torch.library.custom_op("flashtile::companion_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::companion_backward", mutates_args=())
 def companion_backward(
     op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, dtypes: str, ranks: str,
     sizes: list[int], wanted: str, held: str, tensors: list[torch.Tensor],

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
+from flashtile.torch.namespace import NAMESPACE
 from flashtile.torch.operator import ATTENTION, BACKWARD, LIBRARY, Maybe
 from flashtile.torch.request import read
 
@@ -144,5 +145,5 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return made, [0] * len(made)
 
 
-torch.library.register_vmap("flashtile::attention", _map_attention, lib=LIBRARY)
-torch.library.register_vmap("flashtile::attention_backward", _map_backward, lib=LIBRARY)
+torch.library.register_vmap(f"{NAMESPACE}::attention", _map_attention, lib=LIBRARY)
+torch.library.register_vmap(f"{NAMESPACE}::attention_backward", _map_backward, lib=LIBRARY)

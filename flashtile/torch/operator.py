@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import NotSupported
 from flashtile.torch.inputs import check_tensors
+from flashtile.torch.namespace import NAMESPACE, operators
 from flashtile.torch.packing import Packing
 from flashtile.torch.request import Named, Request, read
 
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 Maybe = torch.Tensor | None
 GIVEN = "Tensor q, Tensor? k, Tensor? v, Tensor[] others, "
 ASKED = "int wanted, str text, float[] floats, SymInt[] ints"
-LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 LIBRARY.define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-ATTENTION, BACKWARD = torch.ops.flashtile.attention.default, torch.ops.flashtile.attention_backward.default
+ATTENTION, BACKWARD = operators().attention.default, operators().attention_backward.default
 
 
 # -- what runs ------------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ LIBRARY.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
 # -- what is traced -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("flashtile::attention", lib=LIBRARY)
+@torch.library.register_fake(f"{NAMESPACE}::attention", lib=LIBRARY)
 def _(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
@@ -213,7 +214,7 @@ def _(
     return q.new_empty_strided(shape, dense_strides(shape, like)), lse, residual
 
 
-@torch.library.register_fake("flashtile::attention_backward", lib=LIBRARY)
+@torch.library.register_fake(f"{NAMESPACE}::attention_backward", lib=LIBRARY)
 def _(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, *asked: Any,
@@ -282,20 +283,20 @@ def spread(packs: Sequence[Maybe]) -> tuple[Maybe, Maybe, Maybe]:
     return q, k, v
 
 
-torch.library.register_autograd("flashtile::attention", _differentiate, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd(f"{NAMESPACE}::attention", _differentiate, setup_context=_setup, lib=LIBRARY)
 
 
 def _no_second(ctx: Any, grads: Any) -> Any:
     raise NotSupported("the second derivative of attention", {"autograd": ["gradients of gradients are not implemented"]})
 
 
-torch.library.register_autograd("flashtile::attention_backward", _no_second, lib=LIBRARY)
+torch.library.register_autograd(f"{NAMESPACE}::attention_backward", _no_second, lib=LIBRARY)
 
 
 # -- counts, batches ------------------------------------------------------------------------------------------------------
 
 
-@register_flop_formula(torch.ops.flashtile.attention, get_raw=True)
+@register_flop_formula(operators().attention, get_raw=True)
 def attention_flops(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int], **_: Any,
@@ -305,7 +306,7 @@ def attention_flops(
     return read(text).named(packs, others, wanted, floats, ints).problem.flops("forward")
 
 
-@register_flop_formula(torch.ops.flashtile.attention_backward, get_raw=True)
+@register_flop_formula(operators().attention_backward, get_raw=True)
 def attention_backward_flops(dout: Maybe, dlse: Maybe, *given: Any, **_: Any) -> int:
     """FLOPs of a backward, on the visible scores alone."""
     q, k, v, others = given[:4]

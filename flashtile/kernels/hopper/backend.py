@@ -239,8 +239,7 @@ def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
 def gluon_refusal() -> str | None:
     """Why this Triton's Gluon cannot build the kernels; None when it can."""
     try:
-        import flashtile.kernels.hopper.backward
-        import flashtile.kernels.hopper.forward  # noqa: F401
+        from flashtile.kernels.hopper import backward, forward  # noqa: F401
     except Exception as error:  # whatever a release changed: a refusal, never a crash
         return f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
     return None

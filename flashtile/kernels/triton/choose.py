@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from flashtile import _triton
+from flashtile import _triton, plan
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.lib.score import score_bytes, sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
@@ -271,7 +271,7 @@ def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradien
 @cache
 def tiles_of(target: str) -> dict[str, Launch]:
     """The measured tiles of an architecture: those shipped, overlaid by `use_tuning`."""
-    shipped = files("flashtile.plan") / "tuned" / f"{target}.json"
+    shipped = files(plan) / "tuned" / f"{target}.json"
     return _read(json.loads(shipped.read_text())) if shipped.is_file() else {}
 
 
