@@ -177,7 +177,7 @@ def _message(
     descriptions = {i: next(said) for i, (arg, _) in enumerate(runtime) if isinstance(arg, Descriptor)}
     if places is not None:
         ptx = reordered(ptx, runtime, places)
-        cubin = machine_code(ptx, device, call.contracts)
+        cubin = machine_code(kernel, ptx, device, call.contracts)
     if getattr(meta, "profile_scratch_size", 0) or meta.launch_cooperative_grid or meta.launch_pdl:
         raise NotSupported(f"{meta.name} from JAX", {"jaxlib": ["its launcher knows no cooperative or dependent launches"]})
     # num_warps counts all warps of a block, those of a warp-specialised kernel's other roles too

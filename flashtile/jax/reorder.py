@@ -7,8 +7,10 @@ parameters, so their order is that of a list in its text.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from flashtile.export.compile import assemble
@@ -33,9 +35,20 @@ def reordered(ptx: str, runtime: Sequence[tuple[Any, str]], places: Sequence[int
     return ptx[: found.start(2)] + ",\n\t".join(ordered) + ptx[found.end(2) :]
 
 
-def machine_code(ptx: str, device: Device, contracts: bool) -> bytes:
-    """What Triton's assembler makes of a PTX text, with Triton's options."""
+def machine_code(kernel: Any, ptx: str, device: Device, contracts: bool) -> bytes:
+    """What Triton's assembler makes of a PTX text that is `kernel`'s but for the order, with Triton's options.
+
+    It is kept on disk beside what Triton compiles, under the text and the kernel's hash (which says assembler and options).
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(hashlib.sha256(f"{kernel.hash}\n{ptx}".encode()).hexdigest())
+    name = f"{kernel.metadata.name}.cubin"
+    kept = cache.get_file(name)
+    if kept is not None:
+        return Path(kept).read_bytes()
     code, log = assemble(ptx, device, "-lineinfo", *([] if contracts else ["--fmad=false"]))
     if code is None:
         raise RuntimeError(f"ptxas refused a kernel for {device.target}:\n{log}")
+    cache.put(code, name, binary=True)
     return code

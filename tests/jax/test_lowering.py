@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 from flashtile import Alibi, AttentionProblem, Dropout, NotSupported
 from flashtile.export import compile as compile_module
 from flashtile.export.matrix import jobs_of, plan_of, problems
-from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, target
+from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
 from flashtile.jax.reorder import ENTRY, reordered
 from flashtile.jax.step import Backward
@@ -137,6 +139,25 @@ def test_a_kernel_that_adds_to_what_it_takes_twice_gets_its_parameters_in_anothe
     own = (compile_module.assemble(ptx, H100, "-v")[1] for ptx in (kernel.asm["ptx"], text))
     used = [re.search(r"Used (\d+) registers", log).group(1) for log in own]
     assert used[0] == used[1]
+
+
+def test_a_reordered_kernel_is_assembled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache keeps its machine code too, by text and by what compiled it."""
+    made: list[str] = []
+
+    def assemble(text: str, *_: Any) -> tuple[bytes, str]:
+        made.append(text)
+        return f"code {len(made)}".encode(), ""
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(reorder, "assemble", assemble)
+    of = lambda digest: SimpleNamespace(hash=digest, metadata=SimpleNamespace(name="kernel"))  # noqa: E731
+    codes = [reorder.machine_code(of(digest), text, H100, True) for digest, text in ("aA", "aA", "aB", "bB", "aA")]
+    assert codes == [b"code 1", b"code 1", b"code 2", b"code 3", b"code 1"]
+    assert made == ["A", "B", "B"]
+    monkeypatch.setattr(reorder, "assemble", lambda *_: (None, "no"))
+    with pytest.raises(RuntimeError, match="ptxas refused a kernel for sm90"):
+        reorder.machine_code(of("c"), "C", H100, True)
 
 
 def test_what_is_written_is_a_result_and_what_follows_stays_in_order() -> None:
