@@ -1,33 +1,57 @@
 """Times `flashtile.jax` beside JAX's own attentions on a GPU, in one rotation, after a check against float32.
 
-    python benchmarks/jax_attention.py [--budget SECONDS] [--output FILE]
+    python benchmarks/jax_attention.py [--jax-triton attention.py] [--limit SECONDS] [--budget SECONDS] [--output FILE]
 
-Cells: bf16, batch 4, 4096 tokens, head_dim 64 with 32 heads and 128 with 16, causal and full, forward and forward with
-backward. Our kernels are compiled first, in parallel processes; then a process times flashtile from PyTorch, where PyTorch is
-installed: device time is to be the same.
+Cells: bf16, batch 4, 4096 tokens, head_dim 64 with 32 heads and 128 with 16, causal and full; forward, backward alone from
+what the forward kept, and forward with backward. Everything is compiled first, in parallel processes, and what is not
+compiled in `--limit` seconds is named and not timed. Where PyTorch is installed flashtile from PyTorch takes its turns on the
+same arrays, in the same process, and of both front ends the kernels' own time is measured too: it is to be the same.
+
+--jax-triton times the fused backward that jax-triton had before it was split: its jax_triton/pallas/ops/attention.py of
+commit 4f97b83, on the Pallas of the JAX that is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import Failure, compile_ahead, in_processes
-from benchmarks.record import Record, at_least_one, options, provenance
+from benchmarks.processes import Failure, in_processes
+from benchmarks.record import Record, at_least_one, options, positive, provenance
 
 CELLS = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
 BATCH, SEQLEN, TOLERANCE = 4, 4096, 1.5e-2  # of the norm, against float32 attention of a part
-PASSES = ("forward", "both")
-Call = Callable[[], Any]
+PASSES = {"forward": 2, "backward": 5, "both": 7}  # products of 2 x queries x keys x head_dim operations
+OURS = ("flashtile/auto", "flashtile/split", "flashtile/fused")
+FRONT_ENDS = ("flashtile/auto", "flashtile/torch")
+ORIGINAL = "jax-triton/fused"
+PEERS = ("tokamax/mosaic", "tokamax/triton", "tokamax/cudnn", "pallas/mha", "jax.nn/cudnn", "jax.nn/xla")
+# What the split backward is held against, and how many times as fast it is to be.
+SPLIT_BARS = {ORIGINAL: 4.0, "pallas/mha": 4.0, "jax.nn/xla": 2.0}
+ALONE = (*FRONT_ENDS, *OURS, *SPLIT_BARS)  # whose backward is timed alone, too
+TUNED = ("tokamax/cudnn", "jax.nn/cudnn", "jax.nn/xla")  # XLA times variants as it compiles: not beside other processes
+KERNELS_S = 20.0  # kept for what the profiler measures, which comes last
+BURST, BURST_MS = 10, 40.0  # calls between two waits: at most so many, and no more than take so long
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A provider's passes on a cell's arrays; `wait` returns once what a call returned is there."""
+
+    passes: dict[str, Callable[[], Any]]
+    wait: Callable[[Any], Any]
 
 
 def heads(head_dim: int) -> int:
@@ -36,164 +60,263 @@ def heads(head_dim: int) -> int:
 
 def flops(head_dim: int, causal: bool, which: str) -> float:
     one = 2 * BATCH * heads(head_dim) * SEQLEN * SEQLEN * head_dim / (2 if causal else 1)
-    return one * (2 if which == "forward" else 7)
+    return one * PASSES[which]
 
 
-def time_torch() -> dict[tuple[int, bool, str], list[float]]:
-    """Milliseconds of flashtile from PyTorch, by cell."""
-    import torch
-
-    import flashtile
-
-    found: dict[tuple[int, bool, str], list[float]] = {}
-    for head_dim, causal in CELLS:
-        shape = (BATCH, SEQLEN, heads(head_dim), head_dim)
-        q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        for t in (q, k, v):
-            t.requires_grad_()
-
-        def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout, causal: bool = causal) -> None:
-            torch.autograd.grad(flashtile.attention(q, k, v, causal=causal), (q, k, v), dout)
-
-        def forward(q: Any = q, k: Any = k, v: Any = v, causal: bool = causal) -> None:
-            with torch.no_grad():
-                flashtile.attention(q, k, v, causal=causal)
-
-        for which, call in (("forward", forward), ("both", both)):
-            call()
-            torch.cuda.synchronize()
-            taken = []
-            for _ in range(6):
-                start = time.perf_counter()
-                for _ in range(10):
-                    call()
-                torch.cuda.synchronize()
-                taken.append((time.perf_counter() - start) * 100)
-            found[head_dim, causal, which] = taken
-    return found
-
-
-def lower(head_dim: int, causal: bool, backward: str) -> None:
-    """Compile a cell's kernels for an H100, without a GPU: Triton keeps them on disk."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    import jax.numpy as jnp
-
-    from flashtile.jax import dot_product_attention, target
-    from flashtile.jax.launch import HANDLER
-
-    array = jax.ShapeDtypeStruct((BATCH, SEQLEN, heads(head_dim), head_dim), jnp.bfloat16)
-    implementation = None if backward == "auto" else "triton"
-
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(
-            lambda *x: dot_product_attention(*x, is_causal=causal, backward=backward, implementation=implementation), q, k, v
-        )
-        return out, *pull(dout)
-
-    check = jax.export.DisabledSafetyCheck.custom_call(HANDLER)
-    with target("sm90"):
-        jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=[check])(*(array,) * 4)
-
-
-def providers(head_dim: int, causal: bool) -> dict[str, Any]:
-    """Functions of (q, k, v) by name."""
+def function_of(name: str, head_dim: int, causal: bool, jax_triton: str | None) -> Callable[..., Any]:
+    """A provider's attention of (q, k, v)."""
     import jax
 
     from flashtile.jax import dot_product_attention
 
-    ours = {f"flashtile/{b}": b for b in ("auto", "split", "fused")}
-    found: dict[str, Any] = {
-        name: lambda q, k, v, b=b, i=None if b == "auto" else "triton": dot_product_attention(
-            q, k, v, is_causal=causal, backward=b, implementation=i
-        )
-        for name, b in ours.items()
-    }
-    for name in ("cudnn", "xla"):
-        found[f"jax.nn/{name}"] = lambda q, k, v, name=name: jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, implementation=name
-        )
-    try:
-        from jax.experimental.pallas.ops.gpu.attention import mha
+    library, _, variant = name.partition("/")
+    if library == "flashtile":
+        implementation = None if variant == "auto" else "triton"
+        return lambda q, k, v: dot_product_attention(q, k, v, is_causal=causal, backward=variant, implementation=implementation)
+    if library == "jax.nn":
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=variant)  # pyright: ignore
+    if library == "tokamax":
+        import tokamax  # pyright: ignore
 
-        found["pallas/mha"] = lambda q, k, v: mha(q, k, v, None, sm_scale=head_dim**-0.5, causal=causal)
-    except ImportError as error:
-        print(f"pallas: {error}")
-    try:
-        import tokamax
+        return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation=variant)
+    if library == "jax-triton":
+        assert jax_triton is not None
+        module = loaded(jax_triton)
+        return lambda q, k, v: module.mha(q, k, v, sm_scale=head_dim**-0.5, causal=causal)
+    from jax.experimental.pallas.ops.gpu.attention import mha
 
-        for name in ("mosaic", "triton", "cudnn"):
-            found[f"tokamax/{name}"] = lambda q, k, v, name=name: tokamax.dot_product_attention(
-                q, k, v, is_causal=causal, implementation=name
-            )
-    except ImportError as error:
-        print(f"tokamax: {error}")
-    return found
+    return lambda q, k, v: mha(q, k, v, None, sm_scale=head_dim**-0.5, causal=causal)
 
 
-def measure(head_dim: int, causal: bool, rounds: int, until: float, record: Record) -> None:
-    """The rows of a cell."""
+def loaded(path: str) -> Any:
+    """The module that is in a file."""
+    spec = importlib.util.spec_from_file_location("jax_triton_attention", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def programs(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """A provider's passes, jitted; `kept` returns what its backward alone takes."""
+    import jax
+
+    def kept(q: Any, k: Any, v: Any) -> Any:
+        return jax.vjp(function, q, k, v)
+
+    def backward(pull: Any, dout: Any) -> Any:
+        return pull(dout)
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(function, q, k, v)
+        return out, *pull(dout)
+
+    made = {"both": both, "forward": function, **(dict(backward=backward, kept=kept) if name in ALONE else {})}
+    return {which: jax.jit(program) for which, program in made.items()}
+
+
+def compiled(head_dim: int, causal: bool, name: str, which: str, jax_triton: str | None) -> float:
+    """Compile a provider's program of a cell, or `all`, for this GPU; JAX keeps it on disk. Returns the seconds."""
     import jax
     import jax.numpy as jnp
 
-    keys = jax.random.split(jax.random.key(0), 4)
-    shape = (BATCH, SEQLEN, heads(head_dim), head_dim)
-    q, k, v, dout = (jax.random.normal(key, shape).astype(jnp.bfloat16) for key in keys)
-    part = tuple(x[:1, :, :1].astype(jnp.float32) for x in (q, k, v))
+    jax.devices("cuda")  # raises where there is none
+    begun = time.perf_counter()
+    array = jax.ShapeDtypeStruct((BATCH, SEQLEN, heads(head_dim), head_dim), jnp.bfloat16)
+    made = programs(name, function_of(name, head_dim, causal, jax_triton))
+    for each in made if which == "all" else (which,):
+        given: tuple[Any, ...] = (array,) * (4 if each == "both" else 3)
+        if each == "backward":
+            given = (jax.eval_shape(made["kept"], *given)[1], array)
+        made[each].lower(*given).compile()
+    return time.perf_counter() - begun
 
-    def exact(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
 
-    def both_of(function: Any) -> Any:
-        def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-            out, pull = jax.vjp(function, q, k, v)
-            return out, *pull(dout.astype(out.dtype))
+def compile_all(names: Iterable[str], jax_triton: str | None, limit_s: float, record: Record) -> set[tuple[Any, ...]]:
+    """(head_dim, causal, provider) of all that is compiled in time."""
+    jobs = [
+        (*cell, name, which, jax_triton)
+        for name in names
+        # our passes share kernels
+        for which in (["all"] if name in OURS else programs(name, lambda: None))
+        for cell in CELLS
+    ]
+    waiting, refused, begun = set(jobs), set[tuple[Any, ...]](), time.monotonic()
+    for job, made in in_processes(compiled, jobs, begun + min(limit_s, record.left())):
+        waiting.remove(job)
+        head_dim, causal, name, which, _ = job
+        if isinstance(made, Failure):
+            refused.add((head_dim, causal, name))
+            refuse(record, head_dim, causal, name, made.text)
+        else:
+            print("compiled", head_dim, causal, name, which, f"in {made:.1f} s", flush=True)
+    for job in sorted(waiting):
+        record.leave(f"{' '.join(map(str, job[:4]))} (not compiled in {time.monotonic() - begun:.0f} s)")
+    print(f"compiled ahead: {len(jobs) - len(waiting)} of {len(jobs)} jobs in {time.monotonic() - begun:.0f} s", flush=True)
+    return {job[:3] for job in jobs} - refused - {job[:3] for job in waiting}
 
-        return both
 
+def refuse(record: Record, head_dim: int, causal: bool, name: str, text: str) -> None:
+    """Say that a provider does not run: a failure if it is ours."""
+    if name.startswith("flashtile"):
+        record.fail(text, head_dim=head_dim, causal=causal, provider=name)
+    else:
+        print(f"{head_dim} {causal} {name}: {text}"[:400], flush=True)
+
+
+def by_torch(causal: bool, arrays: Iterable[Any]) -> Calls:
+    """The passes of flashtile from PyTorch, on the memory of JAX's arrays."""
+    import torch
+
+    import flashtile
+
+    q, k, v, dout = (torch.from_dlpack(array) for array in arrays)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    kept = flashtile.attention(q, k, v, causal=causal)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return flashtile.attention(q, k, v, causal=causal)
+
+    def backward() -> Any:
+        return torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+
+    def both() -> Any:
+        out = flashtile.attention(q, k, v, causal=causal)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    return Calls({"forward": forward, "backward": backward, "both": both}, lambda _: torch.cuda.synchronize())
+
+
+def by_jax(name: str, function: Callable[..., Any], arrays: tuple[Any, ...]) -> Calls:
+    """The passes of a provider's attention of JAX's arrays."""
+    import jax
+
+    q, k, v, dout = arrays
+    made = programs(name, function)
+    passes = {"forward": lambda: made["forward"](q, k, v), "both": lambda: made["both"](q, k, v, dout)}
+    if "kept" in made:
+        _, pull = made["kept"](q, k, v)
+        passes["backward"] = lambda: made["backward"](pull, dout)
+    return Calls(passes, jax.block_until_ready)
+
+
+def measure(
+    head_dim: int, causal: bool, names: Iterable[str], jax_triton: str | None, rounds: int, until: float, record: Record
+) -> None:
+    """The rows of a cell, by the clock."""
+    import jax
+    import jax.numpy as jnp
+
+    arrays = arrays_of(head_dim)
+    *part, dpart = (x[:1, :, :1].astype(jnp.float32) for x in arrays)
     with jax.default_matmul_precision("highest"):
-        truth = jax.jit(both_of(exact))(*part, dout[:1, :, :1].astype(jnp.float32))
-    calls: dict[str, dict[str, Call]] = {which: {} for which in PASSES}
-    for name, function in providers(head_dim, causal).items():
+        exact = programs("exact", lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal))
+        truth = [jax.device_get(x) for x in exact["both"](*part, dpart)]
+    found: dict[str, Calls] = {}
+    for name in names:
         if time.monotonic() > until:
             record.leave(f"{head_dim} {causal} {name}")
             continue
         try:
-            forward, both = jax.jit(function), jax.jit(both_of(function))
-            started = time.perf_counter()
-            made = jax.block_until_ready(both(q, k, v, dout))
-            jax.block_until_ready(forward(q, k, v))
-            compiled = time.perf_counter() - started
-            off = [
-                float(jnp.linalg.norm(m[:1, :, :1].astype(jnp.float32) - t) / jnp.linalg.norm(t))
-                for m, t in zip(made, truth, strict=True)
-            ]
-            if not max(off) <= TOLERANCE:
-                raise ArithmeticError(f"off by {[f'{x:.1e}' for x in off]} of the norm")
-            print(f"{head_dim} {causal} {name}: compiled in {compiled:.1f} s, off by {max(off):.1e}", flush=True)
-        except Exception as error:
-            if name.startswith("flashtile"):
-                record.fail(error, head_dim=head_dim, causal=causal, provider=name)
+            begun = time.perf_counter()
+            if name == "flashtile/torch":
+                calls = by_torch(causal, arrays)
             else:
-                print(f"{head_dim} {causal} {name}: {type(error).__name__}: {error}"[:400], flush=True)
+                calls = by_jax(name, function_of(name, head_dim, causal, jax_triton), arrays)
+            made = {which: call() for which, call in calls.passes.items()}
+            calls.wait(made)
+            taken = time.perf_counter() - begun
+            off = max(largest_error(made["both"], truth), largest_error((made["forward"], *made.get("backward", ())), truth))
+            if not off <= TOLERANCE:
+                raise ArithmeticError(f"off by {off:.1e} of the norm")
+        except Exception as error:
+            refuse(record, head_dim, causal, name, f"{type(error).__name__}: {error}")
             continue
-        calls["forward"][name] = lambda forward=forward: forward(q, k, v)
-        calls["both"][name] = lambda both=both: both(q, k, v, dout)
+        print(f"{head_dim} {causal} {name}: ready in {taken:.1f} s, off by {off:.1e}", flush=True)
+        found[name] = calls
     for which in PASSES:
-        taken: dict[str, list[float]] = {name: [] for name in calls[which]}
-        for turn in range(rounds):
-            for name, call in calls[which].items():
-                count = 3 if name == "jax.nn/xla" else 10
-                jax.block_until_ready(call())
-                started = time.perf_counter()
-                for _ in range(count):
-                    made = call()
-                jax.block_until_ready(made)
-                taken[name].append((time.perf_counter() - started) * 1000 / count)
-            if turn and time.monotonic() > until:
-                break
+        times = rotate(which, {name: calls for name, calls in found.items() if which in calls.passes}, rounds, until)
+        for name, taken_ms in times.items():
+            add(record, head_dim, causal, which, name, taken_ms)
+
+
+def arrays_of(head_dim: int) -> tuple[Any, ...]:
+    """q, k, v and dout of the cells of a head_dim."""
+    import jax
+    import jax.numpy as jnp
+
+    shape = (BATCH, SEQLEN, heads(head_dim), head_dim)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.block_until_ready(jax.random.normal(key, shape).astype(jnp.bfloat16)) for key in keys)
+
+
+def largest_error(made: Iterable[Any], truth: list[Any]) -> float:
+    """The largest error, in the norm, of out alone or with dq, dk and dv; of the first item's first head."""
+    import numpy as np
+
+    def norm_of_error(m: Any, t: Any) -> float:
+        first = m[:1, :, :1]
+        first = first.detach().float().cpu().numpy() if hasattr(first, "detach") else np.asarray(first, np.float32)
+        return float(np.linalg.norm(first - t) / np.linalg.norm(t))
+
+    return max(norm_of_error(m, t) for m, t in zip(made, truth, strict=False))
+
+
+def rotate(which: str, found: dict[str, Calls], rounds: int, until: float) -> dict[str, list[float]]:
+    """Milliseconds of a pass by the clock, by provider, one burst of each per round."""
+    taken: dict[str, list[float]] = {name: [] for name in found}
+    counts: dict[str, int] = {}
+    for turn in range(rounds):
+        for name, calls in found.items():
+            if name not in counts:
+                counts[name] = max(2, min(BURST, int(BURST_MS / burst_ms(calls, which, 2))))
+            calls.wait(calls.passes[which]())
+            taken[name].append(burst_ms(calls, which, counts[name]))
+        if turn and time.monotonic() > until:
+            break
+    return taken
+
+
+def burst_ms(calls: Calls, which: str, count: int) -> float:
+    """Milliseconds of a call by the clock, of so many one after another."""
+    begun, made = time.perf_counter(), None
+    for _ in range(count):
+        made = calls.passes[which]()
+    calls.wait(made)
+    return (time.perf_counter() - begun) * 1000 / count
+
+
+def measure_kernels(head_dim: int, causal: bool, rounds: int, record: Record) -> None:
+    """The rows of a cell that say how long kernels of both front ends ran, by the profiler, in one rotation."""
+    arrays = arrays_of(head_dim)
+    ours = by_jax(FRONT_ENDS[0], function_of(FRONT_ENDS[0], head_dim, causal, None), arrays)
+    front_ends = dict(zip(FRONT_ENDS, (ours, by_torch(causal, arrays)), strict=True))
+    for which in PASSES:
+        taken: dict[str, list[float]] = {name: [] for name in front_ends}
+        for _ in range(rounds):
+            for name, calls in front_ends.items():
+                taken[name].append(kernels_ms(calls, which))
         for name, times in taken.items():
-            add(record, head_dim, causal, which, name, times)
+            row = dict(head_dim=head_dim, causal=causal, which=which, provider=name)
+            record.add(dict(**row, kernels_ms=round(median(times), 4), least_kernels_ms=round(min(times), 4)))
+            print(f"{head_dim:>4} {causal!s:5} {which:8} {name:18} {median(times):>9.4f} ms in kernels", flush=True)
+
+
+def kernels_ms(calls: Calls, which: str) -> float:
+    """Milliseconds in which kernels of a call ran, of a burst. Raises RuntimeError where the profiler sees none."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    calls.wait(calls.passes[which]())
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        burst_ms(calls, which, BURST)
+    profiler: Any = traced.profiler
+    events = [e for e in profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    if not events:
+        raise RuntimeError("the profiler sees no kernels")
+    return sum(e.duration_ns() for e in events) * 1e-6 / BURST
 
 
 def add(record: Record, head_dim: int, causal: bool, which: str, name: str, times: list[float]) -> None:
@@ -205,25 +328,63 @@ def add(record: Record, head_dim: int, causal: bool, which: str, name: str, time
     print(f"{head_dim:>4} {causal!s:5} {which:8} {name:18} {ms:>9.4f} ms {speed:>7.1f} TFLOP/s", flush=True)
 
 
+def report(rows: list[dict[str, Any]]) -> None:
+    """Per cell: times of the others over ours; the split backward's lead; JAX's kernels beside PyTorch's."""
+    by, kernels = (
+        {(r["head_dim"], r["causal"], r["which"], r["provider"]): r[unit] for r in rows if unit in r}
+        for unit in ("ms", "kernels_ms")
+    )
+    for cell in CELLS:
+        for which in PASSES:
+            ours = by.get((*cell, which, "flashtile/auto"))
+            others = [(name, by[(*cell, which, name)]) for name in PEERS if (*cell, which, name) in by]
+            if ours is not None and others:
+                told = ", ".join(f"{name} {ms / ours:.2f}" for name, ms in others)
+                print(*cell, which, "over auto:", told, flush=True)
+            jax_ms, torch_ms = (kernels.get((*cell, which, name)) for name in FRONT_ENDS)
+            if jax_ms and torch_ms:
+                print(*cell, which, f"kernels' time, JAX over PyTorch: {jax_ms / torch_ms:.3f}", flush=True)
+        split = by.get((*cell, "backward", "flashtile/split"))
+        for name, bar in SPLIT_BARS.items():
+            theirs = by.get((*cell, "backward", name))
+            if split and theirs:
+                print(*cell, f"split backward: {theirs / split:.2f} x {name}'s, of {bar:g}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jax-triton", type=Path, metavar="FILE", help="jax-triton's attention.py, timed too")
     parser.add_argument("--rounds", type=at_least_one, default=6)
+    parser.add_argument("--limit", type=positive, default=70.0, help="seconds for compiling; 70")
     options(parser, "benchmarks/results/jax-attention.csv", 180)
     chosen = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes need memory too
-    about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
-    record = Record(chosen.output, chosen.budget, {**gpu(parser), **about, **provenance(chosen.commit)})
-    compile_ahead(lower, [(*cell, backward) for cell in CELLS for backward in ("auto", "split", "fused")], record.left(), 0.5)
-    for _, made in in_processes(time_torch, [()], time.monotonic() + 0.3 * record.left()):
-        if isinstance(made, Failure):
-            print(f"PyTorch: {made.text}", flush=True)
-            continue
-        for (head_dim, causal, which), times in made.items():
-            add(record, head_dim, causal, which, "flashtile/torch", times)
-    for (head_dim, causal), until in record.parts(CELLS):
-        with record.attempt(head_dim=head_dim, causal=causal, provider="all"):
-            measure(head_dim, causal, chosen.rounds, until, record)
-    return record.end()
+    if chosen.jax_triton and not chosen.jax_triton.exists():
+        parser.error(f"{chosen.jax_triton} is not there")
+    original = str(chosen.jax_triton.resolve()) if chosen.jax_triton else None
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes, and PyTorch, need memory too
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
+        record = Record(chosen.output, chosen.budget, {**gpu(parser), **about, **provenance(chosen.commit)})
+        names = [*OURS, *([ORIGINAL] if original else []), *PEERS]
+        slow_first = [n for n in names if n not in TUNED and n not in OURS]
+        ahead = compile_all([*slow_first, *OURS], original, chosen.limit, record)
+        both_front_ends = importlib.util.find_spec("torch") is not None
+        if both_front_ends:
+            names.insert(len(OURS), "flashtile/torch")
+        for (head_dim, causal), until in record.parts(CELLS, reserve_s=KERNELS_S * both_front_ends):
+            here = [n for n in names if n in (*TUNED, "flashtile/torch") or (head_dim, causal, n) in ahead]
+            with record.attempt(head_dim=head_dim, causal=causal, provider="all"):
+                measure(head_dim, causal, here, original, chosen.rounds, until, record)
+        for (head_dim, causal), _ in record.parts(CELLS if both_front_ends else []):
+            with record.attempt(head_dim=head_dim, causal=causal, provider="kernels of both front ends"):
+                measure_kernels(head_dim, causal, min(3, chosen.rounds), record)
+        report(record.rows)
+        return record.end()
 
 
 def gpu(parser: argparse.ArgumentParser) -> dict[str, str]:
