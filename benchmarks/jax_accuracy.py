@@ -29,20 +29,30 @@ FACTOR, FLOOR_ULP, FLOOR_SUM_ULP, LSE_TOLERANCE = 1.5, 2.0, 16.0, 1e-5  # tests/
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 HEAD_DIMS = (16, 32, 40, 64, 64, 64, 96, 128, 128, 128, 192, 256)
 REPEATS, PROCESSES = 50, 4
-SHAPES = 12  # problems of other sizes that meet the kernels compiled for one
+SHAPES = 12  # problems that differ in sizes alone
+SIZINGS = 2  # ways in which they do for Triton: is a size one, or a multiple of 16
+ONES = {"heads_kv": 1 / 3, "batch": 1 / 3, "seqlen_q": 1 / 8, "seqlen_k": 1 / 8}  # how many sizes are one
+MOST = {"heads_kv": 3, "batch": 4, "seqlen_q": 400, "seqlen_k": 400}
 
 
 def draw(number: int) -> dict[str, Any]:
-    """The options of a case; SHAPES of them, one after another, differ in sizes alone."""
-    r, sizes = random.Random(number // SHAPES), random.Random(number)
+    """The options of a case; SHAPES of them, one after another, differ in sizes alone, and for the compiler in no more than
+    SIZINGS ways: a run compiles a few hundred kernels.
+    """
+    kind, turn = divmod(number, SHAPES)
+    r, sizes, sizing = random.Random(kind), random.Random(number), random.Random(f"{kind}, {turn % SIZINGS}")
+
+    def size(name: str) -> int:
+        one, even = sizing.random() < ONES[name], MOST[name] > 16 and sizing.random() < 0.5
+        return 1 if one else sizes.choice([n for n in range(2, MOST[name] + 1) if (n % 16 == 0) is even])
+
     group = r.choice((1, 1, 2, 4))
-    heads_kv = sizes.choice((1, 2, 3))
-    seqlen_q, seqlen_k = sizes.choice((1, 17, 64, 100, 128, 200, 257, 384)), sizes.choice((1, 30, 64, 128, 190, 256, 333))
-    if sizes.random() < 0.5:
+    heads_kv, seqlen_q, seqlen_k, batch = map(size, ("heads_kv", "seqlen_q", "seqlen_k", "batch"))
+    if sizing.random() < 0.5 and seqlen_q > 1:
         seqlen_k = seqlen_q
     head_dim = r.choice(HEAD_DIMS)
     case: dict[str, Any] = dict(
-        number=number, dtype=r.choice(("float16", "bfloat16", "bfloat16", "float32")), batch=sizes.choice((1, 2, 3)),
+        number=number, dtype=r.choice(("float16", "bfloat16", "bfloat16", "float32")), batch=batch,
         seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads_kv * group, heads_kv=heads_kv, head_dim=head_dim,
         head_dim_v=head_dim if r.random() < 0.8 else r.choice((16, 64, 128)),
         backward=r.choice(("auto", "auto", "split", "fused")), varlen=r.random() < 0.12,
@@ -285,9 +295,13 @@ def spell(case: dict[str, Any]) -> str:
     return ";".join(f"{k}={v}" for k, v in case.items() if k != "number" and v not in (False, None))
 
 
+# Each process has a core: XLA compiles with one thread, and times no variants.
+ONE_OF_MANY = "--xla_gpu_autotune_level=0 --xla_gpu_force_compilation_parallelism=1"
+
+
 def checked(number: int) -> dict[str, Any]:
     """The row of a case, in a process that shares the GPU."""
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ONE_OF_MANY}
     import jax
 
     device = jax.devices("cuda")[0].device_kind  # raises where there is none: plain JAX is not what is checked

@@ -1,4 +1,6 @@
-"""What benchmarks/jax_attention.py does without a GPU: other attentions are loaded, and fail by themselves."""
+"""What benchmarks/jax_attention.py and jax_accuracy.py do without a GPU: other attentions are loaded, and fail by themselves;
+cases come from a bounded set.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import jax_attention
+from benchmarks import jax_accuracy, jax_attention
 from benchmarks.record import Record
 
 ORIGINAL = """
@@ -48,3 +50,12 @@ def test_what_does_not_compile_is_named_and_left_out(tmp_path: Path, monkeypatch
     assert ready == {(*c, "flashtile/auto") for c in cells} | {(*c, "tokamax/mosaic") for c in cells - {(64, True)}}
     assert len(record.missing) == 2
     assert all(text.startswith("64 True tokamax/mosaic") for text in record.missing)
+
+
+def test_cases_that_differ_in_sizes_share_their_kernels() -> None:
+    sizes = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k")
+    for kind in range(20):
+        cases = [jax_accuracy.draw(kind * jax_accuracy.SHAPES + i) for i in range(jax_accuracy.SHAPES)]
+        assert len({str({k: v for k, v in case.items() if k not in (*sizes, "number")}) for case in cases}) == 1
+        assert len({tuple((case[s] == 1, case[s] % 16 == 0) for s in sizes) for case in cases}) <= jax_accuracy.SIZINGS
+        assert len({tuple(case[s] for s in sizes) for case in cases}) > jax_accuracy.SHAPES / 2
