@@ -264,6 +264,8 @@ def heads() -> Iterator[Cell]:
 
     def entrants() -> dict[str, Entrant]:
         found = {"flashtile": step(lambda x, w: ops.linear_cross_entropy(x, w, labels))}
+        stored = 1056 * 2**20  # with weight's gradient memory for all logits
+        found["flashtile/stored"] = step(lambda x, w: ops.linear_cross_entropy(x, w, labels, logits_bytes=stored))
         found["compiled"] = step(torch.compile(plain, dynamic=False))
         if HAS_LIGER:
             found["liger"] = step(lambda x, w: LigerFusedLinearCrossEntropyFunction.apply(x, w, labels)[0])

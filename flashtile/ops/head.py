@@ -12,7 +12,7 @@ from flashtile.torch.companion import Call, check_tensor, prepare, rows
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.namespace import NAMESPACE
 
-CHUNK_BYTES = 64 * 2**20  # of logits in memory of their own: with gradients no more than what the conversion of dx takes
+CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
 STEP = 256  # classes to which parts are rounded: tiles of a product
 
 
@@ -20,42 +20,50 @@ STEP = 256  # classes to which parts are rounded: tiles of a product
 class Part:
     """Classes `first` to `first + width`, of which the gradients are made at once.
 
-    Their logits lie in memory from element `place` on; None: in that of a chunk. Those of a stored part are computed once.
+    Their logits lie from element `place` on of the gradient of weight, which `lends` its memory, or of memory of their own.
+    Those of a stored part are computed once.
     """
 
     first: int
     width: int
-    place: int | None
+    place: int
     stored: bool
+    lends: bool
 
-    def logits(self, rows: int, memory: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: int, lent: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Where those of all rows lie."""
-        size = self.width * rows
-        flat = chunk[:size] if self.place is None else memory[self.place : self.place + size]
-        return flat.view(rows, self.width)
+        memory = lent if self.lends else own
+        return memory[self.place : self.place + self.width * rows].view(rows, self.width)
 
 
-def lay_out(rows: int, hidden: int, classes: int, chunk: int, lends: bool) -> list[Part]:
-    """The parts, in order. chunk: classes whose logits have memory of their own.
+def lay_out(rows: int, hidden: int, classes: int, own: int, chunk: int, lends: bool) -> list[Part]:
+    """The parts, in order. own: classes whose logits have memory of their own; chunk: at most so many, made by one product.
 
-    With `lends` logits lie in the memory of weight's gradient too, which fills from its beginning. Those of the stored parts
+    With `lends` logits lie in the memory of weight's gradient too, which fills from its beginning. Those of the first parts
     fill its end; of such a part the gradient, (first + width) * hidden elements with those before, ends where its logits begin.
-    Behind them parts are as wide as leaves room for their logits behind their gradient.
+    Next come those that are stored in memory of their own, all that are left or what a chunk leaves. Behind them parts are as
+    wide as leaves room for their logits behind their gradient, or in memory of their own.
     """
-    if chunk >= classes:
-        return [Part(0, classes, None, True)]
+    if own >= classes:
+        return [Part(0, classes, 0, True, False)]
     parts: list[Part] = []
     stored = (classes - chunk) * hidden // max(rows, hidden) // chunk * chunk if lends else 0
     begin, first = classes * hidden - stored * rows, 0
     while first < stored:
         room = (begin + first * (rows - hidden)) // hidden
         width = min(stored - first, room // chunk * chunk)
-        parts.append(Part(first, width, begin + first * rows, True))
+        parts.append(Part(first, width, begin + first * rows, True, True))
         first += width
+    if own >= classes - first:
+        return [*parts, Part(first, classes - first, 0, True, False)]
+    if own - chunk >= STEP:
+        parts.append(Part(first, (own - chunk) // STEP * STEP, chunk * rows, True, False))
+        first += parts[-1].width
     while first < classes:
         room = (classes - first) * hidden // (rows + hidden) // STEP * STEP if lends else 0
-        width = min(max(room, chunk), classes - first)
-        parts.append(Part(first, width, classes * hidden - width * rows if width <= room else None, False))
+        width = min(max(room, own), classes - first)
+        lent = width <= room
+        parts.append(Part(first, width, classes * hidden - width * rows if lent else 0, False, lent))
         first += width
     return parts
 
@@ -70,17 +78,20 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
+    logits_bytes: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of the logits x weight^T with labels, a float32 scalar; the logits are never stored as a whole.
+    """Cross-entropy of the logits x weight^T with labels, a float32 scalar, in bounded memory for the logits.
 
     x: (..., hidden), weight: (classes, hidden), one dtype of fp16, bf16 and fp32; labels: (...). reduction: "mean" or
     "sum"; the other options as in `cross_entropy`.
 
     Some classes at a time: a first pass makes lse, a second one the gradients, of which that of weight is summed over all
-    rows at once, in float32, and rounded once. What the first pass can leave in the gradient's memory, nearly half of the
-    logits where there are twice as many rows as hidden and nearly all where there are no more, the second does not compute
-    again. The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
+    rows at once, in float32, and rounded once. Logits that stay in memory between the passes are not computed again: in that
+    of weight's gradient nearly half of them where there are twice as many rows as hidden, nearly all where there are no more;
+    and in `logits_bytes` (at least 256 classes of all rows), which come on top of the gradients and of dx in float32. 8192
+    rows of 4096 hidden and 128,256 classes in 16 bits: 3.5 products by the default of 64 MiB, 3 from 1056 MiB on.
+    The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
     """
     for name, tensor in (("x", x), ("weight", weight), ("labels", labels)):
         check_tensor(name, tensor, x if isinstance(x, torch.Tensor) else None)
@@ -92,7 +103,10 @@ def linear_cross_entropy(
         raise InvalidProblem(f"labels have shape {tuple(labels.shape)}; it must be that of x {tuple(x.shape)} but the last.")
     if reduction not in ("mean", "sum"):
         raise InvalidProblem(f"reduction is {reduction!r}; it must be 'mean' or 'sum'.")
-    options = (float(label_smoothing), float(z_loss), float(logit_scale), ignore_index)
+    logits_bytes = CHUNK_BYTES if logits_bytes is None else logits_bytes
+    if isinstance(logits_bytes, bool) or not isinstance(logits_bytes, int) or logits_bytes < 0:
+        raise InvalidProblem(f"logits_bytes is {logits_bytes!r}; it must be an int, at least 0.")
+    options = (float(label_smoothing), float(z_loss), float(logit_scale), ignore_index, logits_bytes)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     given = (rows(x), weight, labels.reshape(-1).contiguous())
     if torch.compiler.is_compiling():
@@ -107,10 +121,14 @@ class _Head:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Any, backend: str | None):
         self.x, self.weight, self.labels, self.backend = x.detach(), weight.detach(), labels, backend
-        smoothing, self.z_loss, logit_scale, self.ignore_index = options
+        smoothing, self.z_loss, logit_scale, self.ignore_index, self.logits_bytes = options
         self.options = dict(smoothing=smoothing, logit_scale=logit_scale, ignore_index=self.ignore_index, shard=True)
-        width = CHUNK_BYTES // (max(len(x), 1) * x.element_size())
-        self.width = min(max(width // STEP * STEP, STEP), len(weight))
+        self.width = self.wide(min(CHUNK_BYTES, self.logits_bytes))
+
+    def wide(self, size_bytes: int) -> int:
+        """Classes, whose logits of all rows take so many bytes; at least a step, at most all."""
+        width = size_bytes // (max(len(self.x), 1) * self.x.element_size())
+        return min(max(width // STEP * STEP, STEP), len(self.weight))
 
     def shard(self, logits: torch.Tensor, first: int, differentiated: bool) -> Call:
         """The op on the logits of the classes from `first` on."""
@@ -123,10 +141,12 @@ class _Head:
         """(loss, dx, dweight), the latter empty where they are not wanted."""
         x, count, empty = self.x, len(self.x), self.x.new_empty(0)
         dweight = x.new_empty(self.weight.shape) if wants_weight else empty
-        memory, chunk = dweight.view(-1), x.new_empty(self.width * count)
-        parts = lay_out(count, x.shape[1], len(self.weight), self.width, wants_weight)
+        wide = self.wide(self.logits_bytes) if wants_x or wants_weight else self.width
+        parts = lay_out(count, x.shape[1], len(self.weight), wide, self.width, wants_weight)
+        size = max([self.width * count, *(part.place + part.width * count for part in parts if not part.lends)])
+        lent, own = dweight.view(-1), x.new_empty(size)
 
-        lse, share = self.fold(parts, memory, chunk)
+        lse, share = self.fold(parts, lent, own)
         counts = self.labels != self.ignore_index
         total = counts.sum() if mean else 1.0
         loss = torch.where(counts, lse + share + self.z_loss * lse * lse, 0.0).sum() / total
@@ -137,11 +157,11 @@ class _Head:
         given["dlse"] = torch.where(counts, weights * (1.0 + 2.0 * self.z_loss * lse), 0.0)
         dx = x.new_zeros(x.shape, dtype=torch.float32) if wants_x else empty
         for part in parts:
-            self.differentiate(part, part.logits(count, memory, chunk), given, dx, dweight)
-        del chunk  # dx in 16 bits takes its place
+            self.differentiate(part, part.logits(count, lent, own), given, dx, dweight)
+        del own  # dx in 16 bits takes its place
         return loss, dx.to(x.dtype), dweight
 
-    def fold(self, parts: list[Part], memory: torch.Tensor, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fold(self, parts: list[Part], lent: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(lse, share) of all classes, as many of them at a time as have memory of their own."""
         x, count = self.x, len(self.x)
         lse, share = x.new_full((count,), -torch.inf, dtype=torch.float32), x.new_zeros(count, dtype=torch.float32)
@@ -149,9 +169,9 @@ class _Head:
             for first in range(part.first, part.first + part.width, self.width):
                 width = min(self.width, part.first + part.width - first)
                 if part.stored:
-                    logits = part.logits(count, memory, chunk)[:, first - part.first :][:, :width]
+                    logits = part.logits(count, lent, own)[:, first - part.first :][:, :width]
                 else:
-                    logits = chunk[: width * count].view(count, width)
+                    logits = own[: width * count].view(count, width)
                 torch.mm(x, self.weight[first : first + width].t(), out=logits)
                 made = self.shard(logits, first, False).forward({"logits": logits, "labels": self.labels})
                 lse, share = torch.logaddexp(lse, made["lse"]), share + made["share"]
@@ -213,10 +233,10 @@ class _Differentiable(torch.autograd.Function):
 @torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
 def compiled(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, smoothing: float, z_loss: float,
-    logit_scale: float, ignore_index: int, wants_x: bool, wants_weight: bool, backend: str,
+    logit_scale: float, ignore_index: int, logits_bytes: int, wants_x: bool, wants_weight: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`_Head.run`, as an operator."""
-    return _Head(x, weight, labels, (smoothing, z_loss, logit_scale, ignore_index), backend or None).run(
+    return _Head(x, weight, labels, (smoothing, z_loss, logit_scale, ignore_index, logits_bytes), backend or None).run(
         mean, wants_x, wants_weight
     )
 
@@ -224,7 +244,7 @@ def compiled(
 @compiled.register_fake
 def _(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, smoothing: float, z_loss: float,
-    logit_scale: float, ignore_index: int, wants_x: bool, wants_weight: bool, backend: str,
+    logit_scale: float, ignore_index: int, logits_bytes: int, wants_x: bool, wants_weight: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     loss = x.new_empty((), dtype=torch.float32)
     dx = x.new_empty(x.shape if wants_x else 0)
@@ -233,12 +253,12 @@ def _(
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.wanted = inputs[8:10]
+    ctx.wanted = inputs[9:11]
 
 
 def _differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
     dx, dweight = (g * grads[0].to(g.dtype) if n else None for g, n in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    return dx, dweight, *(None,) * 9
+    return dx, dweight, *(None,) * 10
 
 
 compiled.register_autograd(_differentiate, setup_context=_setup)

@@ -37,6 +37,8 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("flashtile.ops.head.STEP", 64)
 
 
+@pytest.mark.parametrize("more", [0.0, 0.1, 0.4, 0.6, 1.0], ids="{} more".format)
+@pytest.mark.parametrize("lends", [False, True], ids=["own memory", "weight's gradient too"])
 @pytest.mark.parametrize(
     ("rows", "hidden", "classes", "chunk"),
     [
@@ -44,27 +46,31 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         (24, 8, 900, 16), (3, 64, 1000, 16), (0, 8, 300, 256), (9, 4, 100, 100),
     ],
 )  # fmt: skip
-def test_parts_of_classes_leave_one_another_alone(rows: int, hidden: int, classes: int, chunk: int) -> None:
+def test_parts_of_classes_leave_one_another_alone(
+    rows: int, hidden: int, classes: int, chunk: int, lends: bool, more: float
+) -> None:
     """Each class once, in order; what is finished of the gradient never reaches logits that are still to be read."""
-    alone = lay_out(rows, hidden, classes, chunk, False)
-    for parts in (alone, lay_out(rows, hidden, classes, chunk, True)):
-        first, waiting = 0, [p for p in parts if p.stored and p.place is not None]
-        for part in parts:
-            assert part.first == first
-            first += part.width
-            if part.place is None:
-                assert 0 < part.width <= chunk
-                continue
-            read = [p for p in waiting if p.first > part.first] if part.stored else []
-            for p in (part, *read):
-                assert first * hidden <= p.place <= p.place + p.width * rows <= classes * hidden  # type: ignore[operator]
-        assert first == classes
-        for before, after in pairwise(waiting):
-            assert before.place + before.width * rows == after.place  # type: ignore[operator]
-    assert all(p.place is None for p in alone)
+    own = min(classes, chunk + int(more * classes))
+    parts = lay_out(rows, hidden, classes, own, chunk, lends)
+    fold = chunk * rows if any(not p.stored for p in parts) else 0  # elements of own memory, written by the first pass
+    for i, part in enumerate(parts):
+        assert part.first == (parts[i - 1].first + parts[i - 1].width if i else 0)
+        assert part.width > 0
+        end = part.first + part.width
+        for p in parts[i:] if part.stored else [part]:  # those whose logits must be whole when this one's gradient is there
+            if p.lends and (p.stored or p is part):
+                assert end * hidden <= p.place <= p.place + p.width * rows <= classes * hidden
+            elif not p.lends:
+                assert (fold if p.stored else 0) <= p.place <= p.place + p.width * rows <= own * rows
+    for lent in (False, True):
+        for before, after in pairwise(p for p in parts if p.stored and p.lends == lent):
+            assert before.place + before.width * rows == after.place
+    assert sum(p.width for p in parts) == classes
+    assert lends or not any(p.lends for p in parts)
     if rows > 1000:  # as much as can be is computed once
-        stored = sum(p.width for p in lay_out(rows, hidden, classes, chunk, True) if p.stored)
-        assert stored >= 0.85 * min(1.0, hidden / rows) * (classes - 2 * chunk)
+        stored = sum(p.width for p in parts if p.stored)
+        lent = min(1.0, hidden / rows) * (classes - 2 * chunk) if lends else 0
+        assert stored >= min(0.85 * lent + 0.95 * (own - 2 * chunk), classes)
 
 
 @pytest.mark.usefixtures("chunk_bytes")
@@ -126,6 +132,40 @@ def test_no_rows() -> None:
     assert not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("logits_bytes", "products"), [(0, 3.5), (15_000, 3.3), (30_000, 3.0), (10**6, 3.0)])
+def test_memory_for_logits_spares_products(
+    logits_bytes: int, products: float, backend: str, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twice as many rows as hidden weight's gradient holds half of the logits; what else is stored is computed once."""
+    monkeypatch.setattr("flashtile.ops.head.CHUNK_BYTES", 1)
+    monkeypatch.setattr("flashtile.ops.head.STEP", 32)
+    rows, hidden, classes = 32, 16, 800
+    x, weight, labels = draw(place, rows, hidden, classes, dtype)
+    size, largest, multiplied = logits_bytes * x.element_size() // 2, 0, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest, multiplied
+            made, name = func(*args, **(kwargs or {})), func._schema.name
+            if name in ("aten::empty", "aten::new_empty") and made.dtype == dtype:
+                largest = max(largest, made.nbytes)
+            if name.startswith(("aten::mm", "aten::addmm")):
+                a, b = args[-2:]
+                multiplied += a.shape[0] * a.shape[1] * b.shape[1]
+            return made
+
+    with Watch():
+        loss = ops.linear_cross_entropy(x, weight, labels, logits_bytes=size, backend=backend, **OPTIONS)
+        grads = torch.autograd.grad(1.5 * loss, (x, weight))
+    assert multiplied / (rows * hidden * classes) == pytest.approx(products, abs=0.1)
+    assert largest <= max(weight.nbytes, size)
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    for got, true in zip((loss, *grads), exact(x, weight, labels, "mean"), strict=True):
+        torch.testing.assert_close(got.double(), true, **tolerance)
+
+
 @pytest.mark.usefixtures("chunk_bytes")
 def test_the_logits_are_never_there(request: pytest.FixtureRequest) -> None:
     """Where there are fewer chunks than classes no tensor has as many elements as the logits."""
@@ -163,6 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "labels-float": ({"labels": t(3)}, "labels is fp32; it must be int32 or int64"),
     "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be 'mean' or 'sum'"),
+    "logits-bytes": ({"logits_bytes": 1.5}, "logits_bytes is 1.5; it must be an int, at least 0"),
     "smoothing": ({"label_smoothing": 2}, "smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
 }
 
