@@ -19,6 +19,15 @@ def test_they_are_torch_s_norms(backend: str, place: torch.device) -> None:
     torch.testing.assert_close(ops.rms_norm(x, weight, backend=backend), F.rms_norm(x, (24,), weight, 1e-6))
 
 
+@pytest.mark.parametrize("hidden", [100, 5000, 16384, 20000])
+def test_equal_gradients_leave_a_layer_norm_nothing(hidden: int, place: torch.device) -> None:
+    """Their mean is exact, in whatever order a GPU sums; what is left comes of the mean of the normalised row."""
+    x = torch.randn(3, hidden, device=place, requires_grad=True)
+    for dout in (1.2345678, -0.7654321, 3.1415927):
+        (dx,) = torch.autograd.grad(ops.layer_norm(x), x, torch.full_like(x[:1, :1], dout).expand_as(x))
+        assert dx.abs().max() < 2e-7 * abs(dout)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_is_the_mask_that_it_says(backend: str, place: torch.device) -> None:
     x, residual = torch.randn(2, 5, 66, device=place), torch.randn(2, 5, 66, device=place)

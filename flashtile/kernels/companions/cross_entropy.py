@@ -148,6 +148,7 @@ def tile(p: CrossEntropy, launch: Launch, steps: int | None = None) -> Tile:
     return Tile(
         launch.block, line_of(p), p.columns, p.columns % line_of(p) != 0, launch.pieces, steps,
         launch.groups is not None, p.smoothing != 0.0, not p.shard, p.reduction == "mean",
+        p["logits"].dtype == "fp32",
     )  # fmt: skip
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
-from flashtile.kernels.lib.exponential import LN2, LOG2E
+from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Compile-time part: `block` columns a step, `line` in 16 bytes. `leads`: rows begin and end amid lines."""
+    """Compile-time part: `block` columns a step, `line` in 16 bytes. `leads`: rows begin and end amid lines.
+
+    `exact`, for fp32: natural exponents and an exponential exact to float32's last place, beside which memory is slow still.
+    Otherwise exponents are base 2, by one multiplication, and the hardware's exponential takes them.
+    """
 
     block: int
     line: int
@@ -23,6 +28,44 @@ class Tile:
     smooth: bool
     loss: bool  # rather than a shard's share
     mean: bool
+    exact: bool
+    cut: ClassVar[bool] = False  # exp's other form
+
+
+@jit
+def unit(scale, T: tl.constexpr):
+    """What makes exponents of logits."""
+    if T.exact:
+        return scale
+    else:
+        return scale * LOG2E
+
+
+@jit
+def power(x, T: tl.constexpr):
+    """The exponential of exponents."""
+    if T.exact:
+        return exp(x, T)
+    else:
+        return tl.exp2(x)
+
+
+@jit
+def logarithm(x, T: tl.constexpr):
+    """The exponent of which x is the exponential."""
+    if T.exact:
+        return tl.log(x)
+    else:
+        return tl.log2(x)
+
+
+@jit
+def natural_of(x, T: tl.constexpr):
+    """An exponent, or a sum of them, in base e."""
+    if T.exact:
+        return x
+    else:
+        return x * LN2
 
 
 @jit
@@ -67,7 +110,7 @@ def add_lines(state, x, T: tl.constexpr):
     top, total, plain = state
     higher = tl.maximum(top, tl.max(x, 1))
     pivot = tl.where(higher == float("-inf"), 0.0, higher)
-    total = total * tl.exp2(top - pivot) + tl.sum(tl.exp2(x - pivot[:, None]), 1)
+    total = total * power(top - pivot, T) + tl.sum(power(x - pivot[:, None], T), 1)
     return higher, total, plain
 
 
@@ -91,16 +134,16 @@ def add_step(state, logits_ptr, base, step, lines, stride, factor, MASKED: tl.co
 
 
 @jit
-def join(top, total, plain):
-    """(log2 of the sum of exponentials, sum) of all lines."""
+def join(top, total, plain, T: tl.constexpr):
+    """(logarithm of the sum of exponentials, sum) of all lines."""
     highest = tl.max(top, 0)
     pivot = tl.where(highest == float("-inf"), 0.0, highest)
-    return pivot + tl.log2(tl.sum(total * tl.exp2(top - pivot), 0)), tl.sum(plain, 0)
+    return pivot + logarithm(tl.sum(total * power(top - pivot, T), 0), T), tl.sum(plain, 0)
 
 
 @jit
 def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T: tl.constexpr):
-    """(log2 of the sum of exponentials, sum) of a piece of a row, of logits times `factor`. The first piece has the edges."""
+    """(logarithm of the sum of exponentials, sum) of a piece of a row, of logits times `factor`; the first has the edges."""
     LINES: tl.constexpr = T.block // T.line
     head, base, lines = whole_lines(row, strides, T)
     top = tl.full([LINES], float("-inf"), tl.float32)
@@ -113,43 +156,43 @@ def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T:
     if T.leads or T.columns % T.block:
         if (whole >= first) & (whole < first + T.steps):
             state = add_step(state, logits_ptr, base, whole, lines, strides[1], factor, True, POLICY, T)
-    lse, plain = join(state[0], state[1], state[2])
+    lse, plain = join(state[0], state[1], state[2], T)
     if T.leads:
         if piece == 0:
             column, there = edge_columns(head, lines, T)
             at = logits_ptr + row.to(tl.int64) * strides[0] + column * strides[1]
             x = tl.load(at, mask=there, other=float("-inf")).to(tl.float32) * factor
             x = tl.where(there, x, float("-inf"))
-            edge, rest = join(x, tl.where(there, 1.0, 0.0), tl.where(there, x, 0.0))
+            edge, rest = join(x, tl.where(there, 1.0, 0.0), tl.where(there, x, 0.0), T)
             higher = tl.maximum(lse, edge)
             pivot = tl.where(higher == float("-inf"), 0.0, higher)
-            lse = pivot + tl.log2(tl.exp2(lse - pivot) + tl.exp2(edge - pivot))
+            lse = pivot + logarithm(power(lse - pivot, T) + power(edge - pivot, T), T)
             plain += rest
     return lse, plain
 
 
 @jit
 def of_pieces(words, T: tl.constexpr):
-    """(log2 of the sum of exponentials, sum) of a row, of its pieces'."""
+    """(logarithm of the sum of exponentials, sum) of a row, of its pieces'."""
     PIECES: tl.constexpr = T.pieces
     lse, plain = pair(words[0])
     top = lse
     for i in tl.static_range(1, PIECES):
         top = tl.maximum(top, pair(words[i])[0])
     pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.exp2(lse - pivot)
+    total = power(lse - pivot, T)
     for i in tl.static_range(1, PIECES):
         lse, rest = pair(words[i])
-        total += tl.exp2(lse - pivot)
+        total += power(lse - pivot, T)
         plain += rest
-    return pivot + tl.log2(total), plain
+    return pivot + logarithm(total, T), plain
 
 
 @jit
-def gradient(x, labelled, of_row):
+def gradient(x, labelled, of_row, T: tl.constexpr):
     """Of logits, by what `write_piece` takes of a row; labelled: which of them is the label's."""
     factor, lse, _label, along, at_label, at_all, _alive = of_row
-    grad = along * tl.exp2(x.to(tl.float32) * factor - lse) + at_all
+    grad = along * power(x.to(tl.float32) * factor - lse, T) + at_all
     return tl.where(labelled, grad + at_label, grad)
 
 
@@ -169,7 +212,7 @@ def write_step(
                 eviction_policy="evict_first")  # fmt: skip
     LINE: tl.constexpr = T.line
     label = of_row[2] - (step * BLOCK + head) - line_numbers(T) * LINE  # within each line: of elements only constants are left
-    value = gradient(x, label[:, None] == tl.arange(0, LINE)[None, :], of_row).to(target_ptr.dtype.element_ty)
+    value = gradient(x, label[:, None] == tl.arange(0, LINE)[None, :], of_row, T).to(target_ptr.dtype.element_ty)
     if MASKED:
         tl.store(at, value, mask=(line_numbers(T) < left)[:, None], eviction_policy="evict_first")
     else:
@@ -181,7 +224,7 @@ def write_columns(logits_ptr, target_ptr, row, column, there, strides, of_row, T
     """The gradient of single columns, of which those that are there."""
     at = logits_ptr + row.to(tl.int64) * strides[0][0] + column.to(tl.int64) * strides[0][1]
     read = there & (column < tl.where(of_row[6], T.columns, 0))
-    value = gradient(tl.load(at, mask=read, other=0.0), column == of_row[2], of_row)
+    value = gradient(tl.load(at, mask=read, other=0.0), column == of_row[2], of_row, T)
     at = target_ptr + row.to(tl.int64) * strides[1][0] + column.to(tl.int64) * strides[1][1]
     tl.store(at, value.to(target_ptr.dtype.element_ty), mask=there)
 
@@ -204,7 +247,7 @@ def write_steps(logits_ptr, target_ptr, base, target_base, head, piece, lines, s
 def write_piece(logits_ptr, target_ptr, row, piece, strides, of_row, T: tl.constexpr):
     """The gradient of a piece of a row.
 
-    of_row = (what makes base-2 exponents of logits, lse in base 2, label's column, what multiplies probabilities, what the
+    of_row = (what makes exponents of logits, lse as one, label's column, what multiplies probabilities, what the
     label's column gets more, what all columns do, whether any of these is not 0).
     """
     head, base, lines = whole_lines(row, strides[0], T)
@@ -258,19 +301,19 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     here = (label >= 0) & (label < T.columns)
     x = tl.load(logits_ptr + row.to(tl.int64) * strides[0][0] + label * strides[0][1], mask=here & counts, other=0.0)
     if gradient_ptr is not None:
-        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], scale * LOG2E, "evict_last", T)
+        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_last", T)
     else:
-        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], scale * LOG2E, "evict_first", T)
+        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_first", T)
     if T.pieces > 1:
         words = words_ptr + row.to(tl.int64) * T.pieces
         hand_out(words + piece, lse, plain, piece < T.pieces)
         lse, plain = of_pieces(wait_for(words, T.pieces), T)
     share = -smoothing[0] * x.to(tl.float32) * scale
     if T.smooth:
-        share -= smoothing[1] * plain * LN2
+        share -= smoothing[1] * natural_of(plain, T)
     known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
     share = tl.where(known, share, float("nan"))  # a label that is none of the classes
-    natural = lse * LN2
+    natural = natural_of(lse, T)
     loss = share
     if T.loss:
         loss = natural + share + z_loss * natural * natural
@@ -280,7 +323,7 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     if gradient_ptr is not None:
         weight = scale
         if T.mean:
-            weight = weight / tl.load(count_ptr)
+            weight = tl.div_rn(weight, tl.load(count_ptr))
         weight = tl.where(counts, tl.where(known, weight, float("nan")), 0.0)
         along = tl.where(counts, weight * (1.0 + 2.0 * z_loss * natural), 0.0)
         shares = (label, along, -weight * smoothing[0], -weight * smoothing[1])
@@ -293,7 +336,7 @@ def settled(scale, lse, shares, T: tl.constexpr):
     label, along, at_label, at_all = shares
     alive = (along != 0.0) | (at_label != 0.0) | (at_all != 0.0)
     label = tl.where((label >= 0) & (label < T.columns), label, -1).to(tl.int32)
-    return scale * LOG2E, tl.where(alive, lse, 0.0), label, along, at_label, at_all, alive
+    return unit(scale, T), tl.where(alive, lse, 0.0), label, along, at_label, at_all, alive
 
 
 @jit
@@ -306,7 +349,7 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
     lse = tl.load(lse_ptr + row)
     dloss = tl.load(dloss_ptr + row * strides[2][0])
     if T.mean:
-        dloss = dloss / tl.load(count_ptr)
+        dloss = tl.div_rn(dloss, tl.load(count_ptr))
     along = dloss * (1.0 + 2.0 * z_loss * lse)
     if not T.loss:
         lse = tl.where(lse == float("-inf"), 0.0, lse)  # a shard without any finite logit
@@ -319,7 +362,7 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
     if T.loss:
         along = tl.where(counts, along, 0.0)
     shares = (label, along * scale, -weight * smoothing[0], -weight * smoothing[1])
-    write_piece(logits_ptr, dlogits_ptr, row, tl.program_id(1), strides, settled(scale, lse * LOG2E, shares, T), T)
+    write_piece(logits_ptr, dlogits_ptr, row, tl.program_id(1), strides, settled(scale, unit(lse, T), shares, T), T)
 
 
 @jit
@@ -352,9 +395,9 @@ def cross_entropy_reduce(
     if COUNTS:
         count = count_rows(labels_ptr, rows, ignore_index, BLOCK)
         tl.store(count_ptr, count)
-        loss = loss / count
+        loss = tl.div_rn(loss, count)
     elif count_ptr is not None:
-        loss = loss / tl.load(count_ptr)
+        loss = tl.div_rn(loss, tl.load(count_ptr))
     tl.store(loss_ptr, loss)
 
 

@@ -199,7 +199,8 @@ def tile(p: Norm, launch: Launch) -> Tile:
     chunks = ceil(p.hidden / launch.block)
     return Tile(
         launch.rows, launch.block, p.hidden, chunks, launch.stages, launch.holds, p.kind == "layer",
-        p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored, "evict_last" if chunks > 1 else "",
+        p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored, p["x"].dtype == "fp32",
+        "evict_last" if chunks > 1 else "",
     )  # fmt: skip
 
 

@@ -27,7 +27,17 @@ class Tile:
     drops: bool
     centered: bool
     stored: str
+    exact: bool  # in fp32: rounded quotients, and a LayerNorm's gradients summed over rows in float64; memory is slow still
     first_read: str  # how a forward's first reading of a chunk leaves it in L2: its eviction policy
+
+
+@jit
+def quotient(x, y, T: tl.constexpr):
+    """x / y; Triton's own is up to two units in the last place off, its rounded one takes some instructions more."""
+    if T.exact:
+        return tl.div_rn(x, tl.zeros_like(x) + y)
+    else:
+        return x / y
 
 
 @jit
@@ -171,11 +181,12 @@ def norm_forward(inputs, weights, outputs, kept, strides, rows, eps, scale, drop
         h = mixed(inputs, strides, row, chunk * T.block, rows, scale, drop, READ, T)
         state = add_moments(state, h, chunk * T.block, T)
     count, means, squares = state
-    mean = tl.sum(count * means, 1) / T.hidden
+    mean = quotient(tl.sum(count * means, 1), T.hidden, T)
     if T.mean:
         off = means - mean[:, None]
         squares += count * (off * off)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / T.hidden + eps)
+    spread = tl.sqrt_rn(quotient(tl.sum(squares, 1), T.hidden, T) + eps)
+    rstd = quotient(tl.full(spread.shape, 1.0, tl.float32), spread, T)
     if T.chunks == 1:
         emit(h, mean, rstd, weights, outputs, row, 0, rows, T)
     for done in tl.range(1, T.chunks + 1 if T.chunks > 1 else 1):
@@ -238,6 +249,23 @@ def weighted(tiles, given, weights, held, row, first, rows, T: tl.constexpr):
 
 
 @jit
+def row_sums(h, grad, T: tl.constexpr):
+    """Sums over (a part of) rows of grad * normalised h and of grad, the latter in float64 in a LayerNorm with T.exact."""
+    along = tl.sum(h * grad, 1)
+    if T.exact and T.mean:
+        grad = grad.to(tl.float64)
+    return along, tl.sum(grad, 1)
+
+
+@jit
+def row_means(along, plain, T: tl.constexpr):
+    """Of whole rows' sums. With T.exact equal gradients are their own mean, and leave nothing."""
+    if T.exact and T.mean:
+        plain = plain.to(tl.float64)
+    return along / T.hidden, (plain / T.hidden).to(tl.float32)
+
+
+@jit
 def norm_backward_sums(given, weights, sums_ptr, strides, rows, T: tl.constexpr):
     """sums (2, rows): over a row of grad * normalised h and of grad, for rows of several chunks."""
     row = tl.program_id(0).to(tl.int64) * T.rows + tl.arange(0, T.rows)
@@ -248,8 +276,9 @@ def norm_backward_sums(given, weights, sums_ptr, strides, rows, T: tl.constexpr)
         held = load_weights(weights, chunk * T.block, T)
         tiles = load_tiles(given, weights[2], strides, row, chunk * T.block, rows, T)
         h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, chunk * T.block, rows, T)
-        along += tl.sum(h * grad, 1)
-        plain += tl.sum(grad, 1)
+        here, there = row_sums(h, grad, T)
+        along += here
+        plain += there.to(tl.float32)
     tl.store(sums_ptr + row, along, mask=row < rows)
     tl.store(sums_ptr + rows + row, plain, mask=row < rows)
 
@@ -259,12 +288,13 @@ def hand_out_sums(words_ptr, strip, tiles, given, weights, held, row, first, row
     """Tell the other strips of one row this one's sums."""
     h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, first, rows, T)
     at = words_ptr + tl.max(row, 0) * T.chunks + strip
-    hand_out(at, tl.sum(tl.sum(h * grad, 1), 0), tl.sum(tl.sum(grad, 1), 0), tl.max(row, 0) < rows)
+    along, plain = row_sums(h, grad, T)
+    hand_out(at, tl.sum(along, 0), tl.sum(plain.to(tl.float32), 0), tl.max(row, 0) < rows)
 
 
 @jit
-def take_sums(words_ptr, row, T: tl.constexpr):
-    """The sums of one row over all strips."""
+def take_means(words_ptr, row, T: tl.constexpr):
+    """The means of one row, of all strips' sums."""
     STRIPS: tl.constexpr = T.chunks
     found = wait_for(words_ptr + tl.max(row, 0) * STRIPS, STRIPS)
     along, plain = pair(found[0])
@@ -272,7 +302,8 @@ def take_sums(words_ptr, row, T: tl.constexpr):
         a, b = pair(found[i])
         along += a
         plain += b
-    return along + tl.zeros_like(row).to(tl.float32), plain + tl.zeros_like(row).to(tl.float32)
+    zero = tl.zeros_like(row).to(tl.float32)
+    return row_means(along + zero, plain + zero, T)
 
 
 @jit
@@ -303,7 +334,7 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
             following = load_tiles(given, weights[2], strides, row, first, rows, T)
             hand_out_sums(sums[2], strip, following, given, weights, held, row, first, rows, T)
             row -= step
-            means = take_sums(sums[2], row, T)
+            means = take_means(sums[2], row, T)
             places = (source, outputs, strides, scale, drop)
             totals = finish(totals, tiles, means, given, weights, held, places, row, first, rows, T, SLOTS)
             tiles = following
@@ -316,11 +347,13 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
             if sums[0] is not None:
                 along = tl.load(sums[0] + row, mask=row < rows, other=0.0)
                 plain = tl.load(sums[0] + rows + row, mask=row < rows, other=0.0)
+                means = row_means(along, plain, T)
             else:
                 h, _dout, _dout1, grad = weighted(tiles, given, weights, held, row, first, rows, T)
-                along, plain = tl.sum(h * grad, 1), tl.sum(grad, 1)
+                along, plain = row_sums(h, grad, T)
+                means = row_means(along, plain, T)
             places = (source, outputs, strides, scale, drop)
-            totals = finish(totals, tiles, (along, plain), given, weights, held, places, row, first, rows, T, SLOTS)
+            totals = finish(totals, tiles, means, given, weights, held, places, row, first, rows, T, SLOTS)
     dweight, dbias, dweight1, dbias1, dcolscale = totals
     if SLOTS[0] is not None:
         share(sums[1], dweight, SLOTS[0], first, T)
@@ -335,8 +368,8 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
 
 
 @jit
-def finish(totals, tiles, sums, given, weights, held, places, row, first, rows, T: tl.constexpr, SLOTS: tl.constexpr):
-    """A tile's gradients, by the sums over whole rows of gradient * normalised h and of gradient; totals with it."""
+def finish(totals, tiles, means, given, weights, held, places, row, first, rows, T: tl.constexpr, SLOTS: tl.constexpr):
+    """A tile's gradients, by the means over whole rows of gradient * normalised h and of gradient; totals with it."""
     dweight, dbias, dweight1, dbias1, dcolscale = totals
     source, outputs, strides, scale, drop = places
     x_ptr, rowscale_ptr, colscale_ptr, subset_ptr, seed_ptr = source
@@ -353,9 +386,10 @@ def finish(totals, tiles, sums, given, weights, held, places, row, first, rows, 
         dweight1 += dout1 * h
     if SLOTS[3] is not None:
         dbias1 += dout1
-    dh = grad - h * (sums[0] / T.hidden)[:, None]
+    dh = grad
     if T.mean:
-        dh -= (sums[1] / T.hidden)[:, None]
+        dh -= means[1][:, None]
+    dh -= h * means[0][:, None]
     dh *= tl.load(given[5] + row, mask=row < rows, other=0.0)[:, None]
     if given[3] is not None:
         dh += tl.load(element(given[3], strides[3], row, column), mask=inside, other=0.0).to(tl.float32)
