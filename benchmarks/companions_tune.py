@@ -1,9 +1,11 @@
 """Times other launches of the norms and of cross-entropy than those that the library chooses, each checked first.
 
-    python benchmarks/companions_tune.py [--budget SECONDS] [--output benchmarks/results/companions-tune.csv] [--dry]
+    python benchmarks/companions_tune.py [--match REGEX] [--budget SECONDS] [--dry]
+        [--output benchmarks/results/companions-tune.csv]
 
 Processes of their own compile all launches ahead. A launch is right where its outputs are those of the op's plain PyTorch
-form. --dry compiles them without a GPU and prints what the compiler says of them.
+form. --match: only problems of which spelling and direction, as in "cross_entropy(...) fwd", have it. --dry compiles them
+without a GPU and prints what the compiler says of them.
 """
 
 from __future__ import annotations
@@ -93,10 +95,21 @@ def _cells() -> list[Cell]:
     training = "reduction='mean';eager_gradient=True)"
     wide, widest, narrow = dict(r=8192, n=16384), dict(r=4096, n=65536), dict(r=32768, n=1024)
     forwards, longest = (n(1, 16384, 16), n(1, 16384, 32), n(1, 8192, 16)), (n(1, 32768, 32), n(1, 16384, 32))
-    rows = (n(4, 1024, 4), n(2, 1024, 4), n(1, 1024, 2))
+    rows = (
+        n(4, 1024, 4),
+        n(2, 1024, 4),
+        n(1, 1024, 2),
+        n(1, 1024, 1),
+        n(2, 1024, 1),
+        n(2, 1024, 2),
+        n(4, 1024, 2),
+        n(8, 1024, 8),
+    )
     strips = (n(1, 8192, 8, 1, 3), n(1, 8192, 16, 1, 3), n(1, 8192, 16, 1, 4, False), n(1, 4096, 8, 1, 4))
     whole = (n(1, 16384, 16, 1, 3, False), n(1, 16384, 16, 1, 2, False))
-    short = (n(2, 1024, 4, 2, 4), n(4, 1024, 4, 2, 4), n(4, 1024, 4, 2, 3), n(2, 1024, 4, 4, 3))
+    short = (n(2, 1024, 4, 2, 4), n(4, 1024, 4, 2, 4), n(4, 1024, 4, 2, 3), n(2, 1024, 4, 4, 3), n(2, 1024, 4, 3, 4),
+             n(2, 1024, 4, 2, 6), n(1, 1024, 2, 4, 4), n(1, 1024, 2, 4, 6), n(4, 1024, 8, 1, 4), n(4, 1024, 8, 1, 6),
+             n(2, 1024, 8, 1, 6), n(4, 1024, 8, 2, 4))  # fmt: skip
     ways = {
         "8192x32768": (entropy(16384, 16), entropy(8192, 16), entropy(8192, 8), entropy(16384, 32, 1, 132)),
         "8192x50257": (entropy(16384, 32), entropy(8192, 16), entropy(8192, 8), entropy(16384, 32, 1, 132)),
@@ -115,11 +128,14 @@ def _cells() -> list[Cell]:
           for sizes, launches in ways.items()),
         *(Cell(f"cross_entropy(logits=8192x{classes}:bf16,labels=8192:int64;reduction='mean')", "fwd",
                (entropy(8192, 16), entropy(16384, 8), entropy(8192, 8))) for classes in (32768, 50257)),
+        Cell("cross_entropy(logits=8192x32768:fp32,labels=8192:int64;reduction='mean')", "fwd",
+             (entropy(8192, 16), entropy(8192, 8), entropy(4096, 8))),
+        Cell(f"cross_entropy(logits=8192x32768:fp32,labels=8192:int64;{training}", "fwd",
+             (entropy(16384, 32), entropy(8192, 32), entropy(8192, 16))),
     ]  # fmt: skip
 
 
 CELLS = _cells()
-PAIRS = [(i, j) for i, cell in enumerate(CELLS) for j in range(len(cell.launches))]
 
 
 def warm(i: int, j: int) -> None:
@@ -159,36 +175,37 @@ def measure(session: Session, cell: Cell) -> None:
                                 of_copy=round(share, 3)))  # fmt: skip
 
 
-def compile_all() -> None:
+def compile_all(cells: list[Cell]) -> None:
     """What the compiler says of every launch, for an H100 that need not be there."""
     from flashtile.export.compile import compile_and_read
 
-    for i, j in PAIRS:
-        cell = CELLS[i]
-        plan = cell.plan(Companion.parse(cell.spelling), H100, cell.launches[j])
+    for cell, launch in ((c, launch) for c in cells for launch in c.launches):
+        plan = cell.plan(Companion.parse(cell.spelling), H100, launch)
         for call in plan.calls:
             if isinstance(call, KernelCall) and any(name == "T" for name, _ in call.constants):
                 _, used = compile_and_read(call, plan, H100)
                 fits = "fits" if used.shared_bytes <= H100.smem_bytes else "DOES NOT FIT"
                 print(f"{fits}: {used.registers} registers, spills {used.spill_bytes} B, {used.shared_bytes} B shared, "
-                      f"{cell.direction} {cell.launches[j]} {cell.spelling}", flush=True)  # fmt: skip
+                      f"{cell.direction} {launch} {cell.spelling}", flush=True)  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser, "benchmarks/results/companions-tune.csv", 120)
+    parser.add_argument("--match", default="")
     parser.add_argument("--dry", action="store_true", help="compile every launch, without a GPU")
     chosen = parser.parse_args()
+    cells = [cell for cell in CELLS if re.search(chosen.match, f"{cell.spelling} {cell.direction}")]
     if chosen.dry:
-        compile_all()
+        compile_all(cells)
         return 0
     need_gpu(parser)
     device = torch.device("cuda", 0)
     record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
     session = Session(device, record)
-    compile_ahead(warm, PAIRS, record.left())
+    compile_ahead(warm, [(CELLS.index(cell), j) for cell in cells for j in range(len(cell.launches))], record.left())
     session.measure_ceilings()
-    for cell, session.until in record.parts(CELLS, lambda cell: f"{cell.spelling} {cell.direction}"):
+    for cell, session.until in record.parts(cells, lambda cell: f"{cell.spelling} {cell.direction}"):
         with record.attempt(problem=cell.spelling, direction=cell.direction, launch="all"):
             measure(session, cell)
         torch.cuda.empty_cache()
