@@ -1,6 +1,7 @@
 """Judges random problems of every companion op on a GPU by the accuracy rule, and writes what it found.
 
-    python benchmarks/companions_accuracy.py [--cases 1000] [--op norm ...] [--budget SECONDS] [--output FILE.csv]
+    python benchmarks/companions_accuracy.py [--cases 1000] [--op norm ...] [--dtype fp32 ...] [--budget SECONDS]
+        [--output FILE.csv]
 
 Shapes, layouts, dtypes and options are random, from sets that compile some dozens of kernels an op. Several processes compile
 and check side by side.
@@ -12,7 +13,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -90,13 +91,15 @@ DRAW: dict[str, Callable[[random.Random], str]] = {
 assert set(DRAW) == set(OPS)
 
 
-def drawn(op: str, cases: int, seed: int) -> list[tuple[str, str]]:
-    """Spelling and layout of an op's cases."""
+def drawn(op: str, cases: int, seed: int, dtypes: Collection[str]) -> list[tuple[str, str]]:
+    """Spelling and layout of an op's cases, of those that have a tensor of these dtypes."""
     dice = random.Random(seed)
     made = []
-    for _ in range(cases):
+    while len(made) < cases:
         layout = dice.choice(("dense", "dense", "dense", "gaps", "transposed", "expanded"))
-        made.append((DRAW[op](dice), layout))
+        spelling = DRAW[op](dice)
+        if any(f":{dtype}" in spelling for dtype in dtypes):
+            made.append((spelling, layout))
     return made
 
 
@@ -113,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=at_least_one, default=1000, help="of each op")
     parser.add_argument("--op", nargs="+", choices=list(DRAW), default=list(DRAW))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("triton",), default="triton")
     options(parser, "benchmarks/results/companions-accuracy.csv", 300)
@@ -120,7 +124,8 @@ def main() -> int:
     need_gpu(parser)
     record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
     jobs: dict[tuple[str, str, str], str] = {}
-    for alike in zip(*([(op, case) for case in drawn(op, chosen.cases, chosen.seed)] for op in chosen.op), strict=True):
+    cases = {op: drawn(op, chosen.cases, chosen.seed, chosen.dtype) for op in chosen.op}
+    for alike in zip(*([(op, case) for case in cases[op]] for op in chosen.op), strict=True):
         jobs |= {(*case, chosen.backend): op for op, case in alike}  # the ops in turn: none is left out where time is short
     left = dict(jobs)
     for job, made in in_processes(checked, list(jobs), record.ends):
@@ -129,8 +134,8 @@ def main() -> int:
         record.add(dict(op=op, case=name, failure=failure))
         if failure:
             print(f"FAILED {name}: {failure}", flush=True)
-    for op, cases in Counter(left.values()).items():
-        record.leave(f"{cases} of {op}")
+    for op, count in Counter(left.values()).items():
+        record.leave(f"{count} of {op}")
     for op in chosen.op:
         mine = [row for row in record.rows if row["op"] == op]
         print(f"{op}: {len(mine)} cases, {sum(bool(row['failure']) for row in mine)} breaches", flush=True)
