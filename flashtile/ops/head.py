@@ -257,7 +257,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
-    dx, dweight = (g * grads[0].to(g.dtype) if n else None for g, n in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+    dx, dweight = (g * grads[0] if n else None for g, n in zip(ctx.saved_tensors, ctx.wanted, strict=True))
     return dx, dweight, *(None,) * 10
 
 
