@@ -190,10 +190,9 @@ def of_pieces(words, T: tl.constexpr):
 
 @jit
 def gradient(x, labelled, of_row, T: tl.constexpr):
-    """Of logits, by what `write_piece` takes of a row; labelled: which of them is the label's."""
+    """Of logits, by what `write_piece` takes of a row; labelled: which of them is the label's, rounded no more than others."""
     factor, lse, _label, along, at_label, at_all, _alive = of_row
-    grad = along * power(x.to(tl.float32) * factor - lse, T) + at_all
-    return tl.where(labelled, grad + at_label, grad)
+    return along * power(x.to(tl.float32) * factor - lse, T) + tl.where(labelled, at_all + at_label, at_all)
 
 
 @jit
@@ -325,7 +324,7 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
         if T.mean:
             weight = tl.div_rn(weight, tl.load(count_ptr))
         weight = tl.where(counts, tl.where(known, weight, float("nan")), 0.0)
-        along = tl.where(counts, weight * (1.0 + 2.0 * z_loss * natural), 0.0)
+        along = tl.where(counts, weight + 2.0 * z_loss * weight * natural, 0.0)
         shares = (label, along, -weight * smoothing[0], -weight * smoothing[1])
         write_piece(logits_ptr, gradient_ptr, row, piece, strides, settled(scale, lse, shares, T), T)
 
@@ -350,7 +349,7 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
     dloss = tl.load(dloss_ptr + row * strides[2][0])
     if T.mean:
         dloss = tl.div_rn(dloss, tl.load(count_ptr))
-    along = dloss * (1.0 + 2.0 * z_loss * lse)
+    along = dloss + 2.0 * z_loss * dloss * lse
     if not T.loss:
         lse = tl.where(lse == float("-inf"), 0.0, lse)  # a shard without any finite logit
         along = tl.zeros_like(dloss)
