@@ -227,7 +227,7 @@ class _Differentiable(torch.autograd.Function):
         made, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             given = tuple(scaled(g, grads[0]) if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False))
-        return *first_derivatives(ctx.call, given), None, None, None, None
+        return *first_derivatives(ctx.call.problem, ctx.call.plan.backend, given), None, None, None, None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())

@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         dout, dlse = grads
         with torch.no_grad():
             given = call.gradients(ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[1:])
-        return first_derivatives(call, (None, *given))
+        return None, *first_derivatives(call.problem, call.plan.backend, given)
 
 
 _CALLS: dict[Any, PreparedCall] = {}

@@ -124,7 +124,7 @@ class _Differentiable(torch.autograd.Function):
             given = tuple(made[f"d{name}"] if name in call.wanted else None for name in call.names)
         for name in call.consumes:
             torch.autograd.graph.increment_version(tensors[name])
-        return (None, *first_derivatives(call, given))
+        return (None, *first_derivatives(call.problem, call.plan.backend, given))
 
 
 def arriving(problem: Companion, grads: Any, device: torch.device) -> dict[str, torch.Tensor]:

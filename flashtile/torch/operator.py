@@ -20,7 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
-from flashtile.errors import NotSupported
+from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.namespace import NAMESPACE, operators
 from flashtile.torch.packing import Packing
@@ -63,6 +63,9 @@ def run_backward(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run_backward(dout, dlse, q, k, v, others, out, lse, residual, *asked)
     packs, rest = _resolved((q, k, v)), _resolved(others)
     layout = _layout(packs, rest, *asked)
     call, kept = layout.call, [out, lse]
@@ -71,9 +74,7 @@ def run_backward(
     if layout.varlen:
         kept = [t[None] for t in kept]
         dout, dlse = (None if t is None else t[None] for t in (dout, dlse))
-    # operators run where autograd records nothing; formulas of modifiers are differentiated there all the same
-    with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        found = call.gradients((*layout.slabs(packs), *rest, *kept), dout, dlse, layout.needs)
+    found = call.gradients((*layout.slabs(packs), *rest, *kept), dout, dlse, layout.needs)
     made: list[torch.Tensor] = []
     for i, (tensor, grad) in enumerate(zip((*packs, *rest), found, strict=True)):
         if layout.needs[i]:
@@ -101,7 +102,7 @@ class _Layout:
         queries = _queries(named.packing, request, packs)
         self.out_strides = dense_strides((*queries.shape[:-1], named.problem.head_dim_v), queries)
         self.strides = [dense_strides(t.shape, t) for t in packs]
-        self.needs = [bool(wanted >> i & 1) for i in range(len(packs) + len(others))]
+        self.needs = tuple(bool(wanted >> i & 1) for i in range(len(packs) + len(others)))
 
     def slabs(self, packs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """As plans want them: varlen has a first axis of one."""
@@ -256,41 +257,57 @@ def _hint(number: Any) -> Any:
 # -- gradients ------------------------------------------------------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, others, wanted, text, floats, ints = inputs
-    ctx.asked, ctx.count = (wanted, text, floats, ints), len(others)
-    ctx.packed = (k is None, v is None)
-    ctx.set_materialize_grads(False)
-    if wanted:
-        ctx.save_for_backward(*(t for t in (q, k, v) if t is not None), *others, *output)
-
-
-def _differentiate(ctx: Any, dout: Maybe, dlse: Maybe, _: Maybe) -> Any:
-    count = 3 - sum(ctx.packed)
-    saved, grads = ctx.saved_tensors, [None] * (count + ctx.count)
-    if dout is not None or dlse is not None:
-        packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
-        wanted, *rest = ctx.asked
-        made = iter(BACKWARD(dout, dlse, *spread(packs), list(others), *kept, wanted, *rest))
-        grads = [next(made) if wanted >> i & 1 else None for i in range(len(grads))]
-    floats, ints = (None if numbers else [] for numbers in ctx.asked[2:])  # an empty list counts as one of tensors
-    return *spread(grads[:count]), grads[count:], None, None, floats, ints
-
-
 def spread(packs: Sequence[Maybe]) -> tuple[Maybe, Maybe, Maybe]:
     """q, k, v of the schema."""
     q, k, v = (*packs, None, None)[:3]
     return q, k, v
 
 
-torch.library.register_autograd(f"{NAMESPACE}::attention", _differentiate, setup_context=_setup, lib=LIBRARY)
+class _Attention(torch.autograd.Function):
+    """The operator, with its gradients by the other one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, asked: tuple[Any, ...], q: torch.Tensor, k: Maybe, v: Maybe, *others: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            made = ATTENTION(q, k, v, list(others), *asked)
+        packs = [t for t in (q, k, v) if t is not None]
+        ctx.asked, ctx.count = asked, len(packs)
+        ctx.set_materialize_grads(False)
+        if asked[0]:
+            ctx.save_for_backward(*packs, *others, *made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Maybe) -> Any:
+        dout, dlse, _ = arriving
+        wanted, count, saved = ctx.asked[0], ctx.count, ctx.saved_tensors
+        if not wanted or (dout is None and dlse is None):
+            return (None,) * len(ctx.needs_input_grad)
+        packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
+        made = BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked)
+        found = iter(first_derivatives("attention", "autograd", tuple(made)))
+        grads = [next(found) if wanted >> i & 1 else None for i in range(count + len(others))]
+        return None, *spread(grads[:count]), *grads[count:]
 
 
-def _no_second(ctx: Any, grads: Any) -> Any:
-    raise NotSupported("the second derivative of attention", {"autograd": ["gradients of gradients are not implemented"]})
+def _record(keyset: Any, *given: Any) -> Any:
+    """Autograd's kernel. Where nothing is recorded and none but a backend comes next, as in compiled graphs, that runs at once:
+    one step through the dispatcher, which costs as much as all else that the host does.
+    """
+    if torch.is_grad_enabled():
+        q, k, v, others, *asked = given
+        return _Attention.apply(tuple(asked), q, k, v, *others)
+    below = keyset & torch._C._after_ADInplaceOrView_keyset
+    if below.highestPriorityTypeId() in _BACKENDS:
+        return run_forward(*given)
+    return ATTENTION.redispatch(below, *given)
 
 
-torch.library.register_autograd(f"{NAMESPACE}::attention_backward", _no_second, lib=LIBRARY)
+_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+LIBRARY.impl("attention", _record, "Autograd", with_keyset=True)
+LIBRARY.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")  # `_Attention` refuses second derivatives
 
 
 # -- counts, batches ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ class Modifiers:
 
     def record(self, score: torch.Tensor, at: Position) -> tuple[torch.Tensor, torch.Tensor]:
         """(score, modified score) with autograd's graph between them."""
-        with torch.enable_grad():
+        # operators run where autograd sees nothing; formulas are differentiated there all the same
+        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
             score = score.detach().requires_grad_()
             return score, self.apply(score, at)
 
