@@ -76,14 +76,17 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    moved = None if seqused_q is None and seqused_k is None else holes((q, k, v), seqused_q, seqused_k, mask, score)
-    if moved is not None:
-        result = attention(
-            *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
-            dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse, options=options,
-        )  # fmt: skip
-        return moved.open(*result) if return_lse else moved.open(result, None)[0]
-    given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+    given = None
+    if seqused_q is not None or seqused_k is not None:
+        moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
+        if moved is not None:
+            result = attention(
+                *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
+                dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse,
+                options=options,
+            )  # fmt: skip
+            return moved.open(*result) if return_lse else moved.open(result, None)[0]
+        given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
     if not is_plain(q, k, v):
         q, k, v = autocast(q, k, v)
         if isinstance(q, torch.Tensor) and q.is_nested and q.layout is torch.jagged:
@@ -99,17 +102,19 @@ def attention(
                 dropout=dropout, return_lse=return_lse, options=options,
             )  # fmt: skip
     call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout)
-    out, lse = attend(call, others, q, k, v)
-    return (out, lse) if return_lse else out
+    return attend(call, others, q, k, v)
 
 
-def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a prepared call, differentiable where a gradient is wanted. packs: q, k, v as `call.packing` has them."""
-    if torch.is_grad_enabled() and (any(t.requires_grad for t in packs) or any(t.requires_grad for t in others)):
+def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.Tensor, parts: Tensors | None = None) -> Any:
+    """out, or (out, lse) where the problem returns it, of a prepared call, differentiable where a gradient is wanted.
+
+    packs: q, k, v as `call.packing` has them; parts: the views of them, where the caller has them.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*packs, *others)):
         call.require_backward()
-        return _Attention.apply(call, *packs, *others)  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
-    out, lse, *_ = call.forward(packs, others)
-    return out, lse
+        return _apply(call, parts, *map(_alive, packs), *map(_alive, others))
+    out, lse, *_ = call.forward(packs, others, parts)
+    return (out, lse) if call.problem.returns_lse else out
 
 
 class PreparedCall:
@@ -126,6 +131,7 @@ class PreparedCall:
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
+        self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -143,47 +149,59 @@ class PreparedCall:
         found = self.packings.get(packing)
         if found is None:
             found = self.packings[packing] = copy(self)
-            found.packing, found.bound_backward = packing, {}
+            found.packing, found.bound_backward, found.wished = packing, {}, {}
         return found
 
-    def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> Tensors:
-        tensors = self.packing.unpack(packs)
+    def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None) -> Tensors:
+        """The inputs by name. parts: q, k, v, where the caller has them."""
+        tensors = self.packing.unpack(packs) if parts is None else dict(parts)
         if others:
             tensors.update(zip(self.names, others, strict=True))
         return tensors
 
-    def forward(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(
+        self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None
+    ) -> list[torch.Tensor]:
         """The plan's outputs, `kept` in order: out and lse first."""
-        tensors = self.tensors(packs, others)
+        tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
         self.bound_forward.run(tensors)
         return [tensors[name] for name in self.kept]
 
     def gradients(
-        self, saved: Sequence[torch.Tensor], dout: torch.Tensor | None, dlse: torch.Tensor | None, needs: Sequence[bool]
+        self, saved: Sequence[torch.Tensor], dout: torch.Tensor | None, dlse: torch.Tensor | None, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned."""
-        names = self.packing.names
-        packs, rest = tuple(saved[: len(names)]), saved[len(names) :]
-        others, kept = rest[: len(self.names)], rest[len(self.names) :]
+        count = len(self.packing.packs)
+        first_kept = count + len(self.names)
+        packs, others, kept = tuple(saved[:count]), saved[count:first_kept], saved[first_kept:]
         if dout is None:
             if dlse is None:
-                return (None,) * (len(packs) + len(others))
+                return (None,) * first_kept
             dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
+        wanted, names = self.wished.get(needs) or self.wish(needs)
         tensors = self.tensors(packs, others)
-        tensors.update(zip(self.kept, kept, strict=True), dout=dout.resolve_neg())
+        tensors.update(zip(self.kept, kept, strict=True))
+        tensors["dout"] = dout.resolve_neg() if dout.is_neg() else dout
         if dlse is not None:
             tensors["dlse"] = dlse.resolve_neg()
-        wanted = frozenset("".join(name for name, need in zip(names, needs, strict=False) if need))
         deterministic = self.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         self.backward(tensors, packs, wanted, deterministic)
-        given = [tensors[f"d{name}"] if need else None for name, need in zip(names, needs, strict=False)]
-        for name, tensor, need in zip(self.names, others, needs[len(names) :], strict=True):
-            given.append(tensors[f"d{name}"].to(tensor.dtype) if need else None)
+        given = [None if name is None else tensors[name] for name in names]
+        for i, tensor in enumerate(others, count):
+            gradient = given[i]
+            given[i] = None if gradient is None else gradient.to(tensor.dtype)
         return tuple(given)
+
+    def wish(self, needs: tuple[bool, ...]) -> tuple[frozenset[str], list[str | None]]:
+        """(which of q, k and v want a gradient, each input's gradient by name, None where not needed)."""
+        names = (*self.packing.names, *self.names)
+        wanted = frozenset("".join(name for name, need in zip(self.packing.names, needs, strict=False) if need))
+        self.wished[needs] = wanted, [f"d{name}" if need else None for name, need in zip(names, needs, strict=True)]
+        return self.wished[needs]
 
     def backward(
         self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
@@ -208,21 +226,29 @@ class PreparedCall:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: PreparedCall, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: PreparedCall, parts: Tensors | None, *given: torch.Tensor) -> Any:
         count = len(call.packing.packs)
-        kept = call.forward(given[:count], given[count:])
+        kept = call.forward(given[:count], given[count:], parts)
         ctx.save_for_backward(*given, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return kept[0], kept[1]
+        return (kept[0], kept[1]) if call.problem.returns_lse else kept[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: PreparedCall = ctx.call
-        dout, dlse = grads
-        with torch.no_grad():
-            given = call.gradients(ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[1:])
-        return None, *first_derivatives(call.problem, call.plan.backend, given)
+        dout, dlse = grads if call.problem.returns_lse else (grads[0], None)
+        asked = ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[2:]
+        if not torch.is_grad_enabled():
+            return None, None, *call.gradients(*asked)
+        with torch.no_grad():  # create_graph
+            given = call.gradients(*asked)
+        return None, None, *first_derivatives(call.problem, call.plan.backend, given)
+
+
+# What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+_alive: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue] (of what outlived a transform)
 
 
 _CALLS: dict[Any, PreparedCall] = {}

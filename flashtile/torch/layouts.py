@@ -163,7 +163,7 @@ def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None
     with torch.no_grad():
         parts = packing.unpack(packs)
     call, others = prepare(parts["q"], parts["k"], parts["v"], given=given, **arguments)
-    out, lse = attend(call if packing is APART else call.packed(packing), others, *packs)
-    if varlen:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse) if call.problem.returns_lse else out
+    made = attend(call if packing is APART else call.packed(packing), others, *packs, parts=parts)
+    if not varlen:
+        return made
+    return tuple(t.squeeze(0) for t in made) if call.problem.returns_lse else made.squeeze(0)

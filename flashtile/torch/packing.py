@@ -40,7 +40,10 @@ class Packing:
         """q, k and v by name."""
         found: dict[str, torch.Tensor] = {}
         for pack, tensor in zip(self.packs, tensors, strict=True):
-            found.update(pack.views(tensor))
+            if len(pack.parts) == 1:
+                found[pack.parts[0]] = tensor
+            else:
+                found.update(pack.views(tensor))
         return found
 
 

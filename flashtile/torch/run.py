@@ -77,7 +77,7 @@ class Bound:
     def __init__(
         self, plan: Plan, inputs: dict[str, torch.Tensor], device: torch.device, packed: Sequence[PackedGradient] = ()
     ):
-        self.plan, self.device, self.packed = plan, device, packed
+        self.plan, self.device, self.packed, self.on_gpu = plan, device, packed, device.type == "cuda"
         within = {name: strides for gradient in packed for name, strides in gradient.parts.items()}
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.zeroed: list[str] = []  # of the parts of packed gradients
@@ -122,7 +122,7 @@ class Bound:
             tensors[name] = tensor.zero_() if zeroed else tensor
         for name, source in self.over:
             tensors[name] = tensors[source]
-        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+        if self.on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
         return self.launch(tensors)
@@ -143,12 +143,12 @@ class Bound:
 class Replay:
     """The launches of a bound plan whose kernels are compiled: all that changes from call to call are addresses.
 
-    Scratch is one allocation. Argument lists are remembered by the addresses in them: a training loop meets few.
+    Scratch is one allocation. Argument lists are remembered by stream and the addresses in them: a training loop meets few.
     """
 
     def __init__(self, bound: Bound):
         scratch = {b.name for b in bound.plan.named("scratch")}
-        self.device, self.known = bound.device, dict[tuple[int, ...], list[tuple[Any, ...]]]()
+        self.device, self.known = bound.device, dict[tuple[int, ...], list[tuple[Callable[..., None], tuple[Any, ...]]]]()
         self.launches = [launch for launch in bound.launches if isinstance(launch, KernelLaunch) and not launch.empty]
         self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
         self.offsets, self.scratch_bytes = dict[str, int](), 0
@@ -160,21 +160,24 @@ class Replay:
         self.names = [name for name in used if name not in self.offsets]
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        addresses = [tensors[name].data_ptr() for name in self.names]
+        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[tensors[name].data_ptr() for name in self.names]]
         if self.offsets:
             scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
-            addresses.append(scratch.data_ptr())
-        key = tuple(addresses)
-        found = self.known.get(key)
-        if found is None:
-            if len(self.known) >= MOST_ADDRESSES:
-                self.known.clear()
-            by_name = dict(zip(self.names, addresses, strict=False))
-            by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
-            found = self.known[key] = [(x.launch, x.call.grid, x.arguments(by_name)) for x in self.launches]
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        for launch, grid, args in found:
-            launch(*grid, stream, *args)
+            places.append(scratch.data_ptr())
+        key = tuple(places)
+        for launch, args in self.known.get(key) or self.fill(key):
+            launch(*args)
+
+    def fill(self, places: tuple[int, ...]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+        """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""
+        if len(self.known) >= MOST_ADDRESSES:
+            self.known.clear()
+        stream, *addresses = places
+        by_name = dict(zip(self.names, addresses, strict=False))
+        by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+        filled = [(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches]
+        self.known[places] = filled
+        return filled
 
 
 def compiling() -> Any:

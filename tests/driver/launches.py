@@ -56,7 +56,7 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str]]:
         bound.run(dict(inputs))
         replays = file.read_text().splitlines()
     assert bound.replay is not None
-    ((addresses, _),) = bound.replay.known.items()
+    (((_, *addresses), _),) = bound.replay.known.items()  # after the stream
     places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
     ends = [0]
     for name, offset in bound.replay.offsets.items():

@@ -92,6 +92,17 @@ def test_dropout_follows_vmaps_randomness(randomness: str) -> None:
     assert torch.equal(first, second) == (randomness == "same")
 
 
+def test_a_tensor_that_outlived_its_transform_is_what_it_was_before() -> None:
+    kept: list[torch.Tensor] = []
+    x, k = torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16, requires_grad=True)
+    torch.func.grad(lambda y: (kept.append(y), (y * y).sum())[1])(x)
+    assert kept[0].requires_grad  # the transform's, not the caller's
+    assert not flashtile.attention(kept[0], x, x).requires_grad
+    (expected,) = torch.autograd.grad(flashtile.attention(x, k, k).sum(), k)
+    (got,) = torch.autograd.grad(flashtile.attention(kept[0], k, k).sum(), k)
+    assert torch.equal(got, expected)
+
+
 def test_second_derivatives_refuse() -> None:
     q, k, v, *_ = tensors()
     with pytest.raises(NotSupported, match="gradients of gradients"):
