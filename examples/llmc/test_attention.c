@@ -293,8 +293,8 @@ int main(int count, char **words) {
     static const int64_t shapes[][4] = {{1, 1, 1, 64}, {2, 63, 3, 192}, {1, 64, 2, 128}, {3, 257, 2, 128}, {2, 1000, 4, 256},
                                         {8, 1024, 12, 768}, {6, 4096, 12, 768}, {1, 8192, 12, 768}};
     static const char *const dtypes[] = {"fp32", "fp16", "bf16"};
-    int wrong = 0, dtype;
-    size_t i;
+    int wrong = 0, checked = 0, dtype;
+    size_t i, stats_bytes, scratch_bytes;
     if (count != 1 && count != 6) {
         fprintf(stderr, "usage: %s [dtype B T NH C]\n", words[0]);
         return 2;
@@ -306,12 +306,16 @@ int main(int count, char **words) {
             if (strcmp(words[1], dtypes[dtype]) == 0) return run(&p);
             continue;
         }
-        for (i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        if (flashtile_attention_bytes((flashtile_dtype)dtype, 1, 1, 1, 64, &stats_bytes, &scratch_bytes) == FLASHTILE_NOT_SUPPORTED) {
+            printf("%s: not exported for head_dim 64\n", dtypes[dtype]);
+            continue;
+        }
+        for (i = 0; i < sizeof shapes / sizeof *shapes; i++, checked++) {
             const problem p = {(flashtile_dtype)dtype, shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3]};
             wrong += run(&p);
         }
     }
     if (wrong) printf("%d WRONG\n", wrong);
-    else printf("all right\n");
-    return wrong ? 1 : 0;
+    else printf(checked ? "all right\n" : "nothing to check\n");
+    return wrong || !checked;
 }
