@@ -43,7 +43,7 @@ const char *flashtile_status_text(flashtile_status status) {
 
 enum {
     SM_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, /* CUdevice_attribute */
-    MAX_DYNAMIC_SHARED_BYTES = 8                                 /* CUfunction_attribute */
+    MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9   /* CUfunction_attribute */
 };
 
 struct tensor_map { /* CUtensorMap */
@@ -192,8 +192,9 @@ static flashtile_status load_kernel(struct gpu *gpu, const struct kernel *kernel
     if (gpu->functions[kernel->index]) return FLASHTILE_OK;
     if ((error = driver.load_module(&module, kernel->image)) != 0) return driver_error(error, "loading", kernel->name);
     if ((error = driver.get_function(&function, module, kernel->name)) != 0) return driver_error(error, "the look-up", kernel->name);
-    if (kernel->shared_bytes > 48 * 1024 &&
-        (error = driver.set_function_attribute(function, MAX_DYNAMIC_SHARED_BYTES, (int)kernel->shared_bytes)) != 0)
+    if (kernel->shared_bytes > 48 * 1024 && /* and as much as there is for all blocks of a multiprocessor, as Triton's launcher */
+        ((error = driver.set_function_attribute(function, MAX_DYNAMIC_SHARED_BYTES, (int)kernel->shared_bytes)) != 0 ||
+         (error = driver.set_function_attribute(function, PREFERRED_SHARED_PERCENT, 100)) != 0))
         return driver_error(error, "reserving shared memory", kernel->name);
     gpu->functions[kernel->index] = function;
     return FLASHTILE_OK;
