@@ -1,6 +1,7 @@
 """Times `flashtile.jax` beside JAX's own attentions on a GPU, in one rotation, after a check against float32.
 
-    python benchmarks/jax_attention.py [--jax-triton attention.py] [--limit SECONDS] [--budget SECONDS] [--output FILE]
+    python benchmarks/jax_attention.py [--jax-triton attention.py] [--providers flashtile/auto tokamax/mosaic ...]
+        [--limit SECONDS] [--budget SECONDS] [--output FILE]
 
 Cells: bf16, batch 4, 4096 tokens, head_dim 64 with 32 heads and 128 with 16, causal and full; forward, backward alone from
 what the forward kept, and forward with backward. Everything is compiled first, in parallel processes, and what is not
@@ -354,6 +355,8 @@ def report(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jax-triton", type=Path, metavar="FILE", help="jax-triton's attention.py, timed too")
+    known = [*OURS, FRONT_ENDS[1], ORIGINAL, *PEERS]
+    parser.add_argument("--providers", nargs="+", choices=known, default=known, help="these alone; the rest take their time")
     parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--limit", type=positive, default=70.0, help="seconds for compiling; 70")
     options(parser, "benchmarks/results/jax-attention.csv", 180)
@@ -370,14 +373,14 @@ def main() -> int:
         }
         about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
         record = Record(chosen.output, chosen.budget, {**gpu(parser), **about, **provenance(chosen.commit)})
-        names = [*OURS, *([ORIGINAL] if original else []), *PEERS]
-        slow_first = [n for n in names if n not in TUNED and n not in OURS]
-        ahead = compile_all([*slow_first, *OURS], original, chosen.limit, record)
-        both_front_ends = importlib.util.find_spec("torch") is not None
-        if both_front_ends:
-            names.insert(len(OURS), "flashtile/torch")
+        torch_too = importlib.util.find_spec("torch") is not None
+        there = {ORIGINAL: original is not None, FRONT_ENDS[1]: torch_too}
+        names = [n for n in known if n in chosen.providers and there.get(n, True)]
+        both_front_ends = set(FRONT_ENDS) <= set(names)
+        jobs = [n for n in names if n not in (*TUNED, FRONT_ENDS[1])]
+        ahead = compile_all(sorted(jobs, key=lambda n: n in OURS), original, chosen.limit, record)  # the slow ones first
         for (head_dim, causal), until in record.parts(CELLS, reserve_s=KERNELS_S * both_front_ends):
-            here = [n for n in names if n in (*TUNED, "flashtile/torch") or (head_dim, causal, n) in ahead]
+            here = [n for n in names if n in (*TUNED, FRONT_ENDS[1]) or (head_dim, causal, n) in ahead]
             with record.attempt(head_dim=head_dim, causal=causal, provider="all"):
                 measure(head_dim, causal, here, original, chosen.rounds, until, record)
         for (head_dim, causal), _ in record.parts(CELLS if both_front_ends else []):

@@ -50,7 +50,7 @@ def test_sample_compiles_within_its_budgets(tmp_path: Path, target: str) -> None
 
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
 def test_sample_compiles_under_the_newest_triton(tmp_path: Path) -> None:
-    rows = compile_sample(tmp_path, 149, ("sm80", "sm90", "sm120", "gfx942"), NEWEST)
+    rows = compile_sample(tmp_path, 199, ("sm80", "sm90", "sm120", "gfx942"), NEWEST)
     assert len(rows) >= 8
 
 

@@ -205,7 +205,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         # Modifiers, predicates, random words and scattered addresses need registers, CDNA has fewer per accumulator, and
         # without wgmma all forms of an operand wait in registers: the widest tiles would spill.
         rules = rules[1:]
-        if (problem.where or (split and problem.dropout is not None)) and device.kind == "cuda" and device.target != "sm90":
+        asks = problem.where and device.kind == "cuda"
+        if (asks or (split and problem.dropout is not None)) and device.target != "sm90":
             rules = rules[1:] or rules  # both at once
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
