@@ -58,14 +58,23 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q)."""
-    refuse_pages("flash_attn_varlen_func", block_table)
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
-    most = (longest(max_seqlen_q), longest(max_seqlen_k))
+    most = (max_seqlen_q, max_seqlen_k)
+    return answer_varlen(asked, return_attn_probs, (q, k, v), (cu_seqlens_q, cu_seqlens_k), most, block_table)
+
+
+def answer_varlen(
+    asked: Asked, return_attn_probs: bool, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    starts: tuple[torch.Tensor, torch.Tensor], lengths: tuple[Any, Any], block_table: torch.Tensor | None,
+    sink: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """What `flash_attn_varlen_func` returns. tensors: q, k, v; starts: their cu_seqlens; lengths: their longest items."""
+    refuse_pages("flash_attn_varlen_func", block_table)
+    most = (longest(lengths[0]), longest(lengths[1]))
     return answer(
         asked, return_attn_probs,
-        lambda **how: attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=most[0], max_seqlen_k=most[1], **how
-        ), (q, k), (cu_seqlens_q, cu_seqlens_k), most,
+        lambda **how: attention_varlen(*tensors, *starts, max_seqlen_q=most[0], max_seqlen_k=most[1], sink=sink, **how),
+        tensors[:2], starts, most,
     )  # fmt: skip
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from flashtile.compat.asked import Asked, longest
-from flashtile.compat.flash_attn import answer, refuse_pages
+from flashtile.compat.asked import Asked
+from flashtile.compat.flash_attn import answer, answer_varlen
 from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_varlen
 
 
 def flash_attn_func(
@@ -29,13 +28,6 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """As `flash_attn.flash_attn_varlen_func`. s_aux: as in `flash_attn_func`. Raises NotSupported for a block_table."""
-    refuse_pages("flash_attn_varlen_func", block_table)
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
-    most = (longest(max_seqlen_q), longest(max_seqlen_k))
-    return answer(
-        asked, return_attn_probs,
-        lambda **how: attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=most[0], max_seqlen_k=most[1], sink=s_aux, **how
-        ),
-        (q, k), (cu_seqlens_q, cu_seqlens_k), most,
-    )  # fmt: skip
+    most = (max_seqlen_q, max_seqlen_k)
+    return answer_varlen(asked, return_attn_probs, (q, k, v), (cu_seqlens_q, cu_seqlens_k), most, block_table, s_aux)

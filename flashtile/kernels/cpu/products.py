@@ -42,9 +42,11 @@ SCORES_OF_SUMS = 2**20
 
 def score_dtype(p: AttentionProblem) -> torch.dtype:
     """The dtype of scores and sums."""
+    if p.dtype is not DType.FP32:
+        return torch.float32
     region = region_of(p)
     few = region.keys <= FEW_KEYS or (sums_per_head(p) and region.rows * region.keys <= SCORES_OF_SUMS)
-    return torch.float64 if p.dtype is DType.FP32 and few else torch.float32
+    return torch.float64 if few else torch.float32
 
 
 def dtypes_of_rows(p: AttentionProblem, first: int, stop: int) -> tuple[torch.dtype, torch.dtype]:
