@@ -1,6 +1,7 @@
 """Varlen, padding and block masks on a GPU: poisoned cases, throughput beside the dense call, peers on the same problem.
 
     python benchmarks/varlen.py [--output FILE] [--budget 240] [--section poison varlen tiles build blocks] [--backend hopper]
+        [--tokens 8192]
 
 Sections, each with its share of the budget, each compiled in parallel processes and checked before it is timed:
   poison   NaN and Inf where nothing is visible (padding, holes, past cu_seqlens[-1]): results bitwise those of clean tensors
@@ -8,9 +9,10 @@ Sections, each with its share of the budget, each compiled in parallel processes
            FlexAttention with a document mask, FlashAttention-4's varlen call where it can be imported
   tiles    the same lengths on Hopper's forward with other tiles and schedules
   build    the block lists of 64k x 64k from a document predicate: milliseconds and peak memory
-  blocks   random 128 x 128 blocks at 0, 50, 80, 95 % sparsity: out and gradients of a head against float64, then the speed-up
-           over dense forward, backward and both, beside FlexAttention with the same blocks. What each query is sure to see is
-           the first block or, "diagonal", its own; documents of 600 tokens have blocks that are visible in part
+  blocks   random 128 x 128 blocks at 0, 50, 80, 95 % sparsity, of so many tokens each: out and gradients of a head against
+           float64, then the speed-up over dense forward, backward and both, beside FlexAttention with the same blocks. What
+           each query is sure to see is the first block or, "diagonal", its own; documents of 600 tokens have blocks that
+           are visible in part
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flashtile
 from benchmarks.poisoned import DEVICE, KINDS, one_poisoned, starts, tokens
 from benchmarks.processes import Failure, compile_ahead, in_processes
-from benchmarks.record import Record, is_lost, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Blocks, Document, Options
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
@@ -69,6 +71,7 @@ class Run:
 
     record: Record
     backend: str | None
+    tokens: tuple[int, ...]  # of the section `blocks`
     ends: float = math.inf  # of the section, by time.monotonic
 
     def left(self) -> float:
@@ -365,13 +368,13 @@ def build(run: Run) -> Iterator[Row]:
         yield Row("build", "document 64k x 64k", ms=ms, ratio=peak, of="MiB at the peak", failure=failure)
 
 
-BLOCKS_SEQLEN, DOCUMENT = 8192, 600
+DOCUMENT = 600
 TABLES = ("0%", "50%", "80%", "95%", "80% diagonal", "95% diagonal")
 
 
-def block_table(name: str) -> torch.Tensor:
+def block_table(name: str, seqlen: int) -> torch.Tensor:
     """Which blocks of keys each block of queries sees, the first one, or its own, always: bool (blocks, blocks)."""
-    rows, generator = BLOCKS_SEQLEN // BLOCK, torch.Generator().manual_seed(1)
+    rows, generator = seqlen // BLOCK, torch.Generator().manual_seed(1)
     table = torch.rand((rows, rows), generator=generator) >= float(name.split("%")[0]) / 100
     if name.endswith("diagonal"):
         return table.fill_diagonal_(True)
@@ -379,29 +382,29 @@ def block_table(name: str) -> torch.Tensor:
     return table
 
 
-def document_ids() -> torch.Tensor:
-    return (torch.arange(BLOCKS_SEQLEN, device=DEVICE) // DOCUMENT).to(torch.int32)
+def document_ids(seqlen: int) -> torch.Tensor:
+    return (torch.arange(seqlen, device=DEVICE) // DOCUMENT).to(torch.int32)
 
 
-def seen_scores(name: str) -> torch.Tensor:
+def seen_scores(name: str, seqlen: int) -> torch.Tensor:
     """Which scores a mask of these names shows: bool (seqlen, seqlen)."""
     if name == "documents":
-        return document_ids()[:, None] == document_ids()
-    return block_table(name).to(DEVICE).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return document_ids(seqlen)[:, None] == document_ids(seqlen)
+    return block_table(name, seqlen).to(DEVICE).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-def block_call(name: str, backend: str | None) -> Callable[..., torch.Tensor]:
+def block_call(name: str, backend: str | None, seqlen: int) -> Callable[..., torch.Tensor]:
     """ "dense", "flashtile documents", "flashtile 50%" or "flex 50%"."""
     options = Options(backend=backend)
     if name == "dense":
         return lambda q, k, v: flashtile.attention(q, k, v, options=options)
     who, _, mask_name = name.partition(" ")
     if mask_name == "documents":
-        listed = Blocks.build(Document(document_ids()), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
+        listed = Blocks.build(Document(document_ids(seqlen)), seqlen, seqlen)
         return lambda q, k, v: flashtile.attention(q, k, v, mask=listed, options=options)
-    table = block_table(mask_name)
+    table = block_table(mask_name, seqlen)
     if who == "flashtile":
-        mask = Blocks.from_block_mask(table.to(DEVICE), BLOCKS_SEQLEN, BLOCKS_SEQLEN)
+        mask = Blocks.from_block_mask(table.to(DEVICE), seqlen, seqlen)
         return lambda q, k, v: flashtile.attention(q, k, v, mask=mask, options=options)
     import torch._functorch.config as donates
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -414,9 +417,9 @@ def block_call(name: str, backend: str | None) -> Callable[..., torch.Tensor]:
     return lambda q, k, v: compiled(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=flex).transpose(1, 2)
 
 
-def warm_blocks(name: str, backend: str | None, direction: str) -> None:
-    inputs = [tokens(1, BLOCKS_SEQLEN, HEADS, HEAD_DIM) for _ in range(3)]
-    directions(block_call(name, backend), inputs)[direction]()
+def warm_blocks(name: str, backend: str | None, seqlen: int, direction: str) -> None:
+    inputs = [tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(3)]
+    directions(block_call(name, backend, seqlen), inputs)[direction]()
     torch.cuda.synchronize()
 
 
@@ -435,20 +438,25 @@ def worst_of_a_head(
 
 
 def blocks(run: Run) -> Iterator[Row]:
-    seqlen = BLOCKS_SEQLEN
-    q, k, v, dout = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
     named = ("dense", "flashtile 50%", "flashtile documents", "flex 50%")
-    jobs = [(name, run.backend, way) for name in named for way in ("fwd", "bwd")]
+    jobs = [(name, run.backend, seqlen, way) for seqlen in run.tokens for name in named for way in ("fwd", "bwd")]
     compile_ahead(warm_blocks, jobs, run.left(), 0.5)
-    calls, kept = {"dense": block_call("dense", run.backend)}, {"dense": 1.0}
+    for seqlen in run.tokens:
+        yield from blocks_of(run, seqlen)
+
+
+def blocks_of(run: Run, seqlen: int) -> Iterator[Row]:
+    """The rows of a sequence length."""
+    q, k, v, dout = (tokens(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
+    calls, kept = {"dense": block_call("dense", run.backend, seqlen)}, {"dense": 1.0}
     for mask_name in ("documents", *TABLES):
-        keep = seen_scores(mask_name)
+        keep = seen_scores(mask_name, seqlen)
         for name in (f"flashtile {mask_name}", *(f"flex {mask_name}" for _ in range(mask_name != "documents"))):
             kept[name] = keep.float().mean().item()
             try:
-                call = block_call(name, run.backend)
+                call = block_call(name, run.backend, seqlen)
                 error = worst_of_a_head(call, [q, k, v], dout, keep)
-                print(f"    {name}: out and gradients are off by {error:.3g} of their largest elements", flush=True)
+                print(f"    {seqlen} {name}: out and gradients are off by {error:.3g} of their largest elements", flush=True)
                 if not error < 2e-2:
                     raise ArithmeticError(f"off by {error:.3g}")
                 calls[name] = call
@@ -459,7 +467,7 @@ def blocks(run: Run) -> Iterator[Row]:
         for name, ms in found.items():
             rate = sum(flops([seqlen], False, backward) for backward in passes) * kept[name] / ms / 1e9
             ideal = found["dense"] * kept[name] / ms if "dense" in found else None
-            yield Row("blocks", name, direction, ms, rate, ideal, "the ideal speed-up over dense")
+            yield Row("blocks", name, direction, ms, rate, ideal, "the ideal speed-up over dense", f"{seqlen} tokens")
 
 
 SECTIONS = {"poison": poison, "varlen": varlen, "tiles": tiles, "build": build, "blocks": blocks}
@@ -469,11 +477,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="triton")
+    parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[8192, 32768], help="of the section blocks")
     options(parser, "bench-output/varlen.csv", 240)
     chosen = parser.parse_args()
     need_gpu(parser)
     record = Record(chosen.output, chosen.budget, machine(DEVICE, chosen.commit))
-    run = Run(record, None if chosen.backend == "chosen" else chosen.backend)
+    run = Run(record, None if chosen.backend == "chosen" else chosen.backend, tuple(chosen.tokens))
     for name, run.ends in record.parts(chosen.section):
         begun = time.monotonic()
         print(name, flush=True)
