@@ -266,11 +266,11 @@ def largest_error(made: Iterable[Any], truth: list[Any]) -> float:
 
 
 def rotate(which: str, found: dict[str, Calls], rounds: int, until: float) -> dict[str, list[float]]:
-    """Milliseconds of a pass by the clock, by provider, one burst of each per round."""
+    """Milliseconds of a pass by the clock, by provider, one burst of each per round, forth and back in turn."""
     taken: dict[str, list[float]] = {name: [] for name in found}
     counts: dict[str, int] = {}
     for turn in range(rounds):
-        for name, calls in found.items():
+        for name, calls in list(found.items())[:: -1 if turn % 2 else 1]:
             if name not in counts:
                 counts[name] = max(2, min(BURST, int(BURST_MS / burst_ms(calls, which, 2))))
             calls.wait(calls.passes[which]())
