@@ -230,7 +230,7 @@ def _launch(
         lines += [f"        {check}", "    " + _RETURN.rstrip()]
     grid = ", ".join(map(in_c, call.grid))
     lines += [
-        f"        status = launch(gpu, &kernel_{binary.index}, {grid}, parameters, stream);",
+        f"        status = launch(gpu, &kernel_{binary.index}, {grid}, {int(call.early)}, parameters, stream);",
         "    " + _RETURN.rstrip(),
         "    }",
     ]

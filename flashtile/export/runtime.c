@@ -43,12 +43,29 @@ const char *flashtile_status_text(flashtile_status status) {
 
 enum {
     SM_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, /* CUdevice_attribute */
-    MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9   /* CUfunction_attribute */
+    MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9,  /* CUfunction_attribute */
+    STARTS_EARLY = 6 /* CUlaunchAttributeID: programmatic stream serialization */
 };
 
 struct tensor_map { /* CUtensorMap */
     uint64_t words[16];
 } __attribute__((aligned(64)));
+
+struct launch_attribute { /* CUlaunchAttribute */
+    int id;
+    int padding;
+    union {
+        int allowed;
+        char bytes[64];
+    } value;
+};
+
+struct launch_config { /* CUlaunchConfig */
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    const struct launch_attribute *attributes;
+    unsigned attribute_count;
+};
 
 static struct {
     int (*init)(unsigned);
@@ -62,6 +79,7 @@ static struct {
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
     int (*set_words)(uint64_t, size_t, unsigned, size_t, size_t, void *);
     int (*context_id)(void *, unsigned long long *);                     /* from CUDA 12.0 on, otherwise NULL */
+    int (*launch_ex)(const struct launch_config *, void *, void **, void **); /* from CUDA 11.8 on, otherwise NULL */
     int (*encode_tiled)(struct tensor_map *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
                         const uint32_t *, int, int, int, int);           /* from CUDA 12.0 on, otherwise NULL */
 } driver;
@@ -96,6 +114,7 @@ static flashtile_status load_driver(void) {
         return fail(FLASHTILE_NO_DRIVER, "the CUDA driver lacks a function that is needed here");
     }
     find(library, "cuCtxGetId", &driver.context_id);
+    find(library, "cuLaunchKernelEx", &driver.launch_ex);
     find(library, "cuTensorMapEncodeTiled", &driver.encode_tiled);
     status = driver.init(0);
     if (status != 0) {
@@ -202,8 +221,9 @@ static flashtile_status load_kernel(struct gpu *gpu, const struct kernel *kernel
 
 /* -- what plans do --------------------------------------------------------------------------------------------------- */
 
-static flashtile_status launch(struct gpu *gpu, const struct kernel *kernel, int64_t x, int64_t y, int64_t z, void **parameters,
-                               void *stream) {
+/* early: the kernel itself waits for those before it in the stream, and may be brought to the GPU while they are at work. */
+static flashtile_status launch(struct gpu *gpu, const struct kernel *kernel, int64_t x, int64_t y, int64_t z, int early,
+                               void **parameters, void *stream) {
     flashtile_status status;
     void *function;
     int error;
@@ -212,8 +232,15 @@ static flashtile_status launch(struct gpu *gpu, const struct kernel *kernel, int
     function = gpu->functions[kernel->index];
     pthread_mutex_unlock(&mutex);
     if (status != FLASHTILE_OK) return status;
-    error = driver.launch(function, (unsigned)x, (unsigned)y, (unsigned)z, kernel->threads, 1, 1, kernel->shared_bytes, stream,
-                          parameters, NULL);
+    if (early && driver.launch_ex) {
+        struct launch_attribute attribute = {STARTS_EARLY, 0, {1}};
+        const struct launch_config config = {{(unsigned)x, (unsigned)y, (unsigned)z}, {kernel->threads, 1, 1},
+                                             kernel->shared_bytes, stream, &attribute, 1};
+        error = driver.launch_ex(&config, function, parameters, NULL);
+    } else {
+        error = driver.launch(function, (unsigned)x, (unsigned)y, (unsigned)z, kernel->threads, 1, 1, kernel->shared_bytes,
+                              stream, parameters, NULL);
+    }
     return error == 0 ? FLASHTILE_OK : driver_error(error, "the launch", kernel->name);
 }
 

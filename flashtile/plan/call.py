@@ -86,6 +86,7 @@ class KernelCall:
     num_warps: int = 4
     num_stages: int = 2
     contracts: bool = True  # the compiler may round a product and a sum once
+    early: bool = False  # it may be launched before the call before it is done: it waits by itself (`lib.stream.await_stream`)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@
    block, shared memory, and the first four bytes of each kernel parameter, as many as $PARAMETERS says: a number, or
    " name=number" for every kernel. Filling appends "fill",
    the address' lower half, the words in a row, the rows and the bytes between their beginnings. The GPU is an H100, or what
-   $CAPABILITY says; $CONTEXT=0: no context is current; $FAIL: the name of a function that fails. */
+   $CAPABILITY says; $CONTEXT=0: no context is current; $FAIL: the name of a function that fails. $EARLY: where the names of
+   kernels go that may be launched before those before them are done. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -73,8 +74,19 @@ static int record(const void *function, const uint32_t *config, unsigned shared_
   return fclose(file);
 }
 
-int cuLaunchKernelEx(const uint32_t *config, void *function, void **parameters, void **extra) {
-  return record(function, config, config[6], parameters);
+struct launch_config { uint32_t sizes[7]; void *stream; const int *attributes; uint32_t count; };
+
+int cuLaunchKernelEx(const struct launch_config *config, void *function, void **parameters, void **extra) {
+  const int failed = fails("cuLaunchKernelEx");
+  const char *path = getenv("EARLY");
+  for (uint32_t i = 0; path && i < config->count; i++) { /* an attribute is 72 bytes: its id, padding, its value */
+    if (config->attributes[18 * i] == 6 && config->attributes[18 * i + 2]) {
+      FILE *file = fopen(path, "a");
+      fprintf(file, "%s\n", (const char *)function);
+      fclose(file);
+    }
+  }
+  return failed ? failed : record(function, config->sizes, config->sizes[6], parameters);
 }
 
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,

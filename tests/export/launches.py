@@ -45,6 +45,7 @@ from flashtile.torch.run import TORCH_DTYPES, KernelLaunch  # noqa: E402
 from tests.export.called import Export, call, load, own_plan, place  # noqa: E402
 
 COUNTS: dict[str, int] = {}  # parameters of each kernel that was launched, by name
+EARLY = Path(os.environ["EARLY"])
 
 
 class Card:
@@ -79,8 +80,10 @@ def compare(library: Any, entry: Entry, export: Export, numbers: list[int], file
         launch(tensors)
         expected += lines_of(file)
     os.environ["PARAMETERS"] = "".join(f" {name}={count}" for name, count in COUNTS.items())
+    EARLY.write_text("")
     call(library, entry, plan, numbers, tensors, scratch, None)
     found = lines_of(file)
+    assert EARLY.read_text().split() == [step.kernel.fn.__name__ for step in plan.calls if step.early], entry.name  # pyright: ignore
     words = [int(line.split()[2]) * int(line.split()[3]) for line in found if line.startswith("fill")]
     assert words == filled(entry, plan, tensors), (entry.name, numbers, words)
     launched = [line for line in found if not line.startswith("fill")]

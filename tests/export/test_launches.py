@@ -34,6 +34,7 @@ def test_c_launches_what_the_front_end_does(
     tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...]
 ) -> None:
     more = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches")}
+    more["EARLY"] = str(tmp_path / "early")
     command = [sys.executable, "-m", "tests.export.launches", str(tmp_path), layout, spelling, *sizes]
     done = subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -235,8 +235,10 @@ def install(seed: int = 0) -> None:
         **{word.__name__: word for word in WORDS},
     )
     from flashtile.kernels.hopper import order, ticket
+    from flashtile.kernels.lib import stream
 
     replace(ticket, take=take)
+    replace(stream, await_stream=lambda: None)  # the emulator runs one kernel at a time
     replace(order, await_turn=await_turn, claim=claim, report=report, adds_done=store_wait)
 
 

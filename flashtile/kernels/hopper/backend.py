@@ -117,6 +117,7 @@ class HopperBackend:
             ),
             (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
+            early=True,
         )
         buffers = (*forward_buffers(p), *schedules.buffers)
         return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
@@ -173,6 +174,7 @@ class HopperBackend:
                 row_region,
             ),
             (("T", tile),),
+            early=True,
         )
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
         keys = KernelCall(
@@ -195,12 +197,13 @@ class HopperBackend:
             ),
             (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
             launch.num_warps,
+            early=True,
         )
         calls = [*schedules.calls, rows, keys]
         if "q" in gradients.wanted:
             sums = Pointer("dq_sum"), None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
-            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),)))
+            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),), early=True))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))

@@ -24,6 +24,7 @@ from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting
 from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, modified, weigh
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
+from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
@@ -317,6 +318,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, rest[4], rest[5])
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T)
     fence_async_shared()
+    await_stream()
     if T.halves:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE, MASK)),

@@ -46,6 +46,7 @@ from flashtile.kernels.hopper.work import (
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
+from flashtile.kernels.lib.stream import await_stream
 
 FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is; Triton uses the lower ones
 
@@ -409,6 +410,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
         job = make_words(5)
     mem = Memory(q, k, v, out, job, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
+    await_stream()
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([

@@ -6,6 +6,7 @@ from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import ROWS, padded_rows
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
+from flashtile.kernels.lib.stream import await_stream
 from flashtile.kernels.lib.varlen import Item, assign_tile, first_padded, slab
 
 
@@ -75,6 +76,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
     """
+    await_stream()
     if T.ragged:
         tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, T)
         padded = padded_rows(seqlen_q)
@@ -123,6 +125,7 @@ def attention_dq(sum_ptrs, dq_ptr, strides, seqlen_q, heads, scale, region, T: t
 
     sum_ptrs = (sum, None or, where not T.clears, locks).
     """
+    await_stream()
     if T.ragged:
         tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, T)
         padded = padded_rows(seqlen_q)
