@@ -37,7 +37,7 @@ class Role:
 
     def __init__(self, block: Block, name: str, warps: int = WARPGROUP // 32):
         self.block, self.name, self.warps = block, name, warps
-        self.baton = threading.Lock()  # a semaphore of one, and a fifth of its price: there is one turn to hand on
+        self.baton = threading.Lock()  # there is one turn to hand on
         self.baton.acquire()
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
@@ -264,7 +264,7 @@ class Register(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch's own does for one subclass of tensors, in a third of the time."""
+        """What torch's own does, without what it asks where there is one subclass of tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
         if type(made) in (tuple, list):
