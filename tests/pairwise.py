@@ -94,14 +94,16 @@ IMPOSSIBLE: tuple[Pair, ...] = (
     (("score", "table"), ("backward", "deterministic")),
 )
 _FORBIDDEN = {frozenset(pair) for pair in IMPOSSIBLE}
+_CLASHES = {value: set().union(*(pair - {value} for pair in _FORBIDDEN if value in pair)) for value in set().union(*_FORBIDDEN)}
 
 
 def pairs_of(choice: Choice) -> Iterator[frozenset[tuple[str, str]]]:
     return (frozenset(pair) for pair in combinations(choice.items(), 2))
 
 
-def possible(choice: Choice) -> bool:
-    return not any(pair in _FORBIDDEN for pair in pairs_of(choice))
+def possible(choice: Choice, value: tuple[str, str]) -> bool:
+    """Whether a possible choice may have this value too."""
+    return _CLASHES.get(value, set()).isdisjoint(choice.items())
 
 
 def all_pairs() -> set[frozenset[tuple[str, str]]]:
@@ -130,7 +132,7 @@ def complete(must: Choice, dice: random.Random) -> Choice:
     choice = dict(must)
     for axis in dice.sample(list(AXES), len(AXES)):
         if axis not in must:
-            choice[axis] = dice.choice([name for name in AXES[axis] if possible({**choice, axis: name})])
+            choice[axis] = dice.choice([name for name in AXES[axis] if possible(choice, (axis, name))])
     return {axis: choice[axis] for axis in AXES}
 
 

@@ -35,13 +35,12 @@ if ! has torch; then pip install $torch; fi # unquoted: options may follow the n
 if ! has triton && [ "$(uname)" = Linux ]; then
     pip install triton==3.6.0 || echo "There is no Triton for this machine: flashtile runs on its CPU backend." >&2
 fi
-pip install --quiet --editable . --group dev
-# The newest Triton beside it: the compile tests compile the kernels with both. Nothing else looks there.
-if has triton && [ ! -d .venv/newest-triton ]; then
-    pip install --quiet --no-deps --target .venv/newest-triton triton==3.9.0 || rm -rf .venv/newest-triton
-fi
-# JAX beside it: PyTorch and JAX hand each other tensors in tests/integrations/test_dlpack.py. The last for Python 3.11; 380 MB,
+# Beside .venv's own packages, and installed while those are:
+beside() { if [ ! -d ".venv/$1" ]; then pip install --quiet --no-deps --target ".venv/$1" "${@:2}" || rm -rf ".venv/$1"; fi; }
+trap wait EXIT
+# The newest Triton: the compile tests compile the kernels with both. Nothing else looks there.
+if has triton; then beside newest-triton triton==3.9.0 & fi
+# JAX: PyTorch and JAX hand each other tensors in tests/integrations/test_dlpack.py. The last for Python 3.11; 380 MB,
 # and without SciPy, which its import does not need. Nothing else looks there.
-if [ ! -d .venv/jax ]; then
-    pip install --quiet --no-deps --target .venv/jax jax==0.10.2 jaxlib==0.10.2 opt_einsum || rm -rf .venv/jax
-fi
+beside jax jax==0.10.2 jaxlib==0.10.2 opt_einsum &
+pip install --quiet --editable . --group dev

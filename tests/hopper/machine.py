@@ -37,12 +37,13 @@ class Role:
 
     def __init__(self, block: Block, name: str, warps: int = WARPGROUP // 32):
         self.block, self.name, self.warps = block, name, warps
-        self.baton = threading.Semaphore(0)
+        self.baton = threading.Lock()  # there is one turn to hand on
+        self.baton.acquire()
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
-        self.unfenced: list[torch.Tensor] = []
+        self.unfenced: dict[tuple[int, int], torch.Tensor] = {}  # by where they begin and end
 
     def finish(self) -> None:
         """A role may leave nothing behind."""
@@ -235,14 +236,13 @@ class Memory:
         assert value.dtype == self.dtype
         assert value.shape == self.shape
         self.tensor.copy_(value)
-        here().unfenced.append(self.tensor)
+        here().unfenced[_extent(self.tensor)] = self.tensor
 
     def check_fenced(self) -> None:
         """Before the matrix unit or the bulk copy engine reads: they do not see what registers wrote without a fence."""
         first, end = _extent(self.tensor)
         for role in here().block.all_roles:
-            for written in role.unfenced:
-                low, high = _extent(written)
+            for low, high in role.unfenced:
                 assert high <= first or end <= low, f"{here().name} reads what {role.name} wrote and has not fenced"
 
 
@@ -261,6 +261,15 @@ uint32, uint64 = object(), object()  # both are 64-bit integers here, of which a
 
 class Register(torch.Tensor):
     """A tensor in registers: has a `type` with a layout, as kernels ask for it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's own does, without what it asks where there is one subclass of tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        if type(made) in (tuple, list):
+            return type(made)(m.as_subclass(cls) if isinstance(m, torch.Tensor) else m for m in made)
+        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
 
     @property
     def type(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's is a conversion)
