@@ -123,7 +123,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
         if q.dtype == tl.float32 and not T.wide:  # dq itself receives the shares; else `attention_convert` scales their sum
             share = share * scale
-        tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, MASKED), sem="relaxed")
+        tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, True), sem="relaxed")
     return dk, dv
 
 
