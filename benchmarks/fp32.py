@@ -1,11 +1,12 @@
 """Times fp32 forwards and backwards on a GPU by tile and kind of product, beside PyTorch's own fp32 kernel.
 
     python benchmarks/fp32.py [--forward 64x64/4/1/cut ...] [--fused 32x64/4/1/cut ...] [--split 32x64/4/1/cut,64x64/4/1/cut]
-        [--shapes 8x1024x12x64 ...] [--budget 150] [--output fp32.csv]
+        [--shapes 8x1024x12x64 ...] [--precision tf32] [--budget 150] [--output fp32.csv]
 
 A tile is block_q x block_k / warps / stages / products; of the split backward keys, queries. Without tiles, those that are
 chosen anyway. Every variant is compiled first, in parallel processes, then judged against float64 on its own heads (largest
-and mean error beside plain PyTorch's), then timed: all of a shape in one rotation, medians of bursts.
+and mean error beside plain PyTorch's, in TF32 where that is asked for), then timed: all of a shape in one rotation, medians
+of bursts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flashtile.kernels.triton.backend import BACKEND
 from flashtile.kernels.triton.tile import Launch, Pass, Products
 from flashtile.plan.backend import Gradients
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.attention import PRECISIONS, AttentionProblem
 from flashtile.torch.run import Bound, KernelLaunch, device_of
 
 Tensors = dict[str, torch.Tensor]
@@ -41,9 +42,11 @@ BURST, ROUNDS = 3, 9
 
 
 def problem_of(shape: str) -> AttentionProblem:
-    batch, seqlen, heads, head_dim = shape.split("x")
+    """Of "8x1024x12x64/tf32": sizes and precision."""
+    sizes, precision = shape.split("/")
+    batch, seqlen, heads, head_dim = sizes.split("x")
     return AttentionProblem.parse(
-        f"attention(q={batch}x{seqlen}x{heads}x{head_dim},kv={seqlen}x{heads}x{head_dim},fp32,band=:0,tf32x3)"
+        f"attention(q={batch}x{seqlen}x{heads}x{head_dim},kv={seqlen}x{heads}x{head_dim},fp32,band=:0,{precision})"
     )
 
 
@@ -108,11 +111,13 @@ def errors(shape: str, tensors: Tensors, made: Tensors) -> dict[str, float]:
     alone = {n: tensors[n][:1, :, :2] for n in ("q", "k", "v", "dout")}
     found: dict[str, float] = {}
     answers = []
+    torch.backends.cuda.matmul.allow_tf32 = problem_of(shape).precision == "tf32"
     for function, dtype in ((attention_reference, torch.float64), (attention_plain, torch.float32)):
         q, k, v = (alone[n].to(dtype).detach().requires_grad_() for n in "qkv")
         out, _ = function(q, k, v, causal=True)
         grads = torch.autograd.grad(out, (q, k, v), alone["dout"].to(dtype))
         answers.append(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)))
+    torch.backends.cuda.matmul.allow_tf32 = False
     for name in answers[0]:
         if name in made:
             mine, plain = ((x.double() - answers[0][name]).abs() for x in (made[name][:1, :, :2], answers[1][name]))
@@ -179,15 +184,17 @@ def main() -> int:
     for kind in PASSES:
         parser.add_argument(f"--{kind}", nargs="*", type=variant(kind), default=[""])
     parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
+    parser.add_argument("--precision", choices=PRECISIONS, default="tf32x3")
     options(parser, "benchmarks/results/fp32.csv", 150)
     chosen = parser.parse_args()
     need_gpu(parser)
     record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
     jobs: list[tuple[Kind, str]] = [(kind, text) for kind in PASSES for text in getattr(chosen, kind)]
-    firsts = {shape.split("x")[-1]: shape for shape in reversed(chosen.shapes)}.values()
+    shapes = [f"{shape}/{chosen.precision}" for shape in chosen.shapes]
+    firsts = {shape.split("x")[-1]: shape for shape in reversed(shapes)}.values()
     ahead = [(shape, kind, text) for shape in firsts for kind, text in dict.fromkeys([("forward", ""), *jobs])]
     compile_ahead(warm, ahead, record.left())
-    for shape, until in record.parts(chosen.shapes):
+    for shape, until in record.parts(shapes):
         with record.attempt(shape=shape, variant="all"):
             measure(shape, jobs, until, record)
     return record.end()

@@ -19,9 +19,10 @@ AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
-# three products for one; so does q k^T under "tf32". "ieee" does not use the matrix units, whose peak is the only one
-# known here.
+# three products for one; so does q k^T under "tf32", whose other products are three of bf16 on sm90, as is q k^T backward
+# there. "ieee" does not use the matrix units, whose peak is the only one known here.
 FP32_RATE = {"tf32": 1 / 2, "tf32x3": 1 / 6}
+TWO_PARTS_RATE = 1 / 3
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -202,10 +203,11 @@ def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["fo
 def _arithmetic_ms(problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> float | None:
     flops: float = problem.flops(direction)
     if problem.dtype is DType.FP32:
-        rate = FP32_RATE.get(problem.precision)
+        in_two = problem.precision == "tf32" and device.target == "sm90"
+        rate = TWO_PARTS_RATE if in_two else FP32_RATE.get(problem.precision)
         if rate is None:
             return None
-        scores = 2 * problem.visible_pairs * problem.head_dim
+        scores = 0 if in_two and direction == "backward" else 2 * problem.visible_pairs * problem.head_dim
         flops = (flops - scores) / rate + scores / FP32_RATE["tf32x3"]
     return None if device.peak_tflops is None else flops / (device.peak_tflops * 1e9)
 

@@ -10,13 +10,12 @@ from flashtile.export.attention import AttentionExport, entries
 from flashtile.export.emit import Planned, tensors_of
 from flashtile.export.entry import Entry
 from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
 from flashtile.spec.mask import CAUSAL
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("fp32", "fp16", "bf16")
 
-# The tensors, in the order that `llmc.c` counts them by; "stats" is there where the dtype is fp32.
+# The tensors, in the order that `llmc.c` counts them by; "stats" is there at float32's grade.
 FORWARD = ("q", "k", "v", "out", "lse", "stats")
 BACKWARD = (*FORWARD, "dout", "dq", "dk", "dv")
 
@@ -59,7 +58,7 @@ def functions(exported: list[AttentionProblem], planned: Sequence[Planned]) -> s
         return "{" + ", ".join(str(given.index(n) if n in given else -1) for n in counted) + "}"
 
     rows = [
-        f"    {{FLASHTILE_{p.dtype.value.upper()}, {p.head_dim}, {p.dtype.size_bytes}, {int(p.dtype is DType.FP32)}, "
+        f"    {{FLASHTILE_{p.dtype.value.upper()}, {p.head_dim}, {p.dtype.size_bytes}, {int(p.float32_grade)}, "
         f"&{name_of(p)}_forward_entry, &{name_of(p)}_backward_entry,\n"
         f"     {places(name_of(p) + '_forward', FORWARD)}, {places(name_of(p) + '_backward', BACKWARD)}}},"
         for p in exported

@@ -117,6 +117,8 @@ def problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,where=prefix(2:int32)|dilated(3)&within(64;0),blocks=64x64)"
     yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32x3,where={documents},blocks=128x128)"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,where=stored(1;0;1;1;2x1x2048x2048:bool))"
+    for rest in (f"where={documents},blocks=128x128", "band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),dropout=0.1"):
+        yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32,{rest})"
 
 
 def plan_of(job: Job) -> Plan:

@@ -16,14 +16,13 @@ from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buff
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
 
 def kept(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """What a forward leaves for the backward besides out and lse: in fp32 each row's maximum and sum."""
+    """What a forward leaves for the backward besides out and lse: for float32's grade each row's maximum and sum."""
     shape = (p.slabs, p.heads_q, 2, p.span_q)
-    return (Buffer("stats", shape, "fp32", "output"),) if p.dtype is DType.FP32 else ()
+    return (Buffer("stats", shape, "fp32", "output"),) if p.float32_grade else ()
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,11 @@ class AttentionProblem:
         return self.seqlen_k - self.seqlen_q
 
     @property
+    def float32_grade(self) -> bool:
+        """Whether results are to be as exact as float32's arithmetic; tf32 is content with less, as 16 bits are."""
+        return self.dtype is DType.FP32 and self.precision != "tf32"
+
+    @property
     def scale_value(self) -> float:
         assert self.scale is not None
         return self.scale

@@ -22,8 +22,9 @@ class Options:
     deterministic: True asks for a bitwise repeatable backward; None follows
         `torch.are_deterministic_algorithms_enabled()`.
     precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
-        "ieee" (no tensor cores), "tf32" (one product, about 1e-3; but q k^T as by default, so that lse keeps its error
-        of 1e-5). Ignored for fp16 and bf16.
+        "ieee" (no tensor cores), "tf32" (TF32's error of about 1e-3 or less: one product, on sm90 three of bf16 parts,
+        which err by a few 1e-5; but the forward's q k^T as by default, so that lse keeps its error of 1e-5). Ignored for fp16
+        and bf16.
     """
 
     backend: str | None = None

@@ -25,7 +25,7 @@ for argument in sys.argv[1:]:
     assert isinstance(call, KernelCall)
     compiled, used = compile_and_read(call, plan, H100)
     scores = launch.block_q * launch.block_k / (32 * launch.num_warps)
-    kinds = ("LDG", "LDGSTS", "PRMT", "MUFU", "SHFL")
+    kinds = ("LDG", "LDGSTS", "PRMT", "MUFU", "SHFL", "HGMMA", "HMMA")
     loops = [
         {"instructions": len(loop.opcodes) / scores, "spills": loop.spills, **{kind: loop.count(kind) for kind in kinds}}
         for loop in matrix_loops(disassemble(compiled))

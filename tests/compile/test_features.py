@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "attention(q=2x4096x16x128,kv=4096x16x128,bf16"
+TF32 = "attention(q=6x4096x12x64,kv=4096x12x64,fp32,tf32"
 BIAS = "score=bias(1x16x4096x4096:bf16:grad)"
 # Instructions per score in the first loop without masks: measured 2026-11-21 with Triton 3.6.0, and 8 % room.
 MOST = {
@@ -25,6 +26,8 @@ MOST = {
     f"queries:{SHAPE},{BIAS})": 16.9,  # a narrow tile, measured faster than wider ones of 11.8
     f"pairs:{SHAPE},{BIAS})": 18.2,
     f"pairs:{SHAPE},score=bias(2x1x1x4096:bf16:grad))": 12.4,
+    f"forward:{TF32})": 27.2,
+    f"fused:{TF32})": 41.0,
 }
 
 
@@ -49,6 +52,13 @@ def test_instructions_per_score(code: dict[str, Any], spelling: str) -> None:
 @pytest.mark.parametrize("spelling", MOST)
 def test_products_wait_for_none_before_them(code: dict[str, Any], spelling: str) -> None:
     assert code[spelling]["serialised"] == []
+
+
+def test_tf32_is_three_products_of_bf16_parts_and_six_for_the_scores_of_lse(code: dict[str, Any]) -> None:
+    """In the forward, by steps of 16 columns or keys: six of four, three of two; no product is TF32's."""
+    forward, fused = (code[f"{which}:{TF32})"]["loops"][0] for which in ("forward", "fused"))
+    assert (forward["HGMMA"], forward["HMMA"]) == (6 * 4 + 3 * 2, 0)
+    assert (fused["HGMMA"], fused["HMMA"]) == (2 * 3 * 4 + 2 * 3 * 2, 3 * 16)
 
 
 # Copies of keys, values and bias by a thread; and how many programs share an SM: one of eight warps, or two of four.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flashtile import _triton
 from flashtile.kernels.triton import choose
-from flashtile.kernels.triton.tile import products
-from flashtile.plan.device import H100, RTX4090
+from flashtile.kernels.triton.backend import BACKEND
+from flashtile.kernels.triton.tile import Launch, products
+from flashtile.plan.backend import Gradients
+from flashtile.plan.device import A100, H100, RTX4090
 from flashtile.spec.attention import AttentionProblem
 from tests.cases import CASES, Case
-from tests.judge import evaluate, expected, measure, measure_lse
+from tests.judge import breaches, evaluate, expected, measure, measure_lse
 from tests.kernels.conftest import forget_plans
 
 NAMES = (
@@ -49,6 +52,43 @@ def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind:
         assert error.largest <= 2 * error.allowed, name
 
 
+@pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", ["unit", "short"], indirect=True)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_tf32_keeps_lse_and_two_parts_are_a_tenth_of_its_error(device: torch.device, kind: str, case: Case) -> None:
+    case = replace(case, precision="tf32")
+    tensors = case.tensors(device)
+    result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
+    truth, plain = expected(case, tensors)
+    assert not list(breaches(case, result, truth, plain))
+    assert measure_lse(result["lse"], truth["lse"]) <= 1e-6
+    if kind == "short":
+        for name in truth.keys() - {"lse"}:
+            exact = truth[name]
+            largest = measure(name, case, result[name], exact, plain[name]).largest
+            assert largest <= 2.0**-13 * exact.abs().max().item(), name
+
+
+def test_tf32_on_hopper_is_fused_of_two_parts_and_keeps_no_statistics() -> None:
+    tf32, default = (AttentionProblem.parse(f"attention(q=4x4096x8x64,kv=4096x8x64,fp32,{p})") for p in ("tf32", "tf32x3"))
+    assert products(tf32, H100, "forward") == products(tf32, H100, "fused") == "short"
+    assert products(replace(tf32, batch=1, seqlen_q=64, seqlen_k=64), H100, "forward") == "short"
+    assert products(replace(tf32, precision="ieee"), H100, "forward") == "unit"
+    assert [BACKEND.backward(tf32, device, Gradients(), "auto").variant for device in (H100, A100)] == ["fused", "split"]
+    names = [{b.name for b in BACKEND.forward(p, H100).named("output")} for p in (tf32, default)]
+    assert names == [{"out", "lse"}, {"out", "lse", "stats"}]
+
+
+def test_what_was_tuned_for_tf32_is_taken_with_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    tf32 = AttentionProblem.parse("attention(q=4x4096x8x64,kv=4096x8x64,fp32,tf32)")
+    default = replace(tf32, precision="tf32x3")
+    table = {choose.family(p, "forward"): Launch(64, 16) for p in (tf32, default)}
+    monkeypatch.setattr(choose, "tiles_of", lambda target: table)
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    assert choose.choose(tf32, H100, "forward") == Launch(64, 16, products="short")
+    assert choose.choose(default, H100, "forward").block_k != 16
+
+
 def problem(batch: int, seqlen: int, score: str = "", head_dim: int = 64) -> AttentionProblem:
     return AttentionProblem.parse(f"attention(q={batch}x{seqlen}x8x{head_dim},kv={seqlen}x8x{head_dim},fp32{score},tf32x3)")
 
@@ -68,11 +108,13 @@ def test_float64_where_it_costs_nothing_and_for_sums_per_head() -> None:
 
 
 @pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", ["unit", "cut", "short", "aligned"], indirect=True)
 @pytest.mark.parametrize("bits", [-1, 0x7FC00000, 0x7F800000], ids=["all ones", "nan", "inf"])
 @pytest.mark.parametrize("name", ["q", "v"])
 def test_what_is_not_finite_propagates(device: torch.device, kind: str, name: str, bits: int) -> None:
     """Into the rows or columns that see it, and no others."""
-    case = Case("not-finite", seqlen_q=20, seqlen_k=40, heads_q=1)
+    precision = "tf32" if kind == "short" else "tf32x3"
+    case = Case("not-finite", seqlen_q=20, seqlen_k=40, heads_q=1, precision=precision)
     tensors = case.tensors(device)
     tensors[name].view(torch.int32)[:, 15, 0, 3] = bits
     out = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))["out"]

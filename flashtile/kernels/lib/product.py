@@ -6,6 +6,8 @@ it, in units of 2^-24 of the result (rms, on an H100), for sums of 64 / 128 / 25
     a float32 matmul of cuBLAS                             2.4 / 3.4 / 4.8
     six products of freely rounded parts, one accumulator  1.3 / 2.1 / 3.9   and up to half of it a bias
     six products of aligned parts, the largest by itself   0.8 / 0.9 / 0.9   no bias
+
+tf32 on sm90 (T.short) takes the three largest products of six. They leave out 2^-17 of an operand, TF32 itself 2^-12.
 """
 
 from __future__ import annotations
@@ -146,6 +148,8 @@ def product(a, b, T: tl.constexpr):
     """Parts a (m, k) times parts b (k, n)."""
     if T.wide:
         return tl.dot(a[0], b[0], out_dtype=tl.float64)
+    elif T.short:
+        return tl.dot(a[0], b[0], tl.dot(a[0], b[1], tl.dot(a[1], b[0])))
     elif T.cut:
         return tl.dot(a[0], b[0], small_products(a, b, T))
     elif T.parts:
@@ -158,7 +162,9 @@ def product(a, b, T: tl.constexpr):
 @jit
 def score_product(a, b, T: tl.constexpr):
     """Parts of q (m, k) times parts of k (k, n), or the other way round: exact enough for lse, whatever the precision."""
-    if T.parts or T.wide:
+    if T.short and T.makes_lse:
+        return tl.dot(a[0], b[0], small_products(a, b, T))
+    elif T.parts or T.wide:
         return product(a, b, T)
     else:
         return tl.dot(a[0], b[0], input_precision=T.score_precision)
@@ -173,6 +179,8 @@ def add_product(acc, a, b, T: tl.constexpr):
     """
     if T.wide:
         return tl.dot(a[0], b[0], acc, out_dtype=tl.float64)
+    elif T.short:
+        return tl.dot(a[0], b[0], tl.dot(a[0], b[1], tl.dot(a[1], b[0], acc)))
     elif T.cut:
         return rounded_sum(product(a, b, T), acc)
     elif T.parts:

@@ -31,7 +31,7 @@ class Form:
 
 
 def form_of(p: AttentionProblem, gradients: bool = False) -> Form:
-    """fp32 is scaled first for its accuracy, scales that are not positive because the maximum is taken before them.
+    """For float32's grade scores are scaled first; where scales are not positive too, for the maximum is taken before them.
 
     gradients: a pass forms those of captured tensors, which takes scaled scores.
     """
@@ -39,7 +39,7 @@ def form_of(p: AttentionProblem, gradients: bool = False) -> Form:
     adds = next((i for i, kind in enumerate(kinds) if kind.add is None), len(kinds))
     curved = len(kinds) == adds + 1 and kinds[adds].curve is not None
     generic = len(kinds) > adds + curved or (gradients and any(spec.wants_grad for spec in p.score))
-    if generic or p.dtype is DType.FP32 or p.scale_value <= 0:
+    if generic or p.float32_grade or p.scale_value <= 0:
         return Form(prescale=True)
     return Form(False, adds, curved)
 
@@ -52,7 +52,7 @@ def chain(p: AttentionProblem, device: Device, form: Form) -> JitTuple:
     if form.curved:
         curve = p.score[-1].kind.curve
         assert curve is not None
-        coarse = not p.returns_lse and device.kind == "cuda" and not INTERPRETED
+        coarse = p.dtype is not DType.FP32 and not p.returns_lse and device.kind == "cuda" and not INTERPRETED
         functions += [(coarse and curve.approximate) or curve.function, curve.derivative, curve.width]
     return JitTuple(functions)
 

@@ -69,7 +69,7 @@ class TritonBackend:
         schedules = Schedules(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
-            (("q", "k", "v", sink), ("out", "lse", "stats" if _exact(p) else None)), ("q", "k", "v", "out", sink or "q"),
+            (("q", "k", "v", sink), ("out", "lse", "stats" if p.float32_grade else None)), ("q", "k", "v", "out", sink or "q"),
             tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
@@ -91,10 +91,10 @@ class TritonBackend:
         key_pass: Pass = "fused" if adds_dq else "keys"
         key_launch = launches.get(key_pass) or choose(p, device, key_pass)
         wide = key_launch.products == "float64"
-        sums_dq = adds_dq and (wide or not _exact(p))  # into a buffer of its own, instead of dq
+        sums_dq = adds_dq and (wide or p.dtype is not DType.FP32)  # into a buffer of its own, instead of dq
         buffers, notes = _backward_buffers(p, gradients, adds_dq and not sums_dq), [f"backward {variant}"]
         captured = bool(captures(p.score))
-        dlse, stats = "dlse" if gradients.dlse else None, "stats" if _exact(p) else None
+        dlse, stats = "dlse" if gradients.dlse else None, "stats" if p.float32_grade else None
         sink = None if p.sink is None else "sink"
         query_launch = launches.get("queries") or choose(p, device, "queries")
         sink_sums = _sink_partials(p, query_launch)
@@ -107,14 +107,13 @@ class TritonBackend:
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        # tf32 is content with less; in 16 bits only what is summed over a whole head is worth it
-        corrects = p.precision != "tf32" if _exact(p) else sums_per_head(p)
+        corrects = p.float32_grade or sums_per_head(p)  # below that only what is summed over a whole head is worth it
         if captured or sink_sums or wide or (not fused and "q" in gradients.wanted):
             schedule = _schedule(schedules, "queries", query_launch)
             capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.buffers]
             dq = "dq" if "q" in gradients.wanted and not fused else None
-            slip = dlse if corrects and not _exact(p) else None
+            slip = dlse if corrects and not p.float32_grade else None
             sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
                 bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
@@ -211,9 +210,9 @@ def _call(
         *(value for name, value in integers(p).items() if name in kernel.arg_names),
         *tail,
     )
-    # In fp32 every pass has to make the very score that the forward made: where one rounds twice and another once, p is off
-    # by half a unit of a modified score, which may be large. Plain scores are spared the 6 to 10 % more instructions.
-    contracts = not (_exact(p) and p.score)
+    # At float32's grade every pass has to make the very score that the forward made: where one rounds twice and another once,
+    # p is off by half a unit of a modified score, which may be large. Plain scores are spared the 6 to 10 % more instructions.
+    contracts = not (p.float32_grade and p.score)
     grid = (_tiles(p, launch, which) * heads, 1, 1)
     return KernelCall(kernel, grid, args, constants, launch.num_warps, launch.num_stages, contracts)
 
@@ -338,17 +337,12 @@ def _sink_partials(p: AttentionProblem, launch: Launch) -> list[Buffer]:
     return [Buffer("partial.sink", (p.heads_q, _tiles(p, launch, "queries")), _sum_dtype(launch), "scratch")]
 
 
-def _exact(p: AttentionProblem) -> bool:
-    """Whether the forward leaves each row's maximum and sum for the backward (see `attention_forward`)."""
-    return p.dtype is DType.FP32
-
-
 def _stats_shape(p: AttentionProblem) -> tuple[int, ...]:
     return (p.slabs, p.heads_q, 2, p.span_q)
 
 
 def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    stats = (Buffer("stats", _stats_shape(p), "fp32", "output"),) if _exact(p) else ()
+    stats = (Buffer("stats", _stats_shape(p), "fp32", "output"),) if p.float32_grade else ()
     return (*forward_buffers(p), *stats)
 
 
@@ -359,6 +353,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
     if adds_into_dq:
         zeroed.add("dq")
     padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
-    stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if _exact(p) else ()
-    rows = Buffer("rows", (p.slabs, p.heads_q, 4 if _exact(p) else 2, padded), "fp32", "scratch")
+    stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if p.float32_grade else ()
+    rows = Buffer("rows", (p.slabs, p.heads_q, 4 if p.float32_grade else 2, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

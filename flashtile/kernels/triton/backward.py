@@ -121,9 +121,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
         share = add_product(tl.zeros([BLOCK_Q, COLUMNS], WIDE), transposed(ds, T), k, T)
         target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
         target += tile_offsets(strides[4], BLOCK_Q, T.columns)
-        if (
-            T.exact and not T.wide
-        ):  # dq itself is float32 and receives the shares; otherwise `attention_convert` scales their sum
+        if q.dtype == tl.float32 and not T.wide:  # dq itself receives the shares; else `attention_convert` scales their sum
             share = share * scale
         tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, True), sem="relaxed")
     return dk, dv

@@ -28,7 +28,7 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
     scratch = 0
     if launch.products == "float64":
         size = 8
-    elif launch.products != "unit":
+    elif launch.products in ("cut", "aligned") or (launch.products == "short" and which == "forward"):
         # Three bf16 parts, and room to bring a streamed tile from the layout of loads to that of its parts (seen in
         # compiled kernels: Triton 3.6.0 takes it in the pass over keys alone)
         size, scratch = 6, 4 * rows * max(d, dv) if which in ("keys", "fused") else 0

@@ -97,6 +97,16 @@ PARTS: dict[tuple[Pass, int], tuple[Launch, ...]] = {
     ("keys", 128): (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     ("queries", 128): (Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
 }
+# tf32 in two parts leaves room for wider tiles: by spills and instructions per score (H100, Triton 3.6.0), not timed.
+SHORT: dict[tuple[Pass, int], tuple[Launch, ...]] = {
+    ("forward", 64): (Launch(128, 32, 8, 1, 8), Launch(64, 32, 4, 1, 8)),
+    ("forward", 128): (Launch(128, 32, 8, 1, 8), Launch(64, 32, 4, 1, 8)),
+    ("keys", 64): (Launch(32, 128, 8, 1, 8), Launch(32, 64, 4, 1, 8)),
+    ("keys", 128): (Launch(32, 128, 8, 1, 8), Launch(16, 128, 8, 1, 8)),
+    ("queries", 64): (Launch(128, 32, 8, 1, 8), Launch(64, 32, 4, 1, 8)),
+    ("fused", 64): (Launch(32, 128, 8, 1, 8), Launch(32, 64, 4, 1, 8)),
+}
+OWN_TILES = {"cut": PARTS, "aligned": PARTS, "short": SHORT}
 # Small problems: many small tiles, so that all of a GPU has work. 128 KB of shared memory at most.
 FLOAT64 = {64: Launch(32, 32, 4, 1), 128: Launch(32, 32, 8, 1), 256: Launch(16, 16, 4, 1)}
 # Without tensor cores ("ieee") every product is unrolled into scalar multiply-adds: only small tiles compile in time.
@@ -181,8 +191,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         return replace(INTERPRETED[which], products=kind)  # small, so that short sequences still cross tile borders
     width = max(*padded(problem), 64)
     launch = measured(problem, device, which) or modified(problem, device, which, width)
-    if launch is not None and kind == "unit":
-        return launch
+    if launch is not None and kind in ("unit", "short"):  # no tile was tuned for other products
+        return replace(launch, products=kind)
     if problem.dtype is not DType.FP32:
         rules = SIXTEEN_BIT[which][width]
     else:
@@ -196,7 +206,7 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
                 else tile
             )
         if kind != "unit":
-            rules = PARTS.get((which, width), rules)
+            rules = OWN_TILES[kind].get((which, width), rules)
         elif problem.precision == "ieee":
             rules = IEEE_QUERIES.get(width, IEEE[width]) if which == "queries" else IEEE[width]
     split = problem.dtype is DType.FP32 and problem.precision != "ieee"  # operands in several forms at once
@@ -254,7 +264,7 @@ def modified(problem: AttentionProblem, device: Device, which: Pass, width: int)
 
 
 def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradients) -> Variant:
-    """The backward that "auto" means: fused for float32-grade products in parts at head dims up to 64, else split.
+    """The backward that "auto" means: fused for fp32 products in parts at head dims up to 64, else split.
 
     Measured on an H100 (2026-11-21). The fused pass saves two of seven products and pays for it in float32 atomics, of
     which the L2 cache takes about 1 TB/s whatever the tile. In bf16 that is the bottleneck: 16k tokens, full, 4.2 ms against
@@ -265,7 +275,8 @@ def choose_variant(problem: AttentionProblem, device: Device, gradients: Gradien
     if problem.deterministic or gradients.wanted < {"q", "k", "v"}:
         return "split"
     wide = max(problem.head_dim, problem.head_dim_v) > 64
-    in_parts = problem.precision == "tf32x3" and products(problem, device, "fused") != "float64"
+    kind = products(problem, device, "fused")
+    in_parts = (problem.precision == "tf32x3" and kind != "float64") or kind == "short"
     return "fused" if problem.dtype is DType.FP32 and in_parts and not wide and not sums_per_head(problem) else "split"
 
 

@@ -13,7 +13,7 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
 Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
-Products = Literal["unit", "cut", "aligned", "float64"]
+Products = Literal["unit", "cut", "short", "aligned", "float64"]
 
 # How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
 # keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
@@ -64,11 +64,12 @@ class Tile:
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
-    exact: bool  # fp32: the backward gets each row's maximum and sum instead of lse
+    exact: bool  # float32's grade: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     products: str  # as in Launch
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
+    makes_lse: bool
     lone: bool  # no query sees more than one key, and there is no sink
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
@@ -95,12 +96,17 @@ class Tile:
     @property
     def parts(self) -> bool:
         """Operands are multiplied in bf16 parts (lib/product.py)."""
-        return self.products in ("cut", "aligned")
+        return self.products in ("cut", "short", "aligned")
 
     @property
     def cut(self) -> bool:
         """The parts are the bits of a number; otherwise its highest part is aligned to its row."""
-        return self.products == "cut"
+        return self.products in ("cut", "short")
+
+    @property
+    def short(self) -> bool:
+        """Products are of the first two parts; only scores that lse is made of are of all three."""
+        return self.products == "short"
 
     @property
     def width(self) -> int:
@@ -127,9 +133,14 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     Else aligned parts keep errors of few terms to a rounding (lib/product.py). From 1,024 x 1,024 on the largest of many
     errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory. Beyond
     head_dim 128 the matrix units' truncation is a bias that no number of elements evens out.
+
+    tf32 on sm90: three products of two parts, "short". One TF32 product has half the rate of a bf16 one there and takes
+    operands in one layout only: it was no faster than "cut" (8 x 1024, 12 heads of 64, causal, H100: 0.269 ms, 0.249).
     """
-    if problem.dtype is not DType.FP32 or problem.precision != "tf32x3":
+    if problem.dtype is not DType.FP32 or problem.precision == "ieee":
         return "unit"
+    if problem.precision == "tf32":
+        return "short" if device.target == "sm90" else "unit"
     flops = 2 * problem.batch * problem.heads_q * problem.span_q * problem.span_k * (problem.head_dim + problem.head_dim_v)
     small = flops <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
     if small and device.multiplies_float64:
@@ -171,12 +182,13 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
-        exact=problem.dtype is DType.FP32,
+        exact=problem.float32_grade,
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         products=launch.products,
         narrow=launch.products == "float64" and loads_narrowly(problem),
+        makes_lse=which == "forward",
         lone=problem.lone,
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
