@@ -54,7 +54,7 @@ def _run(x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, l
     check_tensor("x", x)
     for name, tensor in given.items():
         if tensor is not None or name.startswith("weight"):
-            check_tensor(name, tensor, x)
+            check_tensor(name, tensor)
     made = run("dense", {"x": rows(x), **given}, {**options, **({"returns_pre": True} if keeps else {})}, backend)
     out, *pre = (t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
     return out, pre[0] if pre else None

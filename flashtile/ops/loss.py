@@ -42,7 +42,7 @@ def cross_entropy(
     Returns loss or (loss, lse). Raises InvalidProblem for a request without meaning.
     """
     check_tensor("logits", logits)
-    check_tensor("labels", labels, logits)
+    check_tensor("labels", labels)
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
         raise InvalidProblem(
             f"labels have shape {tuple(labels.shape)}; it must be that of logits {tuple(logits.shape)} but the last."

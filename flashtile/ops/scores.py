@@ -32,7 +32,7 @@ def softmax(
         raise InvalidProblem(f"x has shape {tuple(x.shape)}; it must be (..., rows, columns), of two to four axes.")
     wide = x[(None,) * (4 - x.dim())]
     if mask is not None:
-        check_tensor("mask", mask, x)
+        check_tensor("mask", mask)
         try:
             mask = mask.expand(x.shape)[(None,) * (4 - x.dim())]
         except RuntimeError as error:
