@@ -21,6 +21,7 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"} 
 Maybe = torch.Tensor | None
 Given = Mapping[str, Maybe]
 _is_compiling = torch.compiler.is_compiling
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def run(op: str, given: Given, options: dict[str, Any], backend: str | None = None) -> tuple[torch.Tensor, ...]:
@@ -31,10 +32,10 @@ def run(op: str, given: Given, options: dict[str, Any], backend: str | None = No
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if _is_compiling():
         check_tensors(tensors)
-        return _run_compiled(op, tensors, options, backend)
+        return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend)))
     call = prepare(op, tensors, options, backend)
     if call.wanted:
-        return _Differentiable.apply(call, *tensors.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+        return (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
     made = call.forward(tensors)
     return tuple([made[name] for name in call.public])
 
@@ -49,18 +50,18 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 def check_tensors(tensors: Mapping[str, Any]) -> None:
     """Raise InvalidProblem unless these are dense tensors that a kernel can read, on the device of the first."""
-    first: Maybe = None
+    device = None
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-        first = tensor if first is None else first
+        device = tensor.device if device is None else device
         if not _is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.dtype not in NAMES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be one of {', '.join(NAMES[d] for d in NAMES)}.")
         if tensor.device.type not in ("cpu", "cuda"):
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
-        if tensor.device != first.device:
-            raise InvalidProblem(f"{name} is on {tensor.device} and others are on {first.device}; they must be on one device.")
+        if tensor.device != device:
+            raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,10 @@ def distinct(problem: Companion, wanted: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name, _ in problem.given if name in wanted and name not in same)
 
 
+# What `Function.apply` comes to outside of torch.func's transforms; tensors that outlived one have no address, and are refused.
+_apply: Any = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
 Arrivals = tuple[tuple[str, Described | None], ...]
 
 
@@ -244,7 +249,7 @@ class Request:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Request:
-    """What `_run_compiled` wrote."""
+    """The request that `write` wrote."""
     op, names, wanted, options, floats, ints, backend = text.split("\n", 6)
     return Request(op, _words(names), frozenset(_words(wanted)), options, _words(floats), _words(ints), backend or None)
 
@@ -253,19 +258,23 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _run_compiled(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None) -> Any:
+def write(
+    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None
+) -> tuple[str, list[float], list[int]]:
+    """(text, floats, ints) of a call; `read` is the text's inverse."""
     floats = {name: value for name, value in options.items() if isinstance(value, float)}
     ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
     rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)
     differentiates = torch.is_grad_enabled()
     wanted = [n for n in OPS[op].kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad]
-    text = "\n".join((op, ",".join(tensors), ",".join(wanted), rest, ",".join(floats), ",".join(ints), backend or ""))
-    return tuple(COMPANION(list(tensors.values()), text, list(floats.values()), list(ints.values())))
+    parts = (op, ",".join(tensors), ",".join(wanted), rest, ",".join(floats), ",".join(ints), backend or "")
+    return "\n".join(parts), list(floats.values()), list(ints.values())
 
 
 def run_forward(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
     """All outputs of an op's forward; the caller's alone where no gradient is wanted."""
     tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
+    floats, ints = floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     parts: list[Any] = [text, *floats, *ints, tensors[0].device]
     for t in tensors:
         parts += (t.shape, t.dtype, t.stride(), t.data_ptr() & 15)
