@@ -41,6 +41,7 @@ def run_forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     packs, rest = _resolved((q, k, v)), _resolved(others)
     layout = _layout(packs, rest, wanted, text, floats, ints)
     if wanted:
