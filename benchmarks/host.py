@@ -1,6 +1,8 @@
 """Host time of one eager call, (1, 128, 8, 64) bf16, beside SDPA's flash backend: calls are queued, not waited for.
 
-python benchmarks/host.py [--budget SECONDS] [--output benchmarks/results/host.csv] [--commit HASH, where there is no git]
+With --ops that of calls of `flashtile.ops`, eager and under torch.compile.
+
+python benchmarks/host.py [--ops] [--budget SECONDS] [--output benchmarks/results/host.csv] [--commit HASH]
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
 from benchmarks.record import Record, machine, need_gpu, options
+from flashtile import ops
 
 SHAPE = (1, 128, 8, 64)
 CALLS, ROUNDS, WARM_CALLS = 200, 15, 100
@@ -66,8 +69,44 @@ def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
     }
 
 
+def ops_providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
+    """By name: a forward, and a forward with its backward."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    x, weight, bias, q, k, logits = normal(64, 256), normal(256), normal(256), normal(*SHAPE), normal(*SHAPE), normal(64, 256)
+    angles, labels = torch.randn(SHAPE[1], SHAPE[3] // 2, device=device), torch.arange(64, device=device)
+    calls: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
+        "layer_norm": (ops.layer_norm, (x, weight, bias)),
+        "rms_norm": (ops.rms_norm, (x, weight)),
+        "rotary": (lambda q, k: ops.rotary(q, k, angles, angles), (q, k)),
+        "cross_entropy": (lambda logits: ops.cross_entropy(logits, labels), (logits,)),
+        "softmax": (ops.softmax, (x,)),
+    }
+    found: dict[str, tuple[Call, Call]] = {}
+    for name, (function, leaves) in calls.items():
+        for how, call in (("eager", function), ("compiled", torch.compile(function, fullgraph=True, dynamic=False))):
+            found[f"{name}/{how}"] = pair(call, leaves)
+    return found
+
+
+def pair(call: Callable[..., object], leaves: tuple[torch.Tensor, ...]) -> tuple[Call, Call]:
+    """The forward of a call without gradients, and with its backward."""
+    fixed = [t.detach() for t in leaves]
+    made = call(*leaves)
+    grads = [torch.ones_like(t) for t in (made if isinstance(made, tuple) else (made,))]
+
+    def both() -> object:
+        made = call(*leaves)
+        return torch.autograd.grad(made if isinstance(made, tuple) else (made,), leaves, grads)
+
+    return lambda: call(*fixed), both
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", action="store_true", help="calls of flashtile.ops in the place of attention")
     options(parser, "benchmarks/results/host.csv", 60)
     chosen = parser.parse_args()
     need_gpu(parser)
@@ -76,12 +115,12 @@ def main() -> int:
     times: dict[tuple[str, str], list[float]] = {}
     with record.attempt(provider="all"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         begun = time.monotonic()
-        named = providers(device)
+        named = ops_providers(device) if chosen.ops else providers(device)
         for forward, both in named.values():
             for _ in range(WARM_CALLS):
                 forward(), both()
         torch.cuda.synchronize()
-        print(f"compiled four kernels and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"compiled and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
         for turn in range(ROUNDS):
             if turn and record.left() < 0:
                 record.leave(f"rounds {turn + 1} to {ROUNDS}")
@@ -90,9 +129,9 @@ def main() -> int:
                 for what, call in zip(WHAT, named[name], strict=True):
                     times.setdefault((name, what), []).append(host_us(call))
         for (name, what), taken in times.items():
-            middle = statistics.median(taken)
-            print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}), "
-                  f"{middle / statistics.median(times['sdpa/flash', what]):.2f} x SDPA flash's", flush=True)  # fmt: skip
+            middle, beside = statistics.median(taken), times.get(("sdpa/flash", what))
+            ratio = f", {middle / statistics.median(beside):.2f} x SDPA flash's" if beside else ""
+            print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}){ratio}", flush=True)
             record.add(dict(provider=name, what=what, host_us=round(middle, 2), least_us=round(min(taken), 2)))
     return record.end()
 

@@ -26,7 +26,7 @@ def linear_act(
     The product is PyTorch's. A backward reads the gradient that arrives once: for that of x weight^T and for bias's, summed
     in float32. Raises InvalidProblem for a request without meaning.
     """
-    out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, weight, return_pre)
+    out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, return_pre)
     return (out, pre) if return_pre else out
 
 
@@ -47,14 +47,16 @@ def mlp(
     recompute: keep only what the activation is taken of, and make the activation again in the backward's one pass over it.
     """
     given = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
-    return _run(x, given, dict(activation=activation, recompute=recompute), backend, weight2, False)[0]
+    return _run(x, given, dict(activation=activation, recompute=recompute), backend, False)[0]
 
 
-def _run(x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, last: Any, keeps: bool) -> tuple[Any, Any]:
+def _run(x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, keeps: bool) -> tuple[Any, Any]:
     check_tensor("x", x)
     for name, tensor in given.items():
         if tensor is not None or name.startswith("weight"):
-            check_tensor(name, tensor, x)
-    made = run("dense", {"x": rows(x), **given}, {**options, **({"returns_pre": True} if keeps else {})}, backend)
-    out, *pre = (t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
+            check_tensor(name, tensor)
+    if keeps:
+        options["returns_pre"] = True
+    made = run("dense", {"x": rows(x), **given}, options, backend)
+    out, *pre = (t if x.dim() == 2 else t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
     return out, pre[0] if pre else None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.torch.companion import Call, check_tensor, prepare, rows
+from flashtile.torch.companion import Call, check_tensors, prepare, rows
 from flashtile.torch.derivative import first_derivatives
-from flashtile.torch.namespace import NAMESPACE
+from flashtile.torch.namespace import define
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
 STEP = 256  # classes to which parts are rounded: tiles of a product
@@ -93,8 +93,7 @@ def linear_cross_entropy(
     rows of 4096 hidden and 128,256 classes in 16 bits: 3.5 products by the default of 64 MiB, 3 from 1056 MiB on.
     The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
     """
-    for name, tensor in (("x", x), ("weight", weight), ("labels", labels)):
-        check_tensor(name, tensor, x if isinstance(x, torch.Tensor) else None)
+    check_tensors({"x": x, "weight": weight, "labels": labels})
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.dtype != x.dtype or not weight.numel():
         raise InvalidProblem(
             f"weight is {weight.dtype} {tuple(weight.shape)}; it must be (classes, hidden) for x, {x.dtype} {tuple(x.shape)}."
@@ -110,7 +109,7 @@ def linear_cross_entropy(
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     given = (rows(x), weight, labels.reshape(-1).contiguous())
     if torch.compiler.is_compiling():
-        return compiled(*given, reduction == "mean", *options, *wanted, backend or "")[0]
+        return HEAD(*given, reduction == "mean", *options, *wanted, backend or "")[0]
     if any(wanted):
         return _Differentiable.apply(*given, reduction == "mean", options, backend)  # pyright: ignore[reportReturnType]
     return _Head(*given, options, backend).run(reduction == "mean", False, False)[0]
@@ -230,8 +229,10 @@ class _Differentiable(torch.autograd.Function):
         return *first_derivatives(ctx.call.problem, ctx.call.plan.backend, given), None, None, None, None
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear_cross_entropy", mutates_args=())
-def compiled(
+# -- torch.compile ---------------------------------------------------------------------------------------------------------
+
+
+def run_head(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, smoothing: float, z_loss: float,
     logit_scale: float, ignore_index: int, logits_bytes: int, wants_x: bool, wants_weight: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -241,8 +242,7 @@ def compiled(
     )
 
 
-@compiled.register_fake
-def _(
+def fake_head(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, smoothing: float, z_loss: float,
     logit_scale: float, ignore_index: int, logits_bytes: int, wants_x: bool, wants_weight: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -251,14 +251,31 @@ def _(
     return loss, dx, x.new_empty(weight.shape if wants_weight else 0)
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.wanted = inputs[9:11]
+class _Recorded(torch.autograd.Function):
+    """The operator, whose outputs hold its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: tuple[bool, bool], *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, dx, dweight = HEAD(*given)
+        ctx.save_for_backward(dx, dweight)
+        ctx.wanted, ctx.rest = wanted, (None,) * (len(given) - 2)
+        ctx.mark_non_differentiable(dx, dweight)
+        return loss, dx, dweight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        made = tuple(g * grads[0] if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        return None, *first_derivatives("linear_cross_entropy", "autograd", made), *ctx.rest
 
 
-def _differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
-    dx, dweight = (g * grads[0] if n else None for g, n in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    return dx, dweight, *(None,) * 10
+def record(*given: Any) -> Any:
+    """The operator's outputs, the loss differentiable."""
+    return _Recorded.apply(given[9:11], *given)
 
 
-compiled.register_autograd(_differentiate, setup_context=_setup)
+HEAD = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, bool mean, float smoothing, float z_loss, float logit_scale, "
+    "SymInt ignore_index, SymInt logits_bytes, bool wants_x, bool wants_weight, str backend) -> (Tensor, Tensor, Tensor)",
+    run_head, fake_head, record,
+)  # fmt: skip

@@ -42,7 +42,7 @@ def cross_entropy(
     Returns loss or (loss, lse). Raises InvalidProblem for a request without meaning.
     """
     check_tensor("logits", logits)
-    check_tensor("labels", labels, logits)
+    check_tensor("labels", labels)
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
         raise InvalidProblem(
             f"labels have shape {tuple(labels.shape)}; it must be that of logits {tuple(logits.shape)} but the last."
@@ -50,7 +50,7 @@ def cross_entropy(
     for name, value in (("return_lse", return_lse), ("inplace", inplace)):
         if not isinstance(value, bool):
             raise InvalidProblem(f"{name} is {value!r}; it must be True or False.")
-    flat = labels.reshape(-1).contiguous()
+    flat = labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
     options: dict[str, Any] = dict(smoothing=label_smoothing, logit_scale=logit_scale, ignore_index=ignore_index)
     if process_group is not None:
         if eager_gradient or inplace:
@@ -63,7 +63,7 @@ def cross_entropy(
         eager_gradient = eager_gradient and not compiling and torch.is_grad_enabled() and logits.requires_grad
         options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not compiling)
         loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend)[:2]
-    if reduction == "none":
+    if reduction == "none" and labels.dim() != 1:
         loss = loss.view(labels.shape)
     return (loss, lse.view(labels.shape)) if return_lse else loss
 

@@ -51,6 +51,9 @@ class Subset:
     out_rows: int | None = None
 
 
+_NO_BRANCH, _NO_SUBSET = Branch(), Subset()
+
+
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -119,7 +122,7 @@ class _Norm:
         branch: Branch | None, subset: Subset | None,
     ):  # fmt: skip
         check_tensor("x", x)
-        branch, subset = Branch() if branch is None else branch, Subset() if subset is None else subset
+        branch, subset = _NO_BRANCH if branch is None else branch, _NO_SUBSET if subset is None else subset
         if not isinstance(branch, Branch) or not isinstance(subset, Subset):
             raise InvalidProblem("branch and subset must be a flashtile.ops.Branch and a flashtile.ops.Subset, or None.")
         if isinstance(dropout, (int, float)) and not isinstance(dropout, bool):
@@ -132,29 +135,28 @@ class _Norm:
         if isinstance(rowscale, torch.Tensor) and rowscale.requires_grad and torch.is_grad_enabled():
             raise InvalidProblem("rowscale requires a gradient, which it does not have; detach it.")
         self.options: dict[str, Any] = {"kind": kind, "eps": eps, "scale": scale}
+        seed = None
         if dropout is not None and dropout.p != 0.0:
-            self.options["dropout_p"] = dropout.p
-        seed = dropout.seed if dropout is not None and dropout.p != 0.0 else None
+            self.options["dropout_p"], seed = dropout.p, dropout.seed
         if subset.out is not None or subset.out_rows is not None:
             self.options["out_rows"] = subset.out_rows
         self.tensors: dict[str, torch.Tensor] = {}
-        wide = {"x": x, "residual": residual, "x1": branch.x}
-        narrow = {
-            "weight": weight, "bias": bias, "weight1": branch.weight, "bias1": branch.bias, "colscale": colscale,
-            "rowscale": rowscale, "x_subset": subset.x, "out_subset": subset.out, "seed": seed,
-        }  # fmt: skip
         self.shape = (residual if isinstance(residual, torch.Tensor) else x).shape
         if subset.x is not None:
             self.shape = None
-        for name, tensor in wide.items():
+        for name, tensor in (("x", x), ("residual", residual), ("x1", branch.x)):
             if tensor is not None:
-                check_tensor(name, tensor, x)
+                check_tensor(name, tensor)
                 if tensor.dim() == 0 or (self.shape is not None and tensor.shape != self.shape):
                     raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (..., hidden), as in the others.")
                 self.tensors[name] = rows(tensor)
-        for name, tensor in narrow.items():
+        narrow = (
+            ("weight", weight), ("bias", bias), ("weight1", branch.weight), ("bias1", branch.bias), ("rowscale", rowscale),
+            ("colscale", colscale), ("x_subset", subset.x), ("out_subset", subset.out), ("seed", seed),
+        )  # fmt: skip
+        for name, tensor in narrow:
             if tensor is not None:
-                check_tensor(name, tensor, x)
+                check_tensor(name, tensor)
                 flat = tensor.reshape(-1) if name == "rowscale" else tensor
                 self.tensors[name] = flat if flat.is_contiguous() else flat.contiguous()
 
@@ -164,10 +166,10 @@ class _Norm:
                 if dtype not in NAMES:
                     raise InvalidProblem(f"{name} is {dtype!r}; it must be torch.float16, bfloat16 or float32, or None.")
                 self.options[name] = NAMES[dtype]
-        options = {**self.options, "prenorm": prenorm, "zero_centered": zero_centered}
-        made = run("norm", self.tensors, options, backend)
+        self.options |= {"prenorm": prenorm, "zero_centered": zero_centered}
+        made = run("norm", self.tensors, self.options, backend)
         count = 1 + ("weight1" in self.tensors) + bool(prenorm)
         shaped = made[:count]
-        if self.shape is not None and "out_subset" not in self.tensors:
+        if self.shape is not None and len(self.shape) != 2 and "out_subset" not in self.tensors:
             shaped = tuple(t.view(self.shape) for t in shaped)
         return shaped[0] if count == 1 else shaped

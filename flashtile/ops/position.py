@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import check_tensor, run
+from flashtile.torch.companion import check_tensor, check_tensors, run
 
 
 def rotary(
@@ -40,7 +40,9 @@ def rotary(
     given = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "cu_seqlens": cu_seqlens}
     for name, tensor in given.items():
         if tensor is not None or name in ("q", "cos", "sin"):
-            check_tensor(name, tensor, q if isinstance(q, torch.Tensor) else None)
+            check_tensor(name, tensor)
+    if cu_seqlens is not None:
+        check_tensors({"q": q, "cu_seqlens": cu_seqlens})
     if not isinstance(inplace, bool):
         raise InvalidProblem(f"inplace is {inplace!r}; it must be True or False.")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
@@ -74,7 +76,7 @@ def _positions(seqlen: int, offset: int | torch.Tensor, cu_seqlens: torch.Tensor
     """(batch, seqlen), or (1, total) of packed sequences, without synchronisation."""
     index = torch.arange(seqlen, device=q.device)
     if isinstance(offset, torch.Tensor):
-        check_tensor("offset", offset, q)
+        check_tensors({"q": q, "offset": offset})
         if offset.dim() != 1 or offset.is_floating_point():
             raise InvalidProblem(f"offset is {offset.dtype} of shape {tuple(offset.shape)}; it must be ints (batch,).")
     if cu_seqlens is None:

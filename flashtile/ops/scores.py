@@ -30,14 +30,15 @@ def softmax(
     check_tensor("x", x)
     if not 2 <= x.dim() <= 4:
         raise InvalidProblem(f"x has shape {tuple(x.shape)}; it must be (..., rows, columns), of two to four axes.")
-    wide = x[(None,) * (4 - x.dim())]
+    missing = (None,) * (4 - x.dim())
     if mask is not None:
-        check_tensor("mask", mask, x)
+        check_tensor("mask", mask)
         try:
-            mask = mask.expand(x.shape)[(None,) * (4 - x.dim())]
+            mask = mask.expand(x.shape)[missing]
         except RuntimeError as error:
             raise InvalidProblem(
                 f"mask has shape {tuple(mask.shape)}; it must broadcast to that of x {tuple(x.shape)}."
             ) from error
     options = dict(scale=scale, causal=causal, masked_score=masked_score)
-    return run("softmax", {"x": wide, "mask": mask}, options, backend)[0].view(x.shape)
+    (out,) = run("softmax", {"x": x[missing] if missing else x, "mask": mask}, options, backend)
+    return out.view(x.shape) if missing else out

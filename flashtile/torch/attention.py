@@ -206,14 +206,16 @@ class PreparedCall:
     def backward(
         self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
     ) -> Tensors:
-        dout, dlse = tensors["dout"], tensors.get("dlse")
-        key = (wanted, deterministic, _layout(dout), None if dlse is None else _layout(dlse))
+        parts: list[Any] = [wanted, deterministic]
+        for tensor in tensors.values():  # a hook of saved tensors may have laid also those otherwise that the forward kept
+            parts += (tensor.stride(), tensor.data_ptr() & 15)
+        key = tuple(parts)
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem
             if deterministic and not problem.deterministic:
                 problem = replace(problem, deterministic=True)
-            gradients = Gradients(wanted, dlse is not None)
+            gradients = Gradients(wanted, "dlse" in tensors)
             plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
             packed = [
                 PackedGradient(pack, tensor)

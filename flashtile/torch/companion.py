@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,40 +14,54 @@ from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import first_derivatives
-from flashtile.torch.namespace import NAMESPACE
+from flashtile.torch.namespace import define
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
-Given = Mapping[str, torch.Tensor | None]
+Maybe = torch.Tensor | None
+Given = Mapping[str, Maybe]
+_is_compiling = torch.compiler.is_compiling
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def run(op: str, given: Given, options: dict[str, Any], backend: str | None = None) -> tuple[torch.Tensor, ...]:
-    """What the op's forward gives its caller, differentiable in what its kind calls differentiable."""
-    ordered = ((name, given.get(name)) for name in OPS[op].kind.tensors)
-    tensors = {name: tensor for name, tensor in ordered if tensor is not None}
-    if torch.compiler.is_compiling():
-        return _run_compiled(op, tensors, options, backend)
+    """What the op's forward gives its caller, differentiable in what its kind calls differentiable.
+
+    given: the op's tensors in the order of its kind's, None for those that are not there.
+    """
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if _is_compiling():
+        check_tensors(tensors)
+        return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend)))
     call = prepare(op, tensors, options, backend)
     if call.wanted:
-        return _Differentiable.apply(call, *tensors.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+        return (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
     made = call.forward(tensors)
-    return tuple(made[name] for name in call.public)
+    return tuple([made[name] for name in call.public])
 
 
-def check_tensor(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
-    """Raise InvalidProblem unless this is a dense tensor that a kernel can read, on the device of `like`."""
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise InvalidProblem unless this is a dense tensor, of which views can be made; `run` checks the rest."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
-    if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled op resolves it
-        raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-    if tensor.dtype not in NAMES:
-        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be one of {', '.join(NAMES[d] for d in NAMES)}.")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
-    if like is not None and tensor.device != like.device:
-        raise InvalidProblem(f"{name} is on {tensor.device} and others are on {like.device}; they must be on one device.")
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raise InvalidProblem unless these are dense tensors that a kernel can read, on the device of the first."""
+    device = None
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        device = tensor.device if device is None else device
+        if not _is_compiling() and tensor.is_neg():  # a compiled op resolves it
+            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+        if tensor.dtype not in NAMES:
+            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be one of {', '.join(NAMES[d] for d in NAMES)}.")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.device != device:
+            raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,227 +83,298 @@ class Call:
         self.backend = select(problem, self.place, backend)
         self.plan = plan_forward(self.op, problem, self.place, self.backend, bool(wanted))
         self.names = tuple(name for name, _ in problem.given)
-        self.public = problem.public()
+        self.gradients = tuple(f"d{name}" if name in wanted else None for name in self.names)
+        self.distinct = tuple(f"d{name}" for name in distinct(problem, wanted))
+        self.made, self.public = tuple(b.name for b in self.plan.named("output")), problem.public()
         self.kept = self.op.kept(problem, wanted) if wanted else ()
+        self.arrivals = arrivals(problem)
         over = self.op.over(problem)
         self.overwritten = {name: source for name, source in over.items() if name in problem.outputs()}
+        self.dirty = tuple(name for name in self.public if name in self.overwritten)
         self.consumes = [source for name, source in over.items() if wanted and name not in problem.outputs()]
         self.constant = problem.constant()
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors = dict(tensors)
+        """The tensors, to which the outputs are added."""
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
         return self.bound_forward.run(tensors)
 
     def backward(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gradients from what was kept, and from `d<output>` of those outputs whose gradients arrive."""
-        key = tuple((name, *_layout(t)) for name, t in tensors.items())
+        """The tensors, what was kept and `d<output>` of those outputs whose gradients arrive, to which gradients are added."""
+        layouts: list[Any] = [*tensors]
+        for t in tensors.values():
+            layouts += (t.stride(), t.data_ptr() & 15)
+        key = tuple(layouts)
         bound = self.bound_backward.get(key)
         if bound is None:
             arriving = frozenset(name for name in self.public if f"d{name}" in tensors)
             plan = plan_backward(self.op, self.problem, self.place, self.backend, self.wanted, arriving)
             bound = self.bound_backward[key] = Bound(plan, tensors, self.device)
-        return bound.run(dict(tensors))
+        return bound.run(tensors)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: torch.Tensor) -> Any:
-        given = dict(zip(call.names, inputs, strict=True))
-        made = call.forward(given)
-        ctx.save_for_backward(*(made[name] for name in call.kept))
+        made = call.forward(dict(zip(call.names, inputs, strict=True)))
+        ctx.save_for_backward(*[made[name] for name in call.kept])
         ctx.call = call
         ctx.set_materialize_grads(False)
-        results = [made[name] for name in call.public]
-        ctx.mark_non_differentiable(*(made[name] for name in call.constant))
-        ctx.mark_dirty(*(made[name] for name in call.public if name in call.overwritten))
+        if call.constant:
+            ctx.mark_non_differentiable(*[made[name] for name in call.constant])
+        if call.dirty:
+            ctx.mark_dirty(*[made[name] for name in call.dirty])
         for name, source in call.overwritten.items():  # whoever kept that input for a backward of its own hears of it
-            if name not in call.public:
-                torch.autograd.graph.increment_version(given[source])
-        return tuple(results)
+            if name not in call.dirty:
+                torch.autograd.graph.increment_version(made[source])
+        return tuple([made[name] for name in call.public])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Maybe) -> Any:
         call: Call = ctx.call
-        if call.consumes and getattr(ctx, "consumed", False):
-            reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"
-            raise NotSupported(f"a second backward of {call.problem.spell()}", {call.backend: [reason]})
-        ctx.consumed = True
+        if call.consumes:
+            if getattr(ctx, "consumed", False):
+                reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"
+                raise NotSupported(f"a second backward of {call.problem.spell()}", {call.backend: [reason]})
+            ctx.consumed = True
         tensors = dict(zip(call.kept, ctx.saved_tensors, strict=True))
-        with torch.no_grad():
-            tensors.update(arriving(call.problem, grads, call.device))
-            made = call.backward(tensors)
-            given = tuple(made[f"d{name}"] if name in call.wanted else None for name in call.names)
+        arrive(tensors, call.arrivals, grads, call.device)
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                call.backward(tensors)
+        else:
+            call.backward(tensors)
         for name in call.consumes:
             torch.autograd.graph.increment_version(tensors[name])
-        return (None, *first_derivatives(call.problem, call.plan.backend, given))
+        given = tuple([None if name is None else tensors[name] for name in call.gradients])
+        return None, *first_derivatives(call.problem, call.backend, given)
 
 
-def arriving(problem: Companion, grads: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """The gradients that arrive, by name; zero where one that is needed does not."""
+def distinct(problem: Companion, wanted: frozenset[str]) -> tuple[str, ...]:
+    """The wanted inputs whose gradients are tensors of their own."""
+    same = OPS[problem.op].same(problem, wanted)
+    return tuple(name for name, _ in problem.given if name in wanted and name not in same)
+
+
+# What `Function.apply` comes to outside of torch.func's transforms; tensors that outlived one have no address, and are refused.
+_apply: Any = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Arrivals = tuple[tuple[str, Described | None], ...]
+
+
+def arrivals(problem: Companion) -> Arrivals:
+    """Gradients of the caller's outputs by name; with what they look like, those that a backward needs."""
     outputs, needed = problem.outputs(), problem.always_arrive()
-    found: dict[str, torch.Tensor] = {}
-    for name, grad in zip(problem.public(), grads, strict=True):
+    return tuple((f"d{name}", outputs[name] if name in needed else None) for name in problem.public())
+
+
+def arrive(tensors: dict[str, torch.Tensor], expected: Arrivals, grads: Sequence[Maybe], device: torch.device) -> None:
+    """Add the gradients that arrive to the tensors; zero where one that is needed does not."""
+    for (name, needed), grad in zip(expected, grads, strict=True):
         if grad is not None:
-            found[f"d{name}"] = grad.resolve_neg()
-        elif name in needed:
-            zero = torch.zeros((), dtype=TORCH_DTYPES[outputs[name].dtype], device=device)
-            found[f"d{name}"] = zero.expand(outputs[name].shape)
-    return found
+            tensors[name] = grad.resolve_neg() if grad.is_neg() else grad
+        elif needed is not None:
+            tensors[name] = torch.zeros((), dtype=TORCH_DTYPES[needed.dtype], device=device).expand(needed.shape)
 
 
 _CALLS: dict[Any, Call] = {}
 _MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
 
 
+def _remember(key: Any, call: Call) -> Call:
+    if len(_CALLS) >= _MOST_CALLS:
+        _CALLS.clear()
+    _CALLS[key] = call
+    return call
+
+
 def prepare(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None) -> Call:
     """The call of these arguments. Everything is validated at first sight of a layout."""
     differentiates = torch.is_grad_enabled()
-    key: Any = (op, backend, *options.items(), *map(type, options.values()))
-    for name, t in tensors.items():
-        key += (name, t.shape, t.dtype, t.device, differentiates and t.requires_grad, *_layout(t))
+    parts: list[Any] = [op, backend, *options, *options.values(), *map(type, options.values())]
+    try:
+        for name, t in tensors.items():
+            parts += (
+                name, t.shape, t.dtype, t.device, t.is_neg(), differentiates and t.requires_grad, t.stride(), t.data_ptr() & 15,
+            )  # fmt: skip
+    except (AttributeError, RuntimeError):
+        check_tensors(tensors)  # which says what is wrong
+        raise
+    key: Any = tuple(parts)
     try:
         call = _CALLS.get(key)
     except TypeError:  # an option is not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
+        check_tensors(tensors)
         kind = OPS[op].kind
         problem = kind(tuple(describe(tensors).items()), **options)
+        assert list(tensors) == [name for name in kind.tensors if name in tensors]
         wanted = frozenset(n for n in kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad)
         call = Call(problem, next(iter(tensors.values())).device, backend, wanted)
         if key is not None:
-            if len(_CALLS) >= _MOST_CALLS:
-                _CALLS.clear()
-            _CALLS[key] = call
+            _remember(key, call)
     return call
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, int]:
-    return tensor.stride(), tensor.data_ptr() & 15
 
 
 # -- torch.compile: one operator for every op, its options as text and its sizes as numbers, that may be symbolic -----------
 
 
-def _run_compiled(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None) -> Any:
-    floats = {name: value for name, value in options.items() if isinstance(value, float)}
-    ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
-    rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)
-    text = f"{rest}|{','.join(floats)}|{','.join(ints)}"
-    differentiates = torch.is_grad_enabled()
-    wanted = [n for n in OPS[op].kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad]
-    return companion(
-        op, text, list(floats.values()), list(ints.values()), backend or "", ",".join(tensors), ",".join(wanted),
-        list(tensors.values()),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Request:
+    """A call without its tensors and numbers, which is what compiled code may be specialised on."""
 
+    op: str
+    names: tuple[str, ...]  # of the tensors
+    wanted: frozenset[str]
+    options: str
+    floats: tuple[str, ...]  # options
+    ints: tuple[str, ...]
+    backend: str | None
 
-def _problem(op: str, options: Any, names: list[str], shapes: list[Any], dtypes: list[str]) -> Companion:
-    """options: text, floats, ints, as `_run_compiled` writes them."""
-    given = {name: Described(tuple(shape), dtype) for name, shape, dtype in zip(names, shapes, dtypes, strict=True)}
-    text, floats, ints = options[0].split("|")
-    numbers = {**dict(zip(floats.split(","), options[1], strict=False)), **dict(zip(ints.split(","), options[2], strict=False))}
-    return make(op, given, text, numbers)
+    def problem(self, described: Iterable[Described], floats: Sequence[float], ints: Sequence[int]) -> Companion:
+        numbers = {**dict(zip(self.floats, floats, strict=True)), **dict(zip(self.ints, ints, strict=True))}
+        return make(self.op, dict(zip(self.names, described, strict=True)), self.options, numbers)
 
+    def of(self, tensors: list[torch.Tensor], floats: list[float], ints: list[int]) -> Companion:
+        return self.problem((Described(tuple(t.shape), NAMES[t.dtype]) for t in tensors), floats, ints)
 
-def _problem_of(op: str, options: Any, names: str, tensors: list[torch.Tensor]) -> Companion:
-    return _problem(op, options, names.split(","), [t.shape for t in tensors], [NAMES[t.dtype] for t in tensors])
+    def call(self, problem: Companion, device: torch.device) -> Call:
+        return Call(problem, device, self.backend, self.wanted)
 
 
 @lru_cache(maxsize=4096)
-def _compiled_call(problem: Companion, device: torch.device, backend: str, wanted: str, layouts: Any) -> Call:
-    return Call(problem, device, backend or None, frozenset(wanted.split(",") if wanted else ()))
+def read(text: str) -> Request:
+    """The request that `write` wrote."""
+    op, names, wanted, options, floats, ints, backend = text.split("\n", 6)
+    return Request(op, _words(names), frozenset(_words(wanted)), options, _words(floats), _words(ints), backend or None)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::companion", mutates_args=())
-def companion(
-    op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, wanted: str,
-    tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:  # fmt: skip
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def write(
+    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None
+) -> tuple[str, list[float], list[int]]:
+    """(text, floats, ints) of a call; `read` is the text's inverse."""
+    floats = {name: value for name, value in options.items() if isinstance(value, float)}
+    ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
+    rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)
+    differentiates = torch.is_grad_enabled()
+    wanted = [n for n in OPS[op].kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad]
+    parts = (op, ",".join(tensors), ",".join(wanted), rest, ",".join(floats), ",".join(ints), backend or "")
+    return "\n".join(parts), list(floats.values()), list(ints.values())
+
+
+def run_forward(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
     """All outputs of an op's forward; the caller's alone where no gradient is wanted."""
-    tensors = [t.resolve_neg() for t in tensors]
-    problem = _problem_of(op, (options, floats, ints), names, tensors)
-    call = _compiled_call(problem, tensors[0].device, backend, wanted, tuple(_layout(t) for t in tensors))
-    made = call.forward(dict(zip(names.split(","), tensors, strict=True)))
-    return [made[name] for name in (problem.outputs() if wanted else problem.public())]
+    tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
+    floats, ints = floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
+    parts: list[Any] = [text, *floats, *ints, tensors[0].device]
+    for t in tensors:
+        parts += (t.shape, t.dtype, t.stride(), t.data_ptr() & 15)
+    key = tuple(parts)
+    call = _CALLS.get(key)
+    if call is None:
+        request = read(text)
+        call = _remember(key, request.call(request.of(tensors, floats, ints), tensors[0].device))
+    made = call.forward(dict(zip(call.names, tensors, strict=True)))
+    return [made[name] for name in call.made]
 
 
-@companion.register_fake
-def _(
-    op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, wanted: str,
-    tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:  # fmt: skip
-    problem = _problem_of(op, (options, floats, ints), names, tensors)
+def fake_forward(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
+    request = read(text)
+    problem = request.of(tensors, floats, ints)
     outputs = problem.outputs()
-    found = [outputs[name] for name in (outputs if wanted else problem.public())]
-    return [tensors[0].new_empty(d.shape, dtype=TORCH_DTYPES[d.dtype]) for d in found]
+    return _empty(tensors[0], [outputs[name] for name in (outputs if request.wanted else problem.public())])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::companion_backward", mutates_args=())
-def companion_backward(
-    op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, dtypes: str, ranks: str,
-    sizes: list[int], wanted: str, held: str, tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:  # fmt: skip
-    """The gradients of the wanted inputs, from the tensors that `held` names."""
-    problem = _sized(op, (options, floats, ints), names, dtypes, ranks, sizes)
-    by_name = dict(zip(held.split(","), tensors, strict=True))
-    layouts = tuple(_layout(t) for t in tensors)
-    call = _compiled_call(problem, tensors[0].device, backend, wanted, layouts)
-    made = call.backward(by_name)
-    return [made[f"d{name}"] for name in _distinct(problem, wanted)]
+def run_backward(
+    tensors: list[torch.Tensor], held: str, described: str, sizes: list[int], text: str, floats: list[float], ints: list[int]
+) -> list[torch.Tensor]:
+    """The gradients of the wanted inputs, of those that share one once, from the tensors that `held` names."""
+    key: Any = (text, held, described, *sizes, *floats, *ints, tensors[0].device)
+    call = _CALLS.get(key)
+    if call is None:
+        request = read(text)
+        call = _remember(key, request.call(_sized(request, described, sizes, floats, ints), tensors[0].device))
+    made = call.backward(dict(zip(held.split(","), tensors, strict=True)))
+    return [made[name] for name in call.distinct]
 
 
-@companion_backward.register_fake
-def _(
-    op: str, options: str, floats: list[float], ints: list[int], backend: str, names: str, dtypes: str, ranks: str,
-    sizes: list[int], wanted: str, held: str, tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:  # fmt: skip
-    problem = _sized(op, (options, floats, ints), names, dtypes, ranks, sizes)
-    found = [problem[name] for name in _distinct(problem, wanted)]
-    return [tensors[0].new_empty(d.shape, dtype=TORCH_DTYPES[d.dtype]) for d in found]
+def fake_backward(
+    tensors: list[torch.Tensor], held: str, described: str, sizes: list[int], text: str, floats: list[float], ints: list[int]
+) -> list[torch.Tensor]:
+    request = read(text)
+    problem = _sized(request, described, sizes, floats, ints)
+    return _empty(tensors[0], [problem[name] for name in distinct(problem, request.wanted)])
 
 
-def _distinct(problem: Companion, wanted: str) -> list[str]:
-    """The wanted inputs whose gradients are tensors of their own."""
-    same = OPS[problem.op].same(problem, frozenset(wanted.split(",")))
-    return [name for name in wanted.split(",") if name not in same]
+def _empty(like: torch.Tensor, described: list[Described]) -> list[torch.Tensor]:
+    return [like.new_empty(d.shape, dtype=TORCH_DTYPES[d.dtype]) for d in described]
 
 
-def _sized(op: str, options: Any, names: str, dtypes: str, ranks: str, sizes: list[int]) -> Companion:
-    rest, shapes = list(sizes), []
-    for rank in ranks.split(","):
-        shapes.append(rest[: int(rank)])
+def _sized(request: Request, described: str, sizes: list[int], floats: list[float], ints: list[int]) -> Companion:
+    """described: dtype and rank of each input; sizes: of all of them."""
+    rest, given = list(sizes), []
+    for dtype, _, rank in (part.partition(":") for part in described.split(",")):
+        given.append(Described(tuple(rest[: int(rank)]), dtype))
         rest = rest[int(rank) :]
-    return _problem(op, options, names.split(","), shapes, dtypes.split(","))
+    return request.problem(given, floats, ints)
 
 
-def _setup(ctx: Any, inputs: Any, output: list[torch.Tensor]) -> None:
-    op, options, floats, ints, backend, names, wanted, tensors = inputs
-    problem = _problem_of(op, (options, floats, ints), names, tensors)
-    known = {**dict(zip(names.split(","), tensors, strict=True)), **dict(zip(problem.outputs(), output, strict=True))}
-    ctx.held = OPS[op].kept(problem, frozenset(wanted.split(",")))
-    ctx.save_for_backward(*(known[name] for name in ctx.held))
-    ctx.problem, ctx.names, ctx.wanted, ctx.device = problem, names, wanted, tensors[0].device
-    ctx.request = (op, options, floats, ints, backend)
-    ctx.set_materialize_grads(False)
+class _Recorded(torch.autograd.Function):
+    """The operator, with its gradients by the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, request: Request, asked: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            made = COMPANION(list(tensors), *asked)
+        problem = request.of(list(tensors), *asked[1:])
+        outputs = dict(zip(problem.outputs(), made, strict=True))
+        known = {**dict(zip(request.names, tensors, strict=True)), **outputs}
+        ctx.held = OPS[request.op].kept(problem, request.wanted)
+        ctx.save_for_backward(*(known[name] for name in ctx.held))
+        ctx.request, ctx.asked, ctx.problem, ctx.device = request, asked, problem, tensors[0].device
+        ctx.set_materialize_grads(False)
+        differentiable = set(problem.public()).difference(problem.constant())
+        ctx.mark_non_differentiable(*(t for name, t in outputs.items() if name not in differentiable))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        request, problem = ctx.request, ctx.problem
+        tensors = dict(zip(ctx.held, ctx.saved_tensors, strict=True))
+        expected = arrivals(problem)
+        arrive(tensors, expected, grads[: len(expected)], ctx.device)
+        described = [d for _, d in problem.given]
+        made = BACKWARD(
+            list(tensors.values()), ",".join(tensors), ",".join(f"{d.dtype}:{len(d.shape)}" for d in described),
+            [n for d in described for n in d.shape], *ctx.asked,
+        )  # fmt: skip
+        by_name = dict(zip(distinct(problem, request.wanted), made, strict=True))
+        same = OPS[request.op].same(problem, request.wanted)
+        by_name.update({name: by_name[other] for name, other in same.items()})
+        return None, None, *first_derivatives(request.op, "autograd", tuple(by_name.get(name) for name in request.names))
 
 
-def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
-    tensors = dict(zip(ctx.held, ctx.saved_tensors, strict=True))
-    tensors.update(arriving(ctx.problem, grads[: len(ctx.problem.public())], ctx.device))
-    described = [d for _, d in ctx.problem.given]
-    made = companion_backward(
-        *ctx.request, ctx.names, ",".join(d.dtype for d in described), ",".join(str(len(d.shape)) for d in described),
-        [n for d in described for n in d.shape], ctx.wanted, ",".join(tensors), list(tensors.values()),
-    )  # fmt: skip
-    by_name = dict(zip(_distinct(ctx.problem, ctx.wanted), made, strict=True))
-    same = OPS[ctx.problem.op].same(ctx.problem, frozenset(ctx.wanted.split(",")))
-    by_name.update({name: by_name[other] for name, other in same.items()})
-    floats, ints = (None if numbers else [] for numbers in ctx.request[2:4])  # an empty list counts as one of tensors
-    return None, None, floats, ints, None, None, None, [by_name.get(name) for name in ctx.names.split(",")]
+def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
+    """The operator's outputs, with their gradients where any is wanted."""
+    request = read(text)
+    if request.wanted:
+        return list(_Recorded.apply(request, (text, floats, ints), *tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return COMPANION(tensors, text, floats, ints)
 
 
-companion.register_autograd(_differentiate, setup_context=_setup)
+ASKED = "str text, float[] floats, SymInt[] ints"
+COMPANION = define(f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record)
+BACKWARD = define(
+    f"companion_backward(Tensor[] tensors, str held, str described, SymInt[] sizes, {ASKED}) -> Tensor[]",
+    run_backward, fake_backward,
+)  # fmt: skip

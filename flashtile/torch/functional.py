@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
-from flashtile.torch.namespace import NAMESPACE
-from flashtile.torch.operator import ATTENTION, BACKWARD, LIBRARY, Maybe
+from flashtile.torch.namespace import LIBRARY, NAMESPACE
+from flashtile.torch.operator import ATTENTION, BACKWARD, Maybe
 from flashtile.torch.request import read
 
 Asked = tuple[int, str, list[float], list[int]]

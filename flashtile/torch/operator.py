@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.inputs import check_tensors
-from flashtile.torch.namespace import NAMESPACE, operators
+from flashtile.torch.namespace import define
 from flashtile.torch.packing import Packing
 from flashtile.torch.request import Named, Request, read
 
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 Maybe = torch.Tensor | None
 GIVEN = "Tensor q, Tensor? k, Tensor? v, Tensor[] others, "
 ASKED = "int wanted, str text, float[] floats, SymInt[] ints"
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-LIBRARY.define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-ATTENTION, BACKWARD = operators().attention.default, operators().attention_backward.default
 
 
 # -- what runs ------------------------------------------------------------------------------------------------------------
@@ -48,6 +41,7 @@ def run_forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     packs, rest = _resolved((q, k, v)), _resolved(others)
     layout = _layout(packs, rest, wanted, text, floats, ints)
     if wanted:
@@ -192,15 +186,10 @@ def _laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-LIBRARY.impl("attention", run_forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
-
-
 # -- what is traced -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attention", lib=LIBRARY)
-def _(
+def fake_forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -215,8 +204,7 @@ def _(
     return q.new_empty_strided(shape, dense_strides(shape, like)), lse, residual
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attention_backward", lib=LIBRARY)
-def _(
+def fake_backward(
     dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, wanted: int, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -292,28 +280,22 @@ class _Attention(torch.autograd.Function):
         return None, *spread(grads[:count]), *grads[count:]
 
 
-def _record(keyset: Any, *given: Any) -> Any:
-    """Autograd's kernel. Where nothing is recorded and none but a backend comes next, as in compiled graphs, that runs at once:
-    one step through the dispatcher, which costs as much as all else that the host does.
-    """
-    if torch.is_grad_enabled():
-        q, k, v, others, *asked = given
-        return _Attention.apply(tuple(asked), q, k, v, *others)
-    below = keyset & torch._C._after_ADInplaceOrView_keyset
-    if below.highestPriorityTypeId() in _BACKENDS:
-        return run_forward(*given)
-    return ATTENTION.redispatch(below, *given)
+def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
+    """The operator's outputs, with their gradients by `_Attention`, which refuses second derivatives."""
+    return _Attention.apply(asked, q, k, v, *others)
 
 
-_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-LIBRARY.impl("attention", _record, "Autograd", with_keyset=True)
-LIBRARY.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")  # `_Attention` refuses second derivatives
+ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, record)
+BACKWARD = define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
+    run_backward, fake_backward,
+)  # fmt: skip
 
 
 # -- counts, batches ------------------------------------------------------------------------------------------------------
 
 
-@register_flop_formula(operators().attention, get_raw=True)
+@register_flop_formula(ATTENTION.overloadpacket, get_raw=True)
 def attention_flops(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int], **_: Any,
@@ -323,7 +305,7 @@ def attention_flops(
     return read(text).named(packs, others, wanted, floats, ints).problem.flops("forward")
 
 
-@register_flop_formula(operators().attention_backward, get_raw=True)
+@register_flop_formula(BACKWARD.overloadpacket, get_raw=True)
 def attention_backward_flops(dout: Maybe, dlse: Maybe, *given: Any, **_: Any) -> int:
     """FLOPs of a backward, on the visible scores alone."""
     q, k, v, others = given[:4]

@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "companions": (["--section", "norm"], dict(NORM_SHAPES=((8, 16),), FLUSH_BYTES=1024, WARM_CALLS=1), 12),
     "cpu": (["--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
+    "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def run(
 ) -> tuple[int, list[dict[str, str]]]:
     """The exit status and the rows of a script."""
     patch.setattr(record, "STARTED", time.monotonic())
-    script = importlib.reload(importlib.import_module(f"benchmarks.{name}"))
+    script = importlib.reload(importlib.import_module(f"benchmarks.{name.split()[0]}"))
     for constant, value in constants.items():
         for module in (script, companion_cells, companion_sections):
             if hasattr(module, constant):

@@ -132,6 +132,17 @@ def test_a_second_backward_over_a_kept_graph(backend: str, place: torch.device) 
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
+def test_hooks_may_lay_saved_tensors_otherwise(backend: str, place: torch.device) -> None:
+    """As those do that move tensors elsewhere until the backward."""
+    q, k, v = (torch.randn(1, 2, 9, 16, device=place).transpose(1, 2).requires_grad_() for _ in range(3))
+    dout = torch.randn(1, 9, 2, 16, device=place)
+    expected = torch.autograd.grad(flashtile.attention(q, k, v, options=Options(backend=backend)), (q, k, v), dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t):
+        out = flashtile.attention(q, k, v, options=Options(backend=backend))
+    for got, exact in zip(torch.autograd.grad(out, (q, k, v), dout), expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_an_input_changed_in_place_is_noticed(backend: str, place: torch.device) -> None:
     given = leaves(place, ("q",))
     out, _ = attend(given, backend, "auto")

@@ -391,9 +391,9 @@ def test_export_with_any_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_aot_inductor(tmp_path: Path) -> None:
-    """Of a call with a tensor besides q, k, v: AOTInductor (2.13) hands an operator None where a list is empty."""
-    model, x = Model(sinks=True).eval(), torch.randn(2, 12, 8)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_aot_inductor(sinks: bool, tmp_path: Path) -> None:
+    model, x = Model(sinks).eval(), torch.randn(2, 12, 8)
     with torch.no_grad():
         program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("seqlen", min=2, max=64)}})
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

@@ -1,0 +1,141 @@
+"""The companions as operators: what torch.compile, export and whoever calls them directly may rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile import NotSupported, ops
+from flashtile.kernels.companions.catalogue import BACKENDS, OPS
+from flashtile.ops.head import HEAD
+from flashtile.torch.companion import BACKWARD, COMPANION, run, write
+from tests.companions.cases import CASES, Case, Tensors
+
+HOST = torch.device("cpu")
+# A compiled graph leaves what an operator writes over to torch's own planning of memory.
+TRACED = [c for c in CASES if not any(c.problem.options().get(name) for name in ("inplace", "eager_gradient"))]
+FULLEST = [max((c for c in TRACED if c.problem.op == op), key=lambda c: len(c.problem.given)) for op in OPS]
+
+
+def given(case: Case) -> Tensors:
+    tensors = case.tensors(HOST)
+    return {n: tensors[n].detach().requires_grad_(n in case.wanted) for n, _ in case.problem.given}
+
+
+def through(case: Case, tensors: Tensors, backend: str) -> list[torch.Tensor]:
+    """All outputs of the operator."""
+    return COMPANION(list(tensors.values()), *write(case.problem.op, tensors, case.problem.options(), backend))
+
+
+@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
+def test_opcheck(case: Case) -> None:
+    tensors = given(case)
+    found = opcheck(COMPANION, (list(tensors.values()), *write(case.problem.op, tensors, case.problem.options(), "cpu")))
+    assert set(found.values()) == {"SUCCESS"}
+    assert len(found) == 4
+
+
+def test_opcheck_of_the_head() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
+    found = opcheck(HEAD, (x, weight, torch.arange(6), True, 0.1, 0.01, 1.0, -100, 2**20, True, True, ""))
+    assert set(found.values()) == {"SUCCESS"}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
+def test_called_directly_it_is_the_eager_call(case: Case, backend: str) -> None:
+    """Outputs and gradients, bit for bit."""
+    made: list[list[torch.Tensor]] = []
+    for call in (
+        lambda t: list(run(case.problem.op, t, case.problem.options(), backend)),
+        lambda t: through(case, t, backend)[: len(case.problem.public())],
+    ):
+        tensors = given(case)
+        outputs = call(tensors)
+        flowing = [o for o in outputs if o.requires_grad]
+        grads = torch.autograd.grad([o.square().sum() for o in flowing], [tensors[name] for name in case.wanted])
+        made.append([*outputs, *grads])
+        assert [o.requires_grad for o in outputs] == [name not in case.problem.constant() for name in case.problem.public()]
+    for eager, operator in zip(*made, strict=True):
+        assert torch.equal(eager, operator)
+
+
+class _Memory(TorchDispatchMode):
+    """Compares what each operator of ours gives out with what it was given, and with its other outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (COMPANION, BACKWARD):
+            self.seen.append(func)
+            places = [t.untyped_storage().data_ptr() for t in (*args[0], *made) if t.numel()]
+            held = len({t.untyped_storage().data_ptr() for t in args[0] if t.numel()})
+            assert len(set(places)) == held + sum(t.numel() > 0 for t in made), "an output lies in memory of another tensor"
+            assert all(t.is_contiguous() for t in made), "the fakes are contiguous"
+        return made
+
+
+@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+def test_outputs_have_memory_of_their_own(case: Case) -> None:
+    """As compilers believe, who write over tensors that nobody reads again."""
+    tensors = given(case)
+    with _Memory() as memory:
+        flowing = [o for o in through(case, tensors, "cpu") if o.requires_grad]
+        if case.wanted:
+            torch.autograd.grad([o.sum() for o in flowing], [tensors[name] for name in case.wanted], allow_unused=True)
+    assert memory.seen == [COMPANION, BACKWARD][: 1 + bool(case.wanted)]
+
+
+@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
+def test_second_derivatives_refuse(case: Case) -> None:
+    tensors = given(case)
+    flowing = [o for o in through(case, tensors, "cpu") if o.requires_grad]
+    wanted = [tensors[name] for name in case.wanted]
+    grads = torch.autograd.grad([o.square().sum() for o in flowing], wanted, create_graph=True)
+    with pytest.raises(NotSupported, match="gradients of gradients"):
+        torch.autograd.grad(sum(g.sum() for g in grads), wanted)
+
+
+class Block(torch.nn.Module):
+    """Some of the ops after each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up = torch.nn.Parameter(torch.randn(16)), torch.nn.Parameter(torch.randn(24, 16))
+        self.register_buffer("angles", torch.randn(64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, h = ops.rms_norm(x, self.scale, residual=x, prenorm=True)
+        q = ops.rotary(out.unflatten(-1, (2, 8)), None, self.angles.cos(), self.angles.sin())
+        return ops.softmax(ops.linear_act(q.flatten(-2) + h, self.up))
+
+
+def test_export_saves_and_loads(tmp_path: Path) -> None:
+    model, x = Block(), torch.randn(2, 5, 16)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("seqlen", min=2, max=64)}})
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for seqlen in (5, 9):
+        x = torch.randn(2, seqlen, 16)
+        assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.slow
+def test_aot_inductor(tmp_path: Path) -> None:
+    model, x = Block().requires_grad_(False), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("seqlen", min=2, max=64)}})
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        for seqlen in (5, 9):
+            x = torch.randn(2, seqlen, 16)
+            torch.testing.assert_close(loaded(x), model(x))
