@@ -1,4 +1,4 @@
-"""The companions' machine code, compiled without a GPU: 16-byte accesses, no spills, within shared memory."""
+"""The companions' machine code, compiled without a GPU: 16-byte accesses, few spills or none, within shared memory."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ OTHERS = {
 }
 SPELLINGS = {**NORMS, **ENTROPIES, **OTHERS}
 
-# every option, and sizes of 1, which Triton compiles as constants: the interpreter takes more than the compiler
-EDGES = (
-    "norm(x=1x64:bf16,weight=64:bf16,bias=64:bf16)",
-    "norm(x=1x1:fp32,residual=1x1:fp32,x1=1x1:fp32,weight=1:fp32,weight1=1:fp32,bias1=1:fp32,seed=1:int64;dropout_p=0.9;prenorm=True)",
+# likewise: every option, and sizes of 1, which Triton compiles as constants: the interpreter takes more than the compiler
+EDGES = {
+    "norm(x=1x64:bf16,weight=64:bf16,bias=64:bf16)": 0,
+    "norm(x=1x1:fp32,residual=1x1:fp32,x1=1x1:fp32,weight=1:fp32,weight1=1:fp32,bias1=1:fp32,seed=1:int64;dropout_p=0.9;"
+    "prenorm=True)": 0,
     "norm(x=9x40000:bf16,residual=9x40000:fp32,weight=40000:bf16,bias=40000:fp32,rowscale=9:fp32,colscale=40000:bf16,seed=1:int64;"
-    "dropout_p=0.25;scale=0.5;prenorm=True)",
+    "dropout_p=0.25;scale=0.5;prenorm=True)": 420,
     "norm(x=5x12:fp32,residual=8x12:fp32,weight=12:fp32,bias=12:fp32,colscale=12:fp32,x_subset=8:int32,out_subset=8:int64,"
-    "seed=1:int64;dropout_p=0.2;scale=1.25;prenorm=True;out_rows=3)",
-    "norm(x=8192x16384:fp32,weight=16384:fp32,bias=16384:fp32;prenorm=True)",
-    "cross_entropy(logits=1x5:bf16,labels=1:int32)",
-    "cross_entropy(logits=1x1:bf16,labels=1:int32;reduction='mean';eager_gradient=True)",
-    "cross_entropy(logits=7x1003:fp32,labels=7:int64;smoothing=0.2;shard=True;first_class=16;classes=4000)",
-    "rotary(q=1x1x1x64:bf16,cos=1x32:bf16,sin=1x32:bf16)",
-    "rotary(q=2x9x3x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32)",
-    "rotary(q=2x9x3x80:fp32,k=2x9x1x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32;interleaved=True)",
-    "softmax(x=1x1x1x8:bf16;causal=True)",
-    "softmax(x=1x1x2x17000:fp32,mask=1x1x2x17000:uint8;masked_score=-10000.0)",
-    "dense(x=1x1:bf16,weight1=1x1:bf16,bias1=1:bf16)",
-    "dense(x=7x8:fp32,weight1=24x8:fp32,weight2=5x24:fp32;activation='sqrelu';recompute=True)",
-)
+    "seed=1:int64;dropout_p=0.2;scale=1.25;prenorm=True;out_rows=3)": 0,
+    "norm(x=8192x16384:fp32,weight=16384:fp32,bias=16384:fp32;prenorm=True)": 76,
+    "cross_entropy(logits=1x5:bf16,labels=1:int32)": 0,
+    "cross_entropy(logits=1x1:bf16,labels=1:int32;reduction='mean';eager_gradient=True)": 0,
+    "cross_entropy(logits=7x1003:fp32,labels=7:int64;smoothing=0.2;shard=True;first_class=16;classes=4000)": 0,
+    "rotary(q=1x1x1x64:bf16,cos=1x32:bf16,sin=1x32:bf16)": 0,
+    "rotary(q=2x9x3x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32)": 0,
+    "rotary(q=2x9x3x80:fp32,k=2x9x1x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32;interleaved=True)": 0,
+    "softmax(x=1x1x1x8:bf16;causal=True)": 0,
+    "softmax(x=1x1x2x17000:fp32,mask=1x1x2x17000:uint8;masked_score=-10000.0)": 192,
+    "dense(x=1x1:bf16,weight1=1x1:bf16,bias1=1:bf16)": 0,
+    "dense(x=7x8:fp32,weight1=24x8:fp32,weight2=5x24:fp32;activation='sqrelu';recompute=True)": 0,
+}
 
 
 @cache
@@ -99,3 +100,4 @@ def test_they_compile_under_the_newest_triton() -> None:
 def test_every_option_compiles() -> None:
     for kernel in compiled("sm90", *EDGES):
         assert kernel["fits"], kernel
+        assert kernel["spill_bytes"] <= EDGES[kernel["spelling"]], kernel

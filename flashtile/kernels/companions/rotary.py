@@ -167,11 +167,11 @@ def _power(n: int) -> int:
 def _steps(
     p: Rotary, inputs: tuple[str, ...], outputs: tuple[str, ...], conjugate: bool, rows: int | None, copies: bool
 ) -> Steps:
-    """One launch; four 16-byte loads of q or k in flight per thread."""
+    """One launch; four 16-byte loads of q or k in flight per thread, of those turned or of those copied."""
     batch, seqlen, _, head_dim = p["q"].shape
-    block, rest = max(_power(p.half), 4), head_dim - 2 * p.half if copies else 0
-    rows = rows or max(1, 2048 // block)
-    constants = Tile(rows, block, p.half, _power(rest) if rest else 0, head_dim, p.interleaved, conjugate)
+    block, rest = max(_power(p.half), 4), _power(head_dim - 2 * p.half) if copies and head_dim > 2 * p.half else 0
+    rows = rows or max(1, 4096 // max(2 * block, rest))
+    constants = Tile(rows, block, p.half, rest, head_dim, p.interleaved, conjugate)
     heads = tuple(p[name].shape[2] if p.has(name) else 1 for name in ("q", "k"))
     tiles = [ceil(batch * seqlen * p[name].shape[2] / rows) for name in ("q", "k") if p.has(name)]
     two, none = p.has("k"), (0, 0, 0, 0)
