@@ -145,6 +145,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     mask: Band | str | None = None  # a Band, or the name of one of MASKS
     score: tuple[str, ...] = ()
+    score_dtype: str = "fp32"  # of the modifiers' tensors
     scale: float | None = None
     layout: Literal["bshd", "bhsd", "packed", "gaps"] = "bshd"
     backward: Literal["auto", "split", "fused"] = "auto"
@@ -219,7 +220,10 @@ class Case:
             shape = MODIFIERS[name][0]
             if shape is not None:
                 made[f"score.{i}"] = (
-                    normal(*shape(self.items, self.heads_q, self.seqlen_q, self.seqlen_k)).abs().div(4).to(device)
+                    normal(*shape(self.items, self.heads_q, self.seqlen_q, self.seqlen_k))
+                    .abs()
+                    .div(4)
+                    .to(device, DTYPES[self.score_dtype])
                 )
         return made if self.cu_q is None else {n: t[0] if n in ("dlse", *shapes) else t for n, t in made.items()}
 

@@ -12,7 +12,7 @@ from flashtile.spec.score import Captured, Position, Score, is_tensor
 
 
 @jit
-def bias_add(score, at, args, unit):
+def bias_load(at, args):
     element, strides = args[0], args[1]  # a stride is None along an axis of one element
     if strides[0] is not None:
         element += at.batch.to(tl.int64) * strides[0]
@@ -22,8 +22,18 @@ def bias_add(score, at, args, unit):
         element += at.row.to(tl.int64) * strides[2]
     if strides[3] is not None:
         element += at.k.to(tl.int64) * strides[3]
-    loaded = tl.load(element).to(score.dtype)
+    return tl.load(element)
+
+
+@jit
+def bias_join(score, loaded, unit):
+    loaded = tl.cast(loaded, score.dtype)
     return tl.fma(loaded, unit, score)  # a sum would become the product's accumulator, and the product wait for the load
+
+
+@jit
+def bias_add(score, at, args, unit):
+    return bias_join(score, bias_load(at, args), unit)
 
 
 @jit
@@ -50,6 +60,8 @@ class Bias(Score):
     forward = bias_forward
     backward = added_backward
     add = bias_add
+    load = bias_load
+    join = bias_join
     captured = (Captured(bias_contribution, broadcast=True),)
 
     def __post_init__(self) -> None:

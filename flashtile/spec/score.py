@@ -18,6 +18,8 @@ end if at all, are computed by these; all others, and fp32, by `forward` and `ba
 `by_distance`: what it adds depends on batch, head and differences of positions alone, so that a vector per head holds all of
 it; on the CPU such problems cost hardly more than plain ones. What is loaded for every score is best
 added by `tl.fma`: of a plain sum Triton makes the product's accumulator, which has to be there before the product begins.
+One with `add`, one captured tensor and no scalars may also say `load(at, args)`, which returns what the tensor holds for a
+tile, and `join(score, loaded, unit)`, which adds it: the Hopper kernel then loads a tile ahead.
 """
 
 from __future__ import annotations
@@ -93,6 +95,8 @@ class Score:
     forward: ClassVar[Callable[..., Any]]
     backward: ClassVar[Callable[..., Any]]
     add: ClassVar[Callable[..., Any] | None] = None
+    load: ClassVar[Callable[..., Any] | None] = None
+    join: ClassVar[Callable[..., Any] | None] = None
     curve: ClassVar[Curve | None] = None
     by_distance: ClassVar[bool] = False
 

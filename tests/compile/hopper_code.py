@@ -41,6 +41,9 @@ for argument in sys.argv[1:]:
             "exponentials": loop.places("MUFU.EX2"),
             "curves": loop.places("MUFU.TANH"),
             "waits": loop.places("WARPGROUP.DEPBAR"),
+            "loads": loop.places("LDG"),
+            "wide_loads": loop.places("LDG.E.128"),
+            "spreads": loop.places("STS"),
         }
         for loop in matrix_loops(disassemble(compiled))
     ]

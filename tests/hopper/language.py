@@ -25,7 +25,8 @@ class Layout:
         return None
 
 
-BlockedLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = SwizzledSharedLayout = Layout
+BlockedLayout = DistributedLinearLayout = DotOperandLayout = NVMMADistributedLayout = NVMMASharedLayout = Layout
+SliceLayout = SwizzledSharedLayout = Layout
 
 
 class Pointer:

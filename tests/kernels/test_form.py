@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile._triton import INTERPRETED
-from flashtile.kernels.lib.score import Form, chain, form_of
+from flashtile.kernels.lib.score import Form, chain, early, form_of
 from flashtile.plan.device import H100, MI300X
 from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward
 from flashtile.spec.attention import AttentionProblem
@@ -54,3 +54,18 @@ def test_the_functions_of_a_form() -> None:
     assert chain(replace(p, returns_lse=True), H100, form_of(p)) == (curve.function, curve.derivative, curve.width)
     assert chain(p, MI300X, form_of(p))[0] is curve.function
     assert chain(p, H100, ONE_BY_ONE) == (softcap_forward, softcap_backward)
+
+
+@pytest.mark.parametrize(
+    ("score", "which"),
+    [
+        ("bias(1x2x64x64:fp16)", 0),
+        ("alibi(1x2:fp32)+bias(1x1x1x64:bf16)+bias(1x2x64x64:bf16)+bias(1x2x64x64:bf16)", 2),
+        ("bias(1x2x64x64:fp32)+bias(1x1x1x64:bf16)", 1),
+        ("bias(1x2x64x1:bf16)", None),
+        ("softcap(2.0)+bias(1x2x64x64:bf16)", None),
+    ],
+)
+def test_the_modifier_that_may_be_loaded_ahead(score: str, which: int | None) -> None:
+    p = problem(f"bf16,score={score}")
+    assert early(p, form_of(p)) == which

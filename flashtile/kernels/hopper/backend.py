@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from flashtile import _triton
+from flashtile._triton import JitTuple
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
 from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
 from flashtile.kernels.hopper.tile_backward import (
@@ -100,6 +101,10 @@ class HopperBackend:
         launch = launch or choose_forward(p, device)
         form, schedules = form_of(p), Schedules(p)
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
+        score = chain(p, device, form)
+        if tile.early >= 0:
+            kind = p.score[tile.early].kind
+            score = JitTuple((*score, kind.load, kind.join))
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
         call = KernelCall(
@@ -115,7 +120,7 @@ class HopperBackend:
                 launch.swizzle,
                 (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
             ),
-            (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+            (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
             launch.num_warps,
             early=True,
         )

@@ -28,7 +28,7 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
-from flashtile.kernels.hopper.scores import exponentials, lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import exponentials, fetch, lane_sums, pivot, row_max, shape_scores, starts
 from flashtile.kernels.hopper.ticket import make_words
 from flashtile.kernels.hopper.work import (
     Job,
@@ -80,6 +80,7 @@ class Rows(NamedTuple):
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added
     top: gl.tensor  # maximum score, in units of `unit`
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
+    fetched: gl.tensor  # what a modifier loads of the next key tile
 
 
 @gluon.jit
@@ -152,23 +153,28 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
             for _ in range(loaded.end - seen.end):
                 skip(mem, use, GROUP, T)
                 use += 1
+        tile = tile_at(indices, seen, seen.end - 1, size, T)
+        following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
+        fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
         if T.blocks_q == 0:
             mem.queries.wait(turn * T.groups + GROUP)
-        tile = tile_at(indices, seen, seen.end - 1, size, T)
-        rows = begin(mem, use, tile, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
+        rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
         use += 1
         if T.masks_first:
             for n in range(seen.end - 1 - seen.high):
                 tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
-                rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+                following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
+                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
         for n in range(seen.high - seen.low):
             tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-            rows = step(rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+            following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
             use += 1
         if T.left:
             for n in range(seen.low - seen.first):
-                rows = step(rows, mem, use, seen.low - 1 - n, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+                tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
+                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
                 use += 1
         if T.unseen and T.left and not T.asks:
             blank_unseen(mem, use - 1, seen.first, size, T)
@@ -201,10 +207,11 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def begin(mem, use, tile, at, size, scale, score_args, given,
+def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given,
           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, without its values."""
-    score = starts(tile, at, size, scale, score_args, T.masked, T, SCORE)
+    score = starts(fetched, tile, at, size, scale, score_args, T.masked, T, SCORE)
+    fetched = fetch(following, at, size, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, T)
@@ -235,11 +242,11 @@ def begin(mem, use, tile, at, size, scale, score_args, given,
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
     elif T.unseen and not T.asks:
         blank_unseen(mem, use, tile, size, T)
-    return Rows(empty(T), weights, top, total)
+    return Rows(empty(T), weights, top, total, fetched)
 
 
 @gluon.jit
-def step(rows, mem, use, tile, at, size, scale, score_args, given,
+def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
          GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile; the values of the one before are added meanwhile.
 
@@ -247,7 +254,8 @@ def step(rows, mem, use, tile, at, size, scale, score_args, given,
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
     add is where the product starts from; a curve is evaluated while the values are being added.
     """
-    score = starts(tile, at, size, scale, score_args, MASKED, T, SCORE)
+    score = starts(rows.fetched, tile, at, size, scale, score_args, MASKED, T, SCORE)
+    fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, T)
@@ -277,7 +285,7 @@ def step(rows, mem, use, tile, at, size, scale, score_args, given,
     acc, weights = scaled(acc, decay, T), weigh(p, mem, T)
     if MASKED and T.asks:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
-    return Rows(acc, weights, top, total)
+    return Rows(acc, weights, top, total, fetched)
 
 
 @gluon.jit
@@ -398,7 +406,6 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     GROUPS: gl.constexpr = T.groups
-    targets, rest = settled(targets), settled(rest)
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
@@ -414,20 +421,20 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
-            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
-            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
     elif T.groups == 2:
         gl.warp_specialize([
-            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
-            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, targets, mem, size, rest, 0, T, SCORE, MASK)),
-            (consume, (out_desc, targets, mem, size, rest, 1, T, SCORE, MASK)),
-            (consume, (out_desc, targets, mem, size, rest, 2, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, rest[2], T)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
+            (consume, (out_desc, settled(targets), mem, size, settled(rest), 2, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

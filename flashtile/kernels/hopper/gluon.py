@@ -46,10 +46,11 @@ tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 
 @builtin
 def settled(value: Any, _semantic: Any = None) -> Any:
-    """A kernel's argument as it may enter warp_specialize.
+    """A kernel's argument as it may enter warp_specialize, to be called where it enters.
 
     Launches make constants of integers that equal 1. The type of the tuple that such a constant came in says None of it, and
-    a role is given what the type says.
+    a role is given what the type says. Under a name of its own such a tuple would hold a number again, of which a role knows
+    nothing: what it loads along a dense axis it would load element by element.
     """
     return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
 

@@ -29,3 +29,28 @@ def row_layout(columns: int) -> Any:
 def column_layout(columns: int) -> Any:
     """One number per column of `matrix_layout(columns)`."""
     return gl.SliceLayout(0, matrix_layout(columns))
+
+
+@gluon.constexpr_function
+def memory_layout(columns: int) -> Any:
+    """A tile of `matrix_layout(columns)`, each row in the same four lanes, eight neighbours in one thread."""
+    wide = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]]
+    return gl.DistributedLinearLayout(
+        reg_bases=[base for base in wide if base[1] < columns],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.constexpr_function
+def pair_layout(columns: int) -> Any:
+    """`matrix_layout(columns)`, two neighbours taken together."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], *([0, 1 << i] for i in range(2, (columns // 2).bit_length() - 1))],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns // 2],
+    )

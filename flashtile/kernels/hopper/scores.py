@@ -2,36 +2,89 @@
 
 from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import gl, gluon
-from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, row_layout
+from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
-from flashtile.kernels.lib.score import added, bent, logits
+from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
 
 
 @gluon.jit
-def starts(tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def fetch(tile, at, size, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """What the modifier T.early loads of a tile, under way; () if there is none. A product or two later `spread` takes it.
+
+    It lies in registers as in memory, eight neighbours in a thread, and is loaded so unless the tile reaches beyond the keys,
+    as that of a band's or a list's queries that see nothing may.
+    """
+    if T.early < 0:
+        return ()
+    elif MASKED and (T.pads_keys or T.left or T.blocks_q > 0):
+        if (tile + 1) * T.block_k > size.seqlen_k:
+            fetched = fetch_tile(tile, at, size, score_args, True, T, SCORE)
+        else:
+            fetched = fetch_tile(tile, at, size, score_args, False, T, SCORE)
+        return fetched
+    else:
+        return fetch_tile(tile, at, size, score_args, False, T, SCORE)
+
+
+@gluon.jit
+def fetch_tile(tile, at, size, score_args, CLAMPED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """As `fetch`: two neighbours in an int32, for on its own each half would take a register."""
+    row, key = indices(tile, at, size, CLAMPED, memory_layout(T.block_k), T)
+    place = Position(at.item.batch, at.head, row, row + (size.seqlen_k - size.seqlen_q), key)
+    loaded = SCORE[T.adds + 3 * T.curved](place, score_args[T.early]).to(gl.int16, bitcast=True)
+    low, high = gl.split(loaded.reshape([loaded.shape[0], loaded.shape[1] // 2, 2]))
+    return (high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)
+
+
+@gluon.jit
+def spread(fetched, DTYPE: gl.constexpr, T: gl.constexpr):
+    """What `fetch` loaded, as scores lie."""
+    BLOCK_K: gl.constexpr = T.block_k
+    pairs = gl.convert_layout(fetched, pair_layout(BLOCK_K))
+    low, high = pairs.to(gl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    loaded = gl.join(low, high).reshape([pairs.shape[0], BLOCK_K])
+    return gl.convert_layout(loaded, matrix_layout(BLOCK_K), assert_trivial=True)
+
+
+@gluon.jit
+def indices(tile, at, size, CLAMPED: gl.constexpr, L: gl.constexpr, T: gl.constexpr):
+    """(row, key) of a tile's scores, clamped into the tensors so that a modifier may load by them."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    row = gl.minimum(at.row + gl.arange(0, ROWS, gl.SliceLayout(1, L)), gl.maximum(size.seqlen_q - 1, 0))
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, L))
+    if CLAMPED:
+        key = gl.minimum(key, gl.maximum(size.seqlen_k - 1, 0))  # of no keys, too, a tile is visited
+    return row[:, None], key[None, :]
+
+
+@gluon.jit
+def starts(fetched, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
+    ADDS: gl.constexpr = T.adds
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
     score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
-    if T.adds > 0:
-        score = added(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
+    for i in gl.static_range(ADDS):
+        if i == T.early:
+            loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
+            score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, 1.0 / scale)
+        else:
+            score = SCORE[i](score, locate(tile, at, size, MASKED, T), score_args[i], 1.0 / scale)
     return score
 
 
 @gluon.jit
 def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
-    """The Position of a tile's scores, its indices clamped into the tensors so that a modifier may load by them.
+    """The Position of a tile's scores; `ahead` is one addition.
 
-    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's: `ahead` is one addition.
+    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     shift = size.seqlen_k - size.seqlen_q
-    row = gl.minimum(at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)), gl.maximum(size.seqlen_q - 1, 0))
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-    if MASKED:
-        key = gl.minimum(key, gl.maximum(size.seqlen_k - 1, 0))  # of no keys, too, a tile is visited
+    row, key = indices(tile, at, size, MASKED, matrix_layout(BLOCK_K), T)
     parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
     L: gl.constexpr = parts.type.layout
     query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
@@ -40,7 +93,7 @@ def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
     ahead = (tile * BLOCK_K - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
     ahead = gl.convert_layout(ahead.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
-    return Position(at.item.batch, at.head, row[:, None], (row + shift)[:, None], key[None, :], ahead)
+    return Position(at.item.batch, at.head, row, row + shift, key, ahead)
 
 
 @gluon.jit

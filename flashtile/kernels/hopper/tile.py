@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form
+from flashtile.kernels.lib.score import Form, early, form_of
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -70,6 +70,7 @@ class ForwardTile:
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
+    early: int  # which of those that add is loaded a key tile ahead; -1 if none
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -151,6 +152,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
+        early=loads_ahead(p, launch, form),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
@@ -163,6 +165,12 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         loader_registers=24,
         registers=consumer_registers(launch),
     )
+
+
+def loads_ahead(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> int:
+    """T.early. What is on its way takes up to 32 registers, which none of three warpgroups has: 78 spills a key tile."""
+    which = early(problem, form) if launch.groups == 2 else None
+    return -1 if which is None else which
 
 
 def has_unseen_keys(problem: AttentionProblem) -> bool:
@@ -189,4 +197,7 @@ def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> in
     d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
-    return tiles * problem.dtype.size_bytes + 1024
+    spread = (
+        2048 * launch.groups if loads_ahead(problem, launch, form_of(problem)) >= 0 else 0
+    )  # what `scores.spread` goes through
+    return tiles * problem.dtype.size_bytes + spread + 1024

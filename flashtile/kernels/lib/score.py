@@ -57,6 +57,20 @@ def chain(p: AttentionProblem, device: Device, form: Form) -> JitTuple:
     return JitTuple(functions)
 
 
+def early(p: AttentionProblem, form: Form) -> int | None:
+    """Which of the modifiers that add loads 16 bits for every key, of them rather one for every score; None if none does.
+
+    What it loads may be on its way before its tile's turn. It waits in registers, hence one alone.
+    """
+    able = [
+        i
+        for i, spec in enumerate(p.score[: form.adds])
+        if spec.kind.load is not None and not spec.scalars and [c.broadcast for c in spec.kind.captured] == [True]
+        and DType(spec.tensors[0].dtype).size_bytes == 2 and spec.tensors[0].shape[3] != 1
+    ]  # fmt: skip
+    return min(able, key=lambda i: p.score[i].tensors[0].shape[2] == 1, default=None)
+
+
 def captures(score: tuple[ScoreSpec, ...]) -> JitTuple:
     """CAPTURED of a problem's modifiers for the pass over queries; empty when it forms no captured tensor's gradient."""
     if not any(sums_in_queries(spec, j) for spec in score for j in range(len(spec.tensors))):
