@@ -406,6 +406,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     GROUPS: gl.constexpr = T.groups
+    targets, scale, region = settled(targets), rest[0], settled(rest[2])
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
@@ -418,23 +419,23 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     mem = Memory(q, k, v, out, job, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
     fence_async_shared()
     await_stream()
-    size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], rest[2], T)
+    size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
     elif T.groups == 2:
         gl.warp_specialize([
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 0, T, SCORE, MASK)),
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 1, T, SCORE, MASK)),
-            (consume, (out_desc, settled(targets), mem, size, settled(rest), 2, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, settled(rest)[2], T)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
+            (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 2, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

@@ -46,11 +46,11 @@ tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 
 @builtin
 def settled(value: Any, _semantic: Any = None) -> Any:
-    """A kernel's argument as it may enter warp_specialize, to be called where it enters.
+    """A kernel's argument as it may enter warp_specialize.
 
     Launches make constants of integers that equal 1. The type of the tuple that such a constant came in says None of it, and
-    a role is given what the type says. Under a name of its own such a tuple would hold a number again, of which a role knows
-    nothing: what it loads along a dense axis it would load element by element.
+    a role is given what the type says. Under a name of its own the tuple holds a number again, and a role loads along a dense
+    axis element by element; called where a tuple enters, this keeps the constant, which a tuple in a tuple loses altogether.
     """
     return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
 
