@@ -51,7 +51,8 @@ def mend_peaked(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.
     if region.causal:
         first = min(FIRST_ROWS, region.rows)
     left = region.rows - first
-    count = min(max(LEAST_ROWS, left // SHARE), left)
+    # Of few keys all rows: how exact torch's are differs from processor to processor.
+    count = left if region.keys <= FEW_KEYS else min(max(LEAST_ROWS, left // SHARE), left)
     chosen = _far_out(made.out[:, :, first:], count).add_(first)
     heads = max(1, ELEMENTS // (p.group * max(count, 1) * region.keys))  # of as many batch entries as it takes
     height = max(1, ELEMENTS // (p.group * region.keys))
