@@ -34,10 +34,9 @@ RUN = {
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
-def test_what_is_not_refused_is_right(direction: str, part: int) -> None:
+def test_what_is_not_refused_is_right(part: int) -> None:
     names = [case.name for case in CASES_HERE][part::PARTS]
-    results = emulate(direction, names)
+    results = emulate("BACKWARD", names)
     wrong = [f"{r['case']}: {r.get('failure') or r['breaches']}" for r in results if r.get("failure") or r.get("breaches")]
     assert not wrong, "\n".join(wrong)
     assert [r["case"] for r in results] == names
