@@ -50,7 +50,8 @@ def settled(value: Any, _semantic: Any = None) -> Any:
 
     Launches make constants of integers that equal 1. The type of the tuple that such a constant came in says None of it, and
     a role is given what the type says. Under a name of its own the tuple holds a number again, and a role loads along a dense
-    axis element by element; called where a tuple enters, this keeps the constant, which a tuple in a tuple loses altogether.
+    axis element by element; called where the tuple enters, it keeps the constants. Modifiers' arguments bear that; of the
+    strides of lists Triton 3.6.0 then makes None.
     """
     return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
 
