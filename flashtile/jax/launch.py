@@ -6,6 +6,7 @@ order. Each array parameter and each descriptor takes the next of the call's buf
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Mapping
@@ -171,17 +172,18 @@ def _message(
     triton = require_jaxlib()
     buffers = {b.name: b for b in plan.buffers}
     kernel = compiled(call, plan, device)
-    meta, ptx, cubin = kernel.metadata, kernel.asm["ptx"], kernel.asm["cubin"]
+    meta, cubin = kernel.metadata, kernel.asm["cubin"]
     runtime = specialise(call, buffers).runtime
     said = iter(meta.tensordesc_meta or ())
     descriptions = {i: next(said) for i, (arg, _) in enumerate(runtime) if isinstance(arg, Descriptor)}
     if places is not None:
-        ptx = reordered(ptx, runtime, places)
-        cubin = machine_code(kernel, ptx, device, call.contracts)
+        cubin = machine_code(kernel, reordered(kernel.asm["ptx"], runtime, places), device, call.contracts)
     if getattr(meta, "profile_scratch_size", 0) or meta.launch_cooperative_grid or meta.launch_pdl:
         raise NotSupported(f"{meta.name} from JAX", {"jaxlib": ["its launcher knows no cooperative or dependent launches"]})
+    # jaxlib knows machine code by the text where PTX is meant to be, and copies and hashes that at every launch.
+    text = f"// sm_{device.arch} machine code {hashlib.sha256(cubin).hexdigest()}"
     # num_warps counts all warps of a block, those of a warp-specialised kernel's other roles too
-    described = [meta.name, meta.num_warps, meta.num_ctas, meta.shared, ptx, "", device.arch]
+    described = [meta.name, meta.num_warps, meta.num_ctas, meta.shared, text, "", device.arch]
     if meta.global_scratch_size:
         described += [meta.global_scratch_size, meta.global_scratch_align]
     parameters: list[Any] = []

@@ -19,7 +19,7 @@ from flashtile.export.matrix import jobs_of, plan_of, problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
 from flashtile.jax.reorder import ENTRY, reordered
-from flashtile.jax.step import Backward
+from flashtile.jax.step import Backward, Forward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
@@ -139,6 +139,20 @@ def test_a_kernel_that_adds_to_what_it_takes_twice_gets_its_parameters_in_anothe
     own = (compile_module.assemble(ptx, H100, "-v")[1] for ptx in (kernel.asm["ptx"], text))
     used = [re.search(r"Used (\d+) registers", log).group(1) for log in own]
     assert used[0] == used[1]
+
+
+def test_messages_hold_machine_code_under_its_own_name_and_no_text() -> None:
+    """What stands in the place of PTX jaxlib copies and hashes at every launch, and tells kernels of one name apart by it."""
+    names: set[bytes] = set()
+    for softcap in ("", ",score=softcap(30.0)"):
+        plan = Forward(AttentionProblem.parse(f"attention(q=2x256x4x64,kv=256x2x64,bf16,band=:0{softcap})")).plan(H100)
+        call = next(c for c in plan.calls if isinstance(c, KernelCall))
+        message = zlib.decompress(launch._message(call, plan, H100, frozenset()))
+        cubin = launch.compiled(call, plan, H100).asm["cubin"]
+        assert cubin in message
+        assert len(message) < len(cubin) + 2000
+        names.update(re.findall(rb"// sm_90 machine code [0-9a-f]{64}", message))
+    assert len(names) == 2
 
 
 def test_a_reordered_kernel_is_assembled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
