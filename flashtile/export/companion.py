@@ -8,8 +8,9 @@ from flashtile.errors import NotSupported
 from flashtile.export.compile import contiguous
 from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.companions.catalogue import OPS
+from flashtile.kernels.companions.dense import APART
 from flashtile.plan.call import Buffer, KernelCall, Plan
-from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion
 
@@ -54,15 +55,18 @@ class CompanionExport:
 
     def forward(self, sizes: Sizes, device: Device) -> Plan:
         p = self.at(sizes)
-        return _without_products(plan_forward(OPS[p.op], p, _sized(device, sizes), "triton", keeps=True), {"pre"})
+        return _without_products(plan_forward(_op(p), p, _sized(device, sizes), "triton", keeps=True), {"pre"})
 
     def backward(self, sizes: Sizes, device: Device) -> Plan:
         p = self.at(sizes)
         wanted = frozenset(name for name, _ in p.given if name in p.differentiable)
         arriving = frozenset(p.public()) - frozenset(p.constant())
-        return _without_products(
-            plan_backward(OPS[p.op], p, _sized(device, sizes), "triton", wanted, arriving), {"pre", "dact"}
-        )
+        return _without_products(plan_backward(_op(p), p, _sized(device, sizes), "triton", wanted, arriving), {"pre", "dact"})
+
+
+def _op(p: Companion) -> Op:
+    """How plans are made: those of `dense` without what cuBLASLt does on the way."""
+    return APART if p.op == "dense" else OPS[p.op]
 
 
 def _sized(device: Device, sizes: Sizes) -> Device:

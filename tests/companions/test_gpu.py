@@ -104,3 +104,28 @@ def test_linear_cross_entropy_stays_within_its_memory(logits_bytes: int | None) 
     torch.autograd.grad(loss, (x, weight))
     most = 1.2 * 2**30 if logits_bytes is None else 1200 * 2**20 + logits_bytes
     assert torch.cuda.max_memory_allocated() - before <= most
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("offset", [0, 8, 1], ids=["aligned", "16 bytes", "2 bytes"])
+def test_gelu_within_products(dtype: torch.dtype, offset: int) -> None:
+    """What cuBLASLt does on the way out of products, and what PyTorch does where addresses keep it from that."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        size = torch.Size(shape).numel()
+        drawn = torch.randn(size + offset, device="cuda", dtype=dtype, generator=generator)[offset:].view(shape)
+        return (drawn * shape[-1] ** -0.5 if len(shape) == 2 else drawn).requires_grad_()
+
+    x, dout = random(300, 512), random(300, 256).detach()
+    weights = random(1024, 512), random(1024), random(256, 1024), random(256)
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    true = F.linear(F.gelu(F.linear(*exact[:3]), approximate="tanh"), *exact[3:])
+    plain = [t.detach().clone().requires_grad_() for t in (x, *weights)]
+    usual = F.linear(F.gelu(F.linear(*plain[:3]), approximate="tanh"), *plain[3:])
+    out = ops.mlp(x, *weights)
+    found = out, *torch.autograd.grad(out, (x, *weights), dout)
+    truth = true, *torch.autograd.grad(true, exact, dout.double())
+    theirs = usual, *torch.autograd.grad(usual, plain, dout)
+    for mine, other, right in zip(found, theirs, truth, strict=True):
+        assert (mine.double() - right).norm() <= 1.5 * (other.double() - right).norm()

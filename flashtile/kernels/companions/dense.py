@@ -1,14 +1,16 @@
-"""Linear layers with GELU between: the products are cuBLAS's through PyTorch, what stands between them one pass of ours.
+"""Linear layers with GELU between: the products are cuBLAS's. What stands between them is part of the products where cuBLASLt
+knows it, and else one pass of ours.
 
     pre = x weight1^T + bias1,  act = activation(pre),  out = act weight2^T + bias2   (without weight2: out = act)
 
-A backward reads the gradient of act and pre once, writes that of pre over the former, and sums bias1's on the way.
-GELU is its tanh approximation (arXiv 1606.08415).
+In a backward that pass reads the gradient of act and pre once, writes that of pre over the former, and sums bias1's on the
+way. GELU is its tanh approximation (arXiv 1606.08415).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any, ClassVar
 
@@ -165,9 +167,13 @@ def first_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 
 
 def activated_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The activation within cuBLASLt's product, of sums that were never rounded."""
+    """The activation within cuBLASLt's product, of sums that were never rounded; and what it was taken of, if that is kept."""
     from torch import ops
 
+    from flashtile.kernels.companions import cublaslt
+
+    if len(outputs) == 2:
+        return dict(zip(outputs, cublaslt.activated(t["x"], t["weight1"], t.get("bias1")), strict=True))
     bias = t["bias1"] if "bias1" in t else t["x"].new_zeros(p.hidden)
     made = ops.aten._addmm_activation(bias, t["x"], t["weight1"].t(), use_gelu=p.activation == "gelu_tanh")
     return {outputs[0]: made}
@@ -185,6 +191,31 @@ def outer_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     if "dweight2" in outputs:
         made["dweight2"] = t["dout"].t() @ t["act"]
     return made
+
+
+def fused_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """All of two layers: GELU's derivative and the sums for biases are parts of products."""
+    from flashtile.kernels.companions import cublaslt
+
+    made = parameter_gradients("2", t["dout"], t.get("act"), outputs)
+    if not {"dx", "dweight1", "dbias1"}.isdisjoint(outputs):
+        dpre = cublaslt.times_derivative(t["dout"], t["weight2"], t["pre"])
+        made |= parameter_gradients("1", dpre, t.get("x"), outputs)
+        if "dx" in outputs:
+            made["dx"] = dpre @ t["weight1"]
+    return made
+
+
+def parameter_gradients(layer: str, dout: Any, x: Any, outputs: tuple[str, ...]) -> Tensors:
+    """Of a layer's weight and bias, as far as they are among the outputs."""
+    from flashtile.kernels.companions import cublaslt
+
+    weight, bias = (f"d{name}{layer}" for name in ("weight", "bias"))
+    if weight in outputs and bias in outputs:
+        return dict(zip((weight, bias), cublaslt.with_sums(dout.t(), x), strict=True))
+    if weight in outputs:
+        return {weight: dout.t() @ x}
+    return {bias: dout.sum(0)} if bias in outputs else {}
 
 
 def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
@@ -207,19 +238,21 @@ BLOCK, WARPS = 4096, 4  # elements of act at a time
 TILE_ROWS, TILE_COLUMNS, STEPS = 4, 512, 32  # of the backward: 128 rows a program, whose sums are few beside what it reads
 
 
-def fuses(p: Dense, device: Device) -> bool:
-    """Whether cuBLASLt has the activation."""
-    return device.kind == "cuda" and p.activation in ("gelu_tanh", "relu") and p["x"].dtype != "fp32"
+def fuses(p: Dense, device: Device, keeps: bool) -> bool:
+    """Whether cuBLASLt has the activation, or, if what it is taken of is kept, has that too and its derivative."""
+    known = ("gelu_tanh",) if keeps else ("gelu_tanh", "relu")
+    sizes = (n for name in ("weight1", "weight2") if p.has(name) for n in p[name].shape)
+    return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
-def forward(p: Dense, device: Device, made: tuple[str, ...]) -> Steps:
-    """Product, activation, product; where pre is not kept the activation is part of the product, or lies over it."""
+def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False) -> Steps:
+    """Product, activation, product; the activation is part of the first, if not asked for `apart`, or lies over it."""
     two, keeps = p.has("weight2"), "pre" in made
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if not keeps and fuses(p, device):
-        calls.append(HostCall(activated_product, (act,)))
+    if fuses(p, device, keeps) and not apart:
+        calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
         calls.append(HostCall(first_product, (pre,)))
@@ -231,9 +264,11 @@ def forward(p: Dense, device: Device, made: tuple[str, ...]) -> Steps:
     return Steps(tuple(calls), tuple(scratch))
 
 
-def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozenset[str]) -> Steps:
-    """Products above, the pass between them, products below."""
+def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozenset[str], apart: bool = False) -> Steps:
+    """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
+    if two and not p.recompute and not apart and fuses(p, device, keeps=True):
+        return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted
     above = [f"d{n}" for n in ("weight2", "bias2") if n in wanted and not (n == "weight2" and makes_act)]
     below = [f"d{n}" for n in ("x", "weight1", "weight2") if n in wanted and not (n == "weight2" and not makes_act)]
@@ -307,3 +342,4 @@ def host_backward(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 
 
 DENSE = Op(Dense, forward, backward, host_forward, host_backward, kept)
+APART = Op(Dense, partial(forward, apart=True), partial(backward, apart=True), host_forward, host_backward, kept)

@@ -1,0 +1,130 @@
+"""Products with epilogues: how cuBLASLt is asked, held against PyTorch by a library of its names that computes on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flashtile.kernels.companions import cublaslt
+from flashtile.kernels.companions.catalogue import OPS
+from flashtile.plan.call import HostCall
+from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.plan.device import H100
+from flashtile.spec.companion import Companion
+
+COMPILER = shutil.which("cc")
+needs_a_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the library with")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("cublaslt") / "libcublaslt.so"
+    source = Path(__file__).with_name("libcublaslt.c")
+    subprocess.run([str(COMPILER), "-O1", "-shared", "-fPIC", str(source), "-o", str(path), "-lm"], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def product(built: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`_product` as on a GPU, by that library; holds the epilogues asked for."""
+    asked: list[int] = []
+
+    def on_the_host(epilogue: int, left: Any, right: Any, vector: Any, other: Any) -> Any:
+        (left, left_transposed), (right, right_transposed) = cublaslt._dense(left), cublaslt._dense(right)
+        out = left.new_full((left.shape[0], right.shape[1]), torch.nan)
+        sizes = (right.shape[1], left.shape[0], left.shape[1])
+        found = cublaslt._find((0, *sizes, right_transposed, left_transposed, epilogue, 14, len(asked) % 2 == 0))
+        assert found is not None
+        found.run(right, left, out, vector, other, torch.empty(found.workspace_bytes, dtype=torch.uint8), 0)
+        asked.append(epilogue)
+        return out
+
+    monkeypatch.setattr(cublaslt, "library", lambda: built)
+    monkeypatch.setattr(cublaslt, "_product", on_the_host)
+    monkeypatch.setattr(cublaslt, "_handles", {})
+    monkeypatch.setattr(cublaslt, "_found", {})
+    return asked
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(BF16)
+
+
+def plainly(function: Any, *given: Any) -> Any:
+    """What PyTorch makes of it, in float64."""
+    found = function(*(t if t is None else t.double() for t in given))
+    return found if isinstance(found, tuple) else (found,)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("biased", [True, False])
+def test_gelu_and_what_it_was_taken_of(product: list[int], biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = random(5, 16), random(24, 16), random(48)[::2] if biased else None
+    made = cublaslt.activated(*given)
+    assert product == [cublaslt.GELU_OF_BIASED if biased else cublaslt.GELU]
+    monkeypatch.setattr(cublaslt, "_product", lambda *_: None)
+    for mine, exact in zip(made, plainly(cublaslt.activated, *given), strict=True):
+        assert_close(mine.double(), exact, rtol=8e-3, atol=1e-3)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+def test_times_the_derivative(product: list[int], transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = random(16, 5).t() if transposed else random(5, 32)[:, ::2]  # one is copied first
+    given = left, random(16, 24), random(24, 5).t()
+    made = cublaslt.times_derivative(*given)
+    assert product == [cublaslt.GELU_DERIVATIVE]
+    monkeypatch.setattr(cublaslt, "_product", lambda *_: None)
+    assert_close(made.double(), *plainly(cublaslt.times_derivative, *given), rtol=8e-3, atol=1e-3)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+def test_with_sums(product: list[int], transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = random(16, 24).t() if transposed else random(24, 16), random(16, 8)
+    made = cublaslt.with_sums(*given)
+    assert product == [cublaslt.SUMS_OF_LEFT]
+    monkeypatch.setattr(cublaslt, "_product", lambda *_: None)
+    for mine, exact in zip(made, plainly(cublaslt.with_sums, *given), strict=True):
+        assert_close(mine.double(), exact, rtol=8e-3, atol=1e-3)
+
+
+@needs_a_compiler
+def test_a_size_is_looked_up_once_and_what_is_not_known_is_said(product: list[int], built: Any) -> None:
+    for _ in range(2):
+        cublaslt.with_sums(random(8, 8), random(8, 8))
+        cublaslt.with_sums(random(8, 8), random(8, 8))
+    assert len(cublaslt._found) == 2  # by alignment
+    assert cublaslt._find((0, 8, 8, 8, False, False, cublaslt.SUMS_OF_LEFT, 2, True)) is None
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmulDescSetAttribute of cuBLASLt says 7"):
+        next(iter(cublaslt._found.values())).describe(99, ctypes.c_int(0))  # type: ignore[union-attr]
+
+
+MLP = "dense(x=64x32:{0},weight1={1}x32:{0},bias1={1}:{0},weight2=16x{1}:{0},bias2=16:{0}{2})"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "options", "fused"),
+    [
+        ("bf16", 48, "", True),
+        ("fp16", 48, "", True),
+        ("fp32", 48, "", False),
+        ("bf16", 44, "", False),
+        ("bf16", 48, ";activation='relu'", False),
+        ("bf16", 48, ";recompute=True", False),
+    ],
+)
+def test_which_plans_are_products_alone(dtype: str, hidden: int, options: str, fused: bool) -> None:
+    problem = Companion.parse(MLP.format(dtype, hidden, options))
+    forward = plan_forward(OPS["dense"], problem, H100, "triton", keeps=True)
+    backward = plan_backward(OPS["dense"], problem, H100, "triton", frozenset(problem.tensors), frozenset({"out"}))
+    assert all(isinstance(call, HostCall) for call in backward.calls) == fused
+    assert all(isinstance(call, HostCall) for call in forward.calls) == (fused or "recompute" in options)
