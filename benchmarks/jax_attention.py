@@ -44,7 +44,7 @@ SPLIT_BARS = {ORIGINAL: 4.0, "pallas/mha": 4.0, "jax.nn/xla": 2.0}
 ALONE = (*FRONT_ENDS, *OURS, *SPLIT_BARS)  # whose backward is timed alone, too
 TUNED = ("tokamax/cudnn", "jax.nn/cudnn", "jax.nn/xla")  # XLA times variants as it compiles: not beside other processes
 KERNELS_S = 20.0  # kept for what the profiler measures, which comes last
-BURST, BURST_MS = 10, 40.0  # calls between two waits: at most so many, and no more than take so long
+BURST, BURST_MS = 40, 60.0  # calls between two waits: at most so many, and no more than take so long
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,9 @@ def rotate(which: str, found: dict[str, Calls], rounds: int, until: float) -> di
     counts: dict[str, int] = {}
     for turn in range(rounds):
         for name, calls in list(found.items())[:: -1 if turn % 2 else 1]:
-            if name not in counts:
-                counts[name] = max(2, min(BURST, int(BURST_MS / burst_ms(calls, which, 2))))
             calls.wait(calls.passes[which]())
+            if name not in counts:  # the first calls after others were compiled are late
+                counts[name] = max(2, min(BURST, int(BURST_MS / min(burst_ms(calls, which, 4) for _ in range(3)))))
             taken[name].append(burst_ms(calls, which, counts[name]))
         if turn and time.monotonic() > until:
             break
