@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+from tests.compile.conftest import NEWEST, Compiled
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-NEWEST = ROOT / ".venv" / "newest-triton"
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 # spelling -> most bytes of spill per thread in any of its kernels
 NORMS = {
@@ -64,19 +54,9 @@ EDGES = {
 }
 
 
-@cache
-def compiled(target: str, *arguments: str, packages: Path | None = None) -> list[dict[str, Any]]:
-    path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, str(HERE / "companion_code.py"), target, *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_hopper_code(spelling: str) -> None:
-    found = [f for f in compiled("sm90", "--accesses", *SPELLINGS) if f["spelling"] == spelling]
+def test_hopper_code(compiled: Compiled, spelling: str) -> None:
+    found = [f for f in compiled("companion_code.py", "sm90", "--accesses", *SPELLINGS) if f["spelling"] == spelling]
     assert len(found) >= 2
     for kernel in found:
         assert kernel["fits"], kernel
@@ -85,19 +65,19 @@ def test_hopper_code(spelling: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "gfx942"])
-def test_other_architectures_compile(target: str) -> None:
+def test_other_architectures_compile(compiled: Compiled, target: str) -> None:
     some = list(SPELLINGS)[::3]
-    for kernel in compiled(target, *some):
+    for kernel in compiled("companion_code.py", target, *some):
         assert kernel["fits"], kernel
 
 
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
-def test_they_compile_under_the_newest_triton() -> None:
-    for kernel in compiled("sm90", *list(SPELLINGS)[::3], packages=NEWEST):
+def test_they_compile_under_the_newest_triton(compiled: Compiled) -> None:
+    for kernel in compiled("companion_code.py", "sm90", *list(SPELLINGS)[::3], packages=NEWEST):
         assert kernel["fits"], kernel
 
 
-def test_every_option_compiles() -> None:
-    for kernel in compiled("sm90", *EDGES):
+def test_every_option_compiles(compiled: Compiled) -> None:
+    for kernel in compiled("companion_code.py", "sm90", *EDGES):
         assert kernel["fits"], kernel
         assert kernel["spill_bytes"] <= EDGES[kernel["spelling"]], kernel

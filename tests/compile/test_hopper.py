@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashtile.plan.device import H100
+from tests.compile.conftest import NEWEST, Compiled
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-NEWEST = ROOT / ".venv" / "newest-triton"
 
 SOFTCAP, ALIBI, BIAS = ",score=softcap(30.0)", ",score=alibi(4x16:fp32)", ",score=bias(1x16x4096x4096:bf16)"
 DROPOUT, VARLEN, BLOCKS = ",dropout=0.1", ",varlen=16384x16384", ",where=block_table(128;128;4x16x32x32:bool),blocks=128x128"
@@ -51,23 +42,14 @@ def spell(head_dim: int, rest: str) -> str:
     return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim},bf16{rest})"
 
 
-def compiled(*spellings: str, packages: Path | None = None) -> list[dict[str, Any]]:
-    path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, str(HERE / "hopper_code.py"), *spellings]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@cache
-def shipped() -> dict[str, dict[str, Any]]:
-    return {found["spelling"]: found for found in compiled(*(spell(*which) for which in TUNED))}
+@pytest.fixture(scope="module")
+def shipped(compiled: Compiled) -> dict[str, dict[str, Any]]:
+    return {found["spelling"]: found for found in compiled("hopper_code.py", *(spell(*which) for which in TUNED))}
 
 
 @pytest.mark.parametrize("which", TUNED, ids=lambda which: f"head_dim{which[0]}{which[1]}")
-def test_the_code_is_as_tuned(which: tuple[int, str]) -> None:
-    found = shipped()[spell(*which)]
+def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
+    found = shipped[spell(*which)]
     assert found["wgmma"]
     assert found["bulk"] >= 4
     assert found["setmaxnreg"] >= 2  # the loader gives registers to the consumers
@@ -92,25 +74,26 @@ def test_the_code_is_as_tuned(which: tuple[int, str]) -> None:
             assert max(loop["loads"]) < min(loop["waits"])
 
 
-def test_spills_stay_where_they_cost_little() -> None:
+def test_spills_stay_where_they_cost_little(shipped: dict[str, dict[str, Any]]) -> None:
     """Never in the unmasked loop; of plain tiles one alone spills, and a causal one with a bias; those of features have more to
     keep.
     """
-    spilling = {found["spelling"]: found["spill_bytes"] for found in shipped().values() if found["spill_bytes"]}
+    spilling = {found["spelling"]: found["spill_bytes"] for found in shipped.values() if found["spill_bytes"]}
     plain = {name: count for name, count in spilling.items() if not any(word in name for word in (DROPOUT, VARLEN, BLOCKS))}
     assert set(plain) <= {spell(64, ",band=:0"), spell(128, f",band=:0{BIAS}")}
     assert max(plain.values(), default=0) <= 128
     assert max(spilling.values(), default=0) <= 320
 
 
-@cache
-def shipped_backward() -> dict[str, dict[str, Any]]:
-    return {found["spelling"]: found for found in compiled(*(f"backward:{spell(*which)}" for which in TUNED_BACKWARD))}
+@pytest.fixture(scope="module")
+def shipped_backward(compiled: Compiled) -> dict[str, dict[str, Any]]:
+    asked = (f"backward:{spell(*which)}" for which in TUNED_BACKWARD)
+    return {found["spelling"]: found for found in compiled("hopper_code.py", *asked)}
 
 
 @pytest.mark.parametrize("which", TUNED_BACKWARD, ids=lambda which: f"head_dim{which[0]}{which[1]}")
-def test_the_backward_s_code_is_as_tuned(which: tuple[int, str]) -> None:
-    found, (length, spills) = shipped_backward()[f"backward:{spell(*which)}"], TUNED_BACKWARD[which]
+def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
+    found, (length, spills) = shipped_backward[f"backward:{spell(*which)}"], TUNED_BACKWARD[which]
     assert found["wgmma"]
     assert found["bulk"] >= 8
     assert found["setmaxnreg"] >= 2
@@ -123,8 +106,10 @@ def test_the_backward_s_code_is_as_tuned(which: tuple[int, str]) -> None:
 
 
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
-def test_it_compiles_under_the_newest_triton() -> None:
-    for found in compiled(spell(64, ",band=:0"), spell(128, ""), f"backward:{spell(128, '')}", packages=NEWEST):
+def test_it_compiles_under_the_newest_triton(compiled: Compiled) -> None:
+    for found in compiled(
+        "hopper_code.py", spell(64, ",band=:0"), spell(128, ""), f"backward:{spell(128, '')}", packages=NEWEST
+    ):
         assert found["wgmma"]
         assert found["bulk"]
         assert found["setmaxnreg"]

@@ -79,7 +79,7 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
     )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=600)
 @given(problems())
 def test_parse_inverts_spell(problem: AttentionProblem) -> None:
     parsed = AttentionProblem.parse(problem.spell())
@@ -88,13 +88,13 @@ def test_parse_inverts_spell(problem: AttentionProblem) -> None:
     assert parsed.spell() == problem.spell()
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(problems(), problems())
 def test_different_problems_are_spelled_differently(a: AttentionProblem, b: AttentionProblem) -> None:
     assert (a == b) == (a.spell() == b.spell())
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(problems(), st.data())
 def test_parse_of_a_damaged_spelling_raises_or_means_something(problem: AttentionProblem, data: st.DataObject) -> None:
     text = problem.spell()
