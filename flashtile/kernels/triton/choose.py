@@ -148,6 +148,9 @@ ASKED: dict[tuple[Pass, int], Launch] = {
 # 0.7 KB in 4 warps, 64 x 64 takes 1.90. The backward's later rules: 4.5 ms for both passes, 6.4 in the dense problem's tiles.
 SCATTERED: dict[tuple[Pass, int], Launch] = {("forward", 64): Launch(128, 64, 8, 3, 8)}
 
+# Keys wider than values: by spills (none; 700 bytes a thread in the tile of equal head dims), not timed.
+UNEQUAL: dict[tuple[Pass, int], Launch] = {("fused", 256): Launch(32, 32, 8, 2, 8)}
+
 
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes.
@@ -252,13 +255,15 @@ def asked(problem: AttentionProblem, device: Device, which: Pass) -> Launch | No
 
 
 def modified(problem: AttentionProblem, device: Device, which: Pass, width: int) -> Launch | None:
-    """The tile that has room for a 16-bit problem's modifiers, predicates or scattered rows, where that is known."""
+    """The tile that has room for a 16-bit problem's modifiers, predicates, scattered or unequal rows, where that is known."""
     if device.target != "sm90" or problem.dtype is DType.FP32:
         return None
     if problem.where:
         return asked(problem, device, which)
     if not problem.score:
-        return SCATTERED.get((which, width)) if scattered(problem) and problem.dropout is None else None
+        wide, wide_v = padded(problem)
+        known = SCATTERED if scattered(problem) else UNEQUAL if wide > wide_v else {}
+        return known.get((which, width)) if problem.dropout is None else None
     broadcast = any(captured.broadcast for spec in problem.score for captured in spec.kind.captured)
     own = BIASED if score_bytes(problem) else LINED if broadcast else SCORED
     return own.get((which, width)) or SCORED.get((which, width))
