@@ -41,6 +41,9 @@ class Blocks(Joined):
             lists[f"blocks.index_{side}"] = order.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
             visited = (table != HIDDEN).sum(-1)
             lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
+        long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
+        order = lists["blocks.order_k"]
+        lists["blocks.order_k"] = torch.cat([order, long.to(torch.int32).expand(*order.shape[:2], 1)], -1)
         self._lists = lists
 
     @property

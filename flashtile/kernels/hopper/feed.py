@@ -30,7 +30,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
             tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
             tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = work.tiles
-        if T.resident:
+        if T.resident and not T.takes_late:
             taken = take(counter_ptr)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         if T.tells:
@@ -48,6 +48,8 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
                 head, start = place.at(step, T)
                 edges = load_step(q_desc, dout_desc, rows_desc, memory, head, start, False, first, end, place, step, edges, T)
                 step = step + 1
+        if T.resident and T.takes_late:
+            taken = take(counter_ptr)
         ticket = spread(taken) if T.resident else taken
         turn = turn + 1
         if not T.tells:

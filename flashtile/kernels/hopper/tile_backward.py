@@ -92,6 +92,14 @@ class BackwardTile:
         return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modified or self.dropout
 
     @property
+    def takes_late(self) -> bool:
+        """Whether a block takes its next ticket where a tile ends, so that none waits behind a long list.
+
+        With predicates it takes one where a tile begins: late, consumers spill more (docs/hopper.md).
+        """
+        return self.blocks_q > 0 and not self.predicate
+
+    @property
     def told_steps(self) -> int:
         """How many steps the loader's words are kept, where it tells: see `visit.tell_step`."""
         return 1 << (self.stages + 1).bit_length()

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.gluon import afresh, aggregate, gl, gluon, uniform
 from flashtile.kernels.hopper.ticket import read_word, write_words
-from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
-from flashtile.kernels.lib.grid import Sizes, padded_rows
+from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, long_lists, longest
+from flashtile.kernels.lib.grid import Sizes, padded_rows, seat
 from flashtile.kernels.lib.mask import key_range
-from flashtile.kernels.lib.varlen import first_padded, slab, tile_of
+from flashtile.kernels.lib.varlen import Item, first_padded, slab, tile_of
 
 WORDS = constexpr(16)  # numbers that `tell_tile` tells
 
@@ -140,6 +140,26 @@ class Walk:
 
 
 @gluon.jit
+def longest_first(ticket, tiles, heads_kv, work, T: gl.constexpr):
+    """(tile, head of keys, Item) of a ticket, by the length of their lists; `tiles` of each head.
+
+    First the long lists of all heads, because what takes longest must not be begun last; then the others, T.swizzle heads
+    together.
+    """
+    PER: gl.constexpr = T.blocks_k // T.block_k
+    whole, lists, heads = work.sizes, work.lists[0], work.tiles // tiles
+    long = long_lists(lists, tiles // PER) * PER
+    if ticket < long * heads:
+        rank, batch_head = ticket // heads, ticket % heads
+    else:
+        rank, batch_head = seat(ticket - long * heads, tiles - long, heads, T.swizzle, False)
+        rank += long
+    batch, head_kv = batch_head // heads_kv, batch_head % heads_kv
+    tile = longest(lists, batch, head_kv * T.group, rank // PER) * PER + rank % PER
+    return tile, head_kv, Item(batch, batch * 0, whole.q, whole.q, batch * 0, whole.k, whole.k)
+
+
+@gluon.jit
 def walk(ticket, begin, work, T: gl.constexpr):
     """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item)."""
     whole, band, region = work.sizes, work.band, work.region
@@ -149,10 +169,10 @@ def walk(ticket, begin, work, T: gl.constexpr):
     span = whole.k
     if T.blocks_q > 0:  # whole blocks, for their order counts them
         span = gl.cdiv(whole.k, T.blocks_k) * T.blocks_k
-    tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
-    if T.blocks_q > 0 and not T.deterministic:  # the longest first
-        PER: gl.constexpr = T.blocks_k // T.block_k
-        tile = longest(work.lists[0], item.batch, head_kv * T.group, tile // PER) * PER + tile % PER
+    if T.blocks_q > 0 and not T.deterministic:
+        tile, head_kv, item = longest_first(ticket, span // BLOCK_K, heads_kv, work, T)
+    else:
+        tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift

@@ -33,6 +33,12 @@ def longest(blocks, batch, head, rank):
 
 
 @jit
+def long_lists(blocks, lines):
+    """How many of the `lines` columns of blocks are far longer than the mean, in the head that has most of these."""
+    return tl.load(blocks[4] + lines * blocks[5][2])
+
+
+@jit
 def block_start(indices, step, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Where the tile of BLOCK that is the `step`-th of a list of blocks of SIZE starts."""
     PER: tl.constexpr = SIZE // BLOCK
