@@ -1,7 +1,7 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.hopper.gluon import gl, gluon, widened
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
@@ -44,7 +44,7 @@ def spread(fetched, DTYPE: gl.constexpr, T: gl.constexpr):
     pairs = gl.convert_layout(fetched, pair_layout(BLOCK_K))
     low, high = pairs.to(gl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     loaded = gl.join(low, high).reshape([pairs.shape[0], BLOCK_K])
-    return gl.convert_layout(loaded, matrix_layout(BLOCK_K), assert_trivial=True)
+    return widened(gl.convert_layout(loaded, matrix_layout(BLOCK_K), assert_trivial=True))
 
 
 @gluon.jit

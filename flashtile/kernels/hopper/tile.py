@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form, early, form_of
+from flashtile.kernels.lib.score import Form, early, form_of, shares_items
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -71,6 +71,7 @@ class ForwardTile:
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
     early: int  # which of those that add is loaded a key tile ahead; -1 if none
+    together: bool  # as `shares_items` says: see `work.counted`
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -153,6 +154,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         adds=form.adds,
         curved=form.curved,
         early=loads_ahead(p, launch, form),
+        together=shares_items(p),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,

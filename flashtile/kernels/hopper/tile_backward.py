@@ -7,7 +7,7 @@ from math import ceil
 
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form, early
+from flashtile.kernels.lib.score import Form, early, shares_items
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -70,6 +70,7 @@ class BackwardTile:
     blanks: bool  # some query or key may see nothing: what lies there may be NaN
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
+    together: bool  # as `shares_items` says: see `varlen.tile_of`
     modifiers: int  # how many there are: dropout's arguments follow theirs
     predicate: bool  # predicates narrow the mask
     starts: int  # where their terms begin (`term_starts`)
@@ -78,7 +79,6 @@ class BackwardTile:
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
-    together: bool = False  # likewise: items in order
 
     @property
     def block_k(self) -> int:
@@ -210,6 +210,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blanks=unseen(p),
         sink=p.sink is not None,
         dropout=p.dropout is not None,
+        together=shares_items(p),
         modifiers=len(p.score),
         predicate=bool(p.where),
         starts=term_starts(p),

@@ -2,7 +2,7 @@
 
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay, widened
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.visit import again, meeting, seeing
 from flashtile.kernels.lib.exponential import LOG2E
@@ -115,7 +115,7 @@ def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, 
         memory.to.biases.wait(step)
         loaded = memory.bias.index(W).reshape([raw.shape[1], 64]).permute((1, 0)).load(matrix_layout(raw.shape[1]))
         memory.to.biases.release(step)
-        raw = SCORE[T.adds](raw, loaded, 1.0 / scale)
+        raw = SCORE[T.adds](raw, widened(loaded), 1.0 / scale)
     if not T.late:
         raw = add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T, SCORE)
     return raw
