@@ -101,7 +101,9 @@ class HopperBackend:
         launch = launch or choose_forward(p, device)
         form, schedules = form_of(p), Schedules(p)
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
-        score = chain(p, device, form)
+        score, biased = chain(p, device, form), None
+        if tile.brought:
+            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
         if tile.early >= 0:
             kind = p.score[tile.early].kind
             score = JitTuple((*score, kind.load, kind.join))
@@ -115,8 +117,9 @@ class HopperBackend:
                 Descriptor("k", (1, 1, tile.block_k, tile.columns)),
                 Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
+                biased,
                 (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
-                *integers(p).values(),
+                *(integers(p)[n] for n in ("heads", "group", "left", "right")),
                 launch.swizzle,
                 (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
             ),

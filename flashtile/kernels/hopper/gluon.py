@@ -92,15 +92,6 @@ def pack(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def widened(x):
-    """16 bits to float32; of bfloat16 said in integers, for a conversion takes another instruction for each upper half."""
-    if x.dtype == gl.bfloat16:
-        return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16).to(gl.float32, bitcast=True)
-    else:
-        return x.to(gl.float32)
-
-
-@gluon.jit
 def stay(x):
     """An int32, computed where this stands: otherwise what few tiles need is moved to where all others pay for it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
@@ -132,5 +123,4 @@ def uniform(x):
 __all__ = [
     "afresh", "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast",
     "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
-    "widened",
 ]  # fmt: skip

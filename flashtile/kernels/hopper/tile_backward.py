@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, copied, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form, early, shares_items
+from flashtile.kernels.lib.score import Form, shares_items
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -219,17 +219,6 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         halves=launch.halves,
         resident=launch.resident,
     )
-
-
-COPIED_KEYS = 8  # the copy engine wants strides of 16 bytes
-
-
-def copied(problem: AttentionProblem, form: Form) -> int:
-    """T.early: one that loads 16 bits for every score. Not of ragged items: beyond their queries its tensor may hold NaN."""
-    p, which = problem, early(problem, form)
-    if which is None or p.lengths.ragged or p.seqlen_k % COPIED_KEYS or 1 in p.score[which].tensors[0].shape[2:]:
-        return -1
-    return which
 
 
 def loads(problem: AttentionProblem, form: Form, brought: int) -> bool:

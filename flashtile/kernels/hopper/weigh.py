@@ -2,8 +2,9 @@
 
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay, widened
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
+from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
