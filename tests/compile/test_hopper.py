@@ -101,7 +101,7 @@ def test_the_code_is_as_tuned(which: tuple[int, str]) -> None:
 
 
 def test_spills_stay_where_they_cost_little() -> None:
-    """Never in the unmasked loop; of plain tiles one alone spills, and of those with a bias that of three warpgroups and a causal
+    """Never in the unmasked loop; of plain tiles one alone spills, and with a bias that of three warpgroups and a causal
     one; those of features have more to keep.
     """
     spilling = {found["spelling"]: found["spill_bytes"] for found in shipped().values() if found["spill_bytes"]}
