@@ -95,6 +95,21 @@ def test_its_gradient_repeats_bitwise(backend: str, place: torch.device, variant
         assert torch.equal(gradients(given, bias, bias, options)[4], first)
 
 
+def test_of_an_expanded_bias_that_wants_no_gradient_one_element_is_read(backend: str, place: torch.device) -> None:
+    given, options = inputs(place), Options(backend=backend)
+    one = torch.randn(1, 1, 20, 36, device=place)
+    wide = one.expand(2, 4, 20, 36)
+    assert Bias(wide).tensors(2, 4)[0].shape == one.shape
+    assert Bias(wide).tensors(3, 5)[0].shape == wide.shape  # whose size is wrong: to be refused
+    outs = [flashtile.attention(*given, score=(Bias(bias),), options=options) for bias in (one, wide, wide.contiguous())]
+    assert torch.equal(outs[0], outs[1])
+    torch.testing.assert_close(outs[1], outs[2])
+    leaf = wide.detach().requires_grad_()
+    made = gradients(given, leaf, leaf, options)[4]
+    assert made.shape == wide.shape
+    assert (made[1, 3] != 0).any()
+
+
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 8, 8), (2, 0, 8), (2, 8, 0)])
 @pytest.mark.parametrize("axes", [(1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1), (1, 0, 1, 0)], ids=str)
 def test_empty_problems(

@@ -50,8 +50,9 @@ def bias_contribution(grad, score, at, args):
 class Bias(Score):
     """Score modifier score + bias; `bias` is a tensor that broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
 
-    It is read where it lies, and never expanded. Its gradient is summed over the axes that it lacks or that have size 1, in
-    a fixed order. -inf hides a key, as a mask does.
+    It is read where it lies, and never expanded; where the caller has expanded batch or heads, and wants no gradient, one of
+    them is read. Its gradient is summed over the axes that it lacks or that have size 1, in a fixed order. -inf hides a key,
+    as a mask does.
     """
 
     bias: Any
@@ -73,7 +74,12 @@ class Bias(Score):
             )
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
-        return (self.bias[(None,) * (4 - len(self.bias.shape))],)
+        bias = self.bias[(None,) * (4 - len(self.bias.shape))]
+        if hasattr(bias, "stride") and not bias.requires_grad:
+            for axis, size in enumerate((batch, heads_q)):
+                if bias.stride(axis) == 0 and bias.shape[axis] == size:
+                    bias = bias.narrow(axis, 0, min(size, 1))
+        return (bias,)
 
     @staticmethod
     def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:

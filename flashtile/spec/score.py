@@ -19,7 +19,8 @@ end if at all, are computed by these; all others, and fp32, by `forward` and `ba
 it; on the CPU such problems cost hardly more than plain ones. What is loaded for every score is best
 added by `tl.fma`: of a plain sum Triton makes the product's accumulator, which has to be there before the product begins.
 One with `add`, one captured tensor and no scalars may also say `load(at, args)`, which returns what the tensor holds for a
-tile, and `join(score, loaded, unit)`, which adds it: the Hopper kernel then loads a tile ahead.
+tile, as it is, and `join(score, loaded, unit)`, which adds it: Hopper's forward then loads a tile ahead, and its backward has
+the bulk copy engine bring what `load` would return.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ for argument in sys.argv[1:]:
             "loads": loop.places("LDG"),
             "wide_loads": loop.places("LDG.E.128"),
             "spreads": loop.places("STS"),
+            "turns": loop.places("LDSM"),
         }
         for loop in matrix_loops(disassemble(compiled))
     ]

@@ -34,7 +34,7 @@ def _longer() -> Iterator[Case]:
     yield replace(listed, name="mask-table-scores", mask="table", score=("softcap",), dropout=0.2)
     yield replace(listed, name="mask-strangers-dropout", head_dim=128, mask="strangers-blocks", dropout=0.2, deterministic=True)
     yield replace(listed, name="mask-holes-sink", mask="holes", sink="fp32")
-    # what a bias adds is loaded a key tile ahead: over several tiles, the last of them short
+    # what a bias adds is brought ahead: over several tiles, the last of them short; others are loaded score by score
     biased = replace(listed, mask=None, score=("bias",), score_dtype="bf16", fixed_slopes=True)
     yield replace(biased, name="bias-full", head_dim=128, seqlen_k=408, score=("bias-heads", "bias-keys"))
     yield replace(biased, name="bias-causal", head_dim=128, dtype="bf16", causal=True, score=("alibi", "bias", "softcap"))
@@ -44,6 +44,9 @@ def _longer() -> Iterator[Case]:
     yield replace(biased, name="bias-table", head_dim=128, mask="table", dropout=0.2)
     yield replace(biased, name="bias-holes", head_dim=128, mask="holes", score=("bias-batch",))
     yield replace(biased, name="bias-wide-band", head_dim=128, mask="wide-band-blocks", heads_kv=4)
+    yield replace(biased, name="bias-odd-keys", head_dim=128, seqlen_k=403)
+    yield replace(biased, name="bias-fp32", head_dim=128, causal=True, score_dtype="fp32", score=("alibi", "bias"))
+    yield replace(biased, name="bias-twice", head_dim=64, causal=True, deterministic=True, score=("bias-plane", "bias"))
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-bias", head_dim=128, causal=True, score=("bias",), score_dtype="fp16", fixed_slopes=True)

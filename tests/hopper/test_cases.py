@@ -29,6 +29,7 @@ RUN = {
         "longer-padded-left",
         "longer-mask-table",
         "longer-mask-holes",
+        "longer-bias-full",
     ),
 }
 

@@ -9,6 +9,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile._triton import INTERPRETED
+from flashtile.kernels.hopper.choose import choose_forward
+from flashtile.kernels.hopper.tile import brought, copied
+from flashtile.kernels.hopper.tile_backward import choose_backward, make_backward_tile
 from flashtile.kernels.lib.score import Form, chain, early, form_of
 from flashtile.plan.device import H100, MI300X
 from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward
@@ -69,3 +72,27 @@ def test_the_functions_of_a_form() -> None:
 def test_the_modifier_that_may_be_loaded_ahead(score: str, which: int | None) -> None:
     p = problem(f"bf16,score={score}")
     assert early(p, form_of(p)) == which
+
+
+@pytest.mark.parametrize(
+    ("problem", "which", "forward", "backward", "late"),
+    [
+        ("q=1x64x2x128,kv=64x2x128,bf16,score=bias(1x1x64x64:fp16)", 0, True, 0, False),
+        ("q=1x64x2x64,kv=64x2x64,bf16,score=alibi(1x2:fp32)+bias(1x2x64x64:bf16)", 1, True, 1, False),
+        ("q=1x64x2x128,kv=64x2x128,bf16,score=bias(1x2x64x64:bf16)+bias(1x2x64x64:bf16)", 0, True, 0, True),
+        ("q=1x64x2x128,kv=64x2x128,bf16,score=bias(1x2x64x64:bf16)+softcap(2.0)", 0, True, -1, True),
+        ("q=1x64x2x256,kv=64x2x256,bf16,score=bias(1x2x64x64:bf16)", 0, True, -1, True),
+        ("q=1x64x2x128,kv=65x2x128,bf16,score=bias(1x2x64x65:bf16)", -1, False, -1, True),
+        ("q=1x64x2x128,kv=64x2x128,bf16,used=k,score=bias(1x2x64x64:bf16)", -1, False, -1, True),
+        ("q=1x64x2x128,kv=64x2x128,bf16,score=bias(1x2x64x64:fp32)", -1, False, -1, True),
+        ("q=1x64x2x128,kv=64x2x128,bf16,score=bias(1x2x1x64:bf16)", -1, False, -1, False),
+    ],
+)
+def test_the_tensor_that_hopper_s_copy_engine_brings(
+    problem: str, which: int, forward: bool, backward: int, late: bool
+) -> None:
+    p = AttentionProblem.parse(f"attention({problem})")
+    form, launch = form_of(p), choose_backward(p, H100)
+    tile = make_backward_tile(p, launch, form)
+    assert (copied(p, form), brought(p, choose_forward(p, H100), form)) == (which, forward)
+    assert (tile.early, tile.late) == (backward, late)

@@ -101,7 +101,9 @@ class HopperBackend:
         launch = launch or choose_forward(p, device)
         form, schedules = form_of(p), Schedules(p)
         tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
-        score = chain(p, device, form)
+        score, biased = chain(p, device, form), None
+        if tile.brought:
+            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
         if tile.early >= 0:
             kind = p.score[tile.early].kind
             score = JitTuple((*score, kind.load, kind.join))
@@ -115,8 +117,9 @@ class HopperBackend:
                 Descriptor("k", (1, 1, tile.block_k, tile.columns)),
                 Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
+                biased,
                 (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
-                *integers(p).values(),
+                *(integers(p)[n] for n in ("heads", "group", "left", "right")),
                 launch.swizzle,
                 (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
             ),
@@ -143,6 +146,10 @@ class HopperBackend:
         launch = launch or choose_backward(p, device)
         form, schedules = form_of(p, gradients=True), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
+        score, biased = chain(p, device, form), None
+        if tile.early >= 0:
+            score = JitTuple((*score, p.score[tile.early].kind.join))
+            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
         region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
@@ -194,13 +201,14 @@ class HopperBackend:
                 Descriptor("dv", (1, 1, GROUP_ROWS, tile.columns_v_own)),
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
-                *(counts[n] for n in ("seqlen_q", "seqlen_k", "left", "right")),
+                biased,
+                *(counts[n] for n in ("left", "right")),
                 (
                     ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
                     *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
                 ),
             ),
-            (("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+            (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
             launch.num_warps,
             early=True,
         )

@@ -21,25 +21,19 @@ from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting
-from flashtile.kernels.hopper.weigh import blank_hidden_keys, blank_keys, differentiate, modified, weigh
+from flashtile.kernels.hopper.weigh import (
+    add_rest,
+    added,
+    blank_hidden_keys,
+    blank_keys,
+    differentiate,
+    modified,
+    starts,
+    weigh,
+)
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.stream import await_stream
-
-
-@gluon.jit
-def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
-    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
-
-    Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
-    """
-    LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
-    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-    if T.folds:
-        numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
-        return numbers
-    else:
-        return zero
 
 
 @gluon.jit
@@ -61,12 +55,14 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
 
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
+    first_key = place.column + W * 64
     raw = starts(level_rows, BLOCK_Q, T)
+    if T.adds_first:
+        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
     dp = starts(delta_rows, BLOCK_Q, T)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds, is_async=True)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
-    first_key = place.column + W * 64
     masked = asks(memory, step, place, start, T)
     if T.dropout:
         survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
@@ -87,6 +83,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
         dv_token = warpgroup_mma(p, dout, dv, is_async=True)
     else:
+        if T.late:
+            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
         weights = p
         if T.dropout:
@@ -182,6 +180,8 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
         p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
                          score_args, T, SCORE, MASK)  # fmt: skip
     else:
+        if T.late:
+            raw = add_rest(raw, head, first_query, place.column, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
@@ -298,38 +298,38 @@ def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.conste
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, seqlen_q, seqlen_k, left,
-                       right, rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, bias_desc, left, right, rest,
+                       T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, count
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
-    where T.varlen; region, and what the mask has, as in `visit.Work`.
+    where T.varlen; region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None.
     """
-    rest = settled(rest)
-    grads, region, scale, score_args = rest[0], rest[1], rest[2], rest[3]
-    heads = q_desc.shape[1]
+    grads, region, scale = settled(rest[0]), settled(rest[1]), rest[2]
+    mask_args, lists = settled(rest[4]), settled(rest[5])
+    heads, seqlen_q, seqlen_k = q_desc.shape[1], q_desc.shape[2], k_desc.shape[2]
     if T.ragged:
         tiles = region[2] * (heads // T.group)
     elif T.blocks_q > 0:
         tiles = gl.cdiv(seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
-    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, rest[4], rest[5])
-    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T)
+    work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
+    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, T)
     fence_async_shared()
     await_stream()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, score_args, 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, grads[0][1], memory, work, T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -7,7 +7,7 @@ from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work, T: gl.constexpr):
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
 
     Where T.tells the other roles learn tiles and steps from it.
@@ -39,14 +39,14 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
                 steps, asked, listed = place.visited(head, work, T)
                 for nth in range(gl.minimum(steps, place.visits.end - step)):
                     start, masked = place.visit(nth, asked, listed, T)
-                    edges = load_step(
-                        q_desc, dout_desc, rows_desc, memory, head, start, masked, first, end, place, step, edges, T
-                    )
+                    edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
+                                      step, edges, T)  # fmt: skip
                     step = step + 1
         else:
             while step < place.visits.end:
                 head, start = place.at(step, T)
-                edges = load_step(q_desc, dout_desc, rows_desc, memory, head, start, False, first, end, place, step, edges, T)
+                edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, False, first, end, place, step,
+                                  edges, T)  # fmt: skip
                 step = step + 1
         if T.resident and T.takes_late:
             taken = take(counter_ptr)
@@ -59,7 +59,8 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, memory, work
 
 
 @gluon.jit
-def load_step(q_desc, dout_desc, rows_desc, memory, head, start, masked, first, end, place, step, edges, T: gl.constexpr):
+def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place, step, edges,
+              T: gl.constexpr):  # fmt: skip
     """Load queries, their rows and dout of a step, and blank what nobody sees; how many steps needed that, with this one."""
     blank = False
     if T.predicate:
@@ -77,7 +78,18 @@ def load_step(q_desc, dout_desc, rows_desc, memory, head, start, masked, first, 
             load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
     else:
         load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+    if T.early >= 0:
+        load_bias(bias_desc, memory, head, start, place, step)
     return edges
+
+
+@gluon.jit
+def load_bias(desc, memory, head, start, place, step):
+    """Load what a modifier adds to a step's scores, for each consumer's keys."""
+    bar = memory.to.biases.acquire(step, 2 * desc.block_type.nbytes)
+    batch, head = gl.minimum(place.batch, desc.shape[0] - 1), gl.minimum(head, desc.shape[1] - 1)  # or one for all of them
+    for i in gl.static_range(2):
+        tma_load(desc, [batch, head, start, place.column + i * 64], bar, memory.bias.index(i))
 
 
 @gluon.jit

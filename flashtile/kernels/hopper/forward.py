@@ -62,15 +62,17 @@ class Memory:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
+    bias: gl.shared_memory_descriptor  # of one key tile, for each warpgroup, where T.brought
     job: gl.shared_memory_descriptor  # what the loader tells of a tile with lists
     queries: Channel
     keys: Channel
     values: Channel
+    biases: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, job, queries, keys, values):
-        self.q, self.k, self.v, self.out, self.job = q, k, v, out, job
-        self.queries, self.keys, self.values = queries, keys, values
+    def __init__(self, q, k, v, out, bias, job, queries, keys, values, biases):
+        self.q, self.k, self.v, self.out, self.bias, self.job = q, k, v, out, bias, job
+        self.queries, self.keys, self.values, self.biases = queries, keys, values, biases
 
 
 class Rows(NamedTuple):
@@ -84,7 +86,7 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, mem, size, region, T: gl.constexpr):
+def load(q_desc, k_desc, v_desc, bias_desc, mem, size, region, T: gl.constexpr):
     """Role: bring queries, keys and values of every tile into shared memory."""
     use = 0
     for turn in range(turns(size, T)):
@@ -100,11 +102,15 @@ def load(q_desc, k_desc, v_desc, mem, size, region, T: gl.constexpr):
         if T.blocks_q > 0:  # those that wait for the queries find it
             tell(mem.job, at, T)
         load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
+        if T.brought:
+            fill_bias(bias_desc, mem, use, at, key, T)
         fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         use += 1
         for n in range(seen.end - 1 - seen.first):
             key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
             fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+            if T.brought:
+                fill_bias(bias_desc, mem, use, at, key, T)
             fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
             use += 1
 
@@ -128,6 +134,16 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
     for part in gl.static_range(PARTS):
         tma_load(desc, [batch, head, row, part * COLUMNS], bar, tiles.index(channel.at(use) * PARTS + part))
+
+
+@gluon.jit
+def fill_bias(desc, mem, use, at, key, T: gl.constexpr):
+    """Load what T.early adds to the scores of a key tile, for every warpgroup; items or heads may have one for all of them."""
+    GROUPS: gl.constexpr = T.groups
+    bar = mem.biases.acquire(use, desc.block_type.nbytes * GROUPS)
+    batch, head = gl.minimum(at.item.batch, desc.shape[0] - 1), gl.minimum(at.head, desc.shape[1] - 1)
+    for group in gl.static_range(GROUPS):
+        tma_load(desc, [batch, head, at.row + group * T.rows, key], bar, mem.bias.index(group))
 
 
 @gluon.jit
@@ -202,6 +218,9 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
     take_turn(GROUP, T)
     pass_turn(GROUP, T)
     mem.keys.release(use)
+    if T.brought:
+        mem.biases.wait(use)
+        mem.biases.release(use)
     mem.values.wait(use)
     mem.values.release(use)
 
@@ -210,7 +229,7 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given,
           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, without its values."""
-    score = starts(fetched, tile, at, size, scale, score_args, T.masked, T, SCORE)
+    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.masked, T, SCORE)
     fetched = fetch(following, at, size, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
@@ -254,7 +273,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
     add is where the product starts from; a curve is evaluated while the values are being added.
     """
-    score = starts(rows.fetched, tile, at, size, scale, score_args, MASKED, T, SCORE)
+    score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
@@ -394,19 +413,20 @@ def weigh(p, mem, T: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
-def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqlen_k, heads, group, left, right, swizzle,
-                      rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, heads, group, left, right, swizzle, rest,
+                      T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
     `swizzle` heads are computed together (see `work.assign`); it depends on the sizes, so it is no part of T.
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
-    contiguous. rest = (scale, arguments of modifiers, region); region = (the schedule, its records, where T.ragged; arguments
-    of predicates; the mask's block lists, or None).
+    contiguous. bias_desc: the tensor of T.early where it is T.brought, or None. rest = (scale, arguments of modifiers, region);
+    region = (the schedule, its records, where T.ragged; arguments of predicates; the mask's block lists, or None).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     GROUPS: gl.constexpr = T.groups
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
+    seqlen_q, seqlen_k = q_desc.shape[2], k_desc.shape[2]
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
@@ -416,13 +436,18 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
     job = q
     if T.blocks_q > 0:
         job = make_words(5)
-    mem = Memory(q, k, v, out, job, make_channel(GROUPS, 1), make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS))
+    keys, values = make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS)
+    bias, biases = q, keys
+    if T.brought:
+        bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
+        biases = make_channel(1, GROUPS)
+    mem = Memory(q, k, v, out, bias, job, make_channel(GROUPS, 1), keys, values, biases)
     fence_async_shared()
     await_stream()
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
@@ -430,12 +455,12 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, targets, seqlen_q, seqle
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 2, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

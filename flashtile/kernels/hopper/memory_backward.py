@@ -16,16 +16,18 @@ class Channels:
     douts: Channel
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
+    biases: Channel  # where T.early
     edges: Channel  # by which the loader waits for tiles itself
 
     @gluon.constexpr_function
-    def __init__(self, tickets, keys, queries, douts, scores, sums, edges):
+    def __init__(self, tickets, keys, queries, douts, scores, sums, biases, edges):
         self.tickets = tickets
         self.keys = keys
         self.queries = queries
         self.douts = douts
         self.scores = scores
         self.sums = sums
+        self.biases = biases
         self.edges = edges
 
 
@@ -41,11 +43,12 @@ class Memory:
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     shares: gl.shared_memory_descriptor
+    bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, steps, to):
+    def __init__(self, k, v, q, dout, rows, p, ds, shares, bias, steps, to):
         self.k = k
         self.v = v
         self.q = q
@@ -54,12 +57,13 @@ class Memory:
         self.p = p
         self.ds = ds
         self.shares = shares
+        self.bias = bias
         self.steps = steps
         self.to = to
 
 
 @gluon.jit
-def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.constexpr):
+def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, T: gl.constexpr):
     """Memory of a block. Fence before specialising warps."""
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
@@ -73,6 +77,11 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.co
     shares = ds
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+    sums = make_channel(2, 1)
+    bias, biases = ds, sums
+    if T.early >= 0:
+        bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
+        biases = make_channel(1, 2)
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
@@ -85,6 +94,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.co
         p,
         ds,
         shares,
+        bias,
         steps,
         Channels(
             make_tickets(2 if T.halves else 4, WORDS if T.tells else 1),
@@ -92,7 +102,8 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, T: gl.co
             make_channel(T.stages, 2),
             make_channel(T.stages_dout, 2),
             make_channel(2, 2, 2),
-            make_channel(2, 1),
+            sums,
+            biases,
             make_channel(1, 1),
         ),
     )

@@ -10,12 +10,13 @@ from flashtile.spec.score import Position
 
 @gluon.jit
 def fetch(tile, at, size, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """What the modifier T.early loads of a tile, under way; () if there is none. A product or two later `spread` takes it.
+    """What the modifier T.early loads of a tile, under way; () if there is none, or it is T.brought.
 
+    A product or two later `spread` takes it.
     It lies in registers as in memory, eight neighbours in a thread, and is loaded so unless the tile reaches beyond the keys,
     as that of a band's or a list's queries that see nothing may.
     """
-    if T.early < 0:
+    if T.early < 0 or T.brought:
         return ()
     elif MASKED and (T.pads_keys or T.left or T.blocks_q > 0):
         if (tile + 1) * T.block_k > size.seqlen_k:
@@ -44,7 +45,16 @@ def spread(fetched, DTYPE: gl.constexpr, T: gl.constexpr):
     pairs = gl.convert_layout(fetched, pair_layout(BLOCK_K))
     low, high = pairs.to(gl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     loaded = gl.join(low, high).reshape([pairs.shape[0], BLOCK_K])
-    return gl.convert_layout(loaded, matrix_layout(BLOCK_K), assert_trivial=True)
+    return widened(gl.convert_layout(loaded, matrix_layout(BLOCK_K), assert_trivial=True))
+
+
+@gluon.jit
+def widened(x):
+    """16 bits to float32; of bfloat16 said in integers, for a conversion takes another instruction for each upper half."""
+    if x.dtype == gl.bfloat16:
+        return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit
@@ -60,7 +70,8 @@ def indices(tile, at, size, CLAMPED: gl.constexpr, L: gl.constexpr, T: gl.conste
 
 
 @gluon.jit
-def starts(fetched, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
+           SCORE: gl.constexpr):  # fmt: skip
     """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
     ADDS: gl.constexpr = T.adds
     BLOCK_K: gl.constexpr = T.block_k
@@ -68,7 +79,12 @@ def starts(fetched, tile, at, size, scale, score_args, MASKED: gl.constexpr, T: 
     score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(ADDS):
         if i == T.early:
-            loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
+            if T.brought:
+                mem.biases.wait(use)
+                loaded = widened(mem.bias.index(GROUP).reshape([ROWS, BLOCK_K]).load(matrix_layout(BLOCK_K)))
+                mem.biases.release(use)
+            else:
+                loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
             score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, 1.0 / scale)
         else:
             score = SCORE[i](score, locate(tile, at, size, MASKED, T), score_args[i], 1.0 / scale)

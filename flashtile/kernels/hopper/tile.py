@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form, early, form_of
+from flashtile.kernels.lib.score import Form, early, form_of, shares_items
+from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
 
 WARPGROUP = 128  # threads that issue one matrix instruction
@@ -71,6 +72,8 @@ class ForwardTile:
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
     early: int  # which of those that add is loaded a key tile ahead; -1 if none
+    brought: bool  # by the copy engine, to shared memory; otherwise into registers
+    together: bool  # as `shares_items` says: see `work.counted`
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -153,6 +156,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         adds=form.adds,
         curved=form.curved,
         early=loads_ahead(p, launch, form),
+        brought=brought(p, launch, form),
+        together=shares_items(p),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
@@ -167,9 +172,29 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
     )
 
 
+def copied(problem: AttentionProblem, form: Form) -> int:
+    """Which modifier's tensor the copy engine can bring, 16 bits for every score; -1 if none.
+
+    Not where items differ in length: beyond their queries it may hold NaN.
+    """
+    p, which = problem, early(problem, form)
+    if which is None or p.lengths.ragged or p.seqlen_k % COPIED_KEYS or 1 in p.score[which].tensors[0].shape[2:]:
+        return -1
+    return which
+
+
+COPIED_KEYS = 8  # the copy engine wants strides of 16 bytes
+
+
+def brought(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
+    """T.brought: where shared memory has room for a tile of scores."""
+    room = H100.smem_bytes - tile_bytes(problem, launch)
+    return copied(problem, form) >= 0 and room >= bias_bytes(launch)
+
+
 def loads_ahead(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> int:
     """T.early. What is on its way takes up to 32 registers, which none of three warpgroups has: 78 spills a key tile."""
-    which = early(problem, form) if launch.groups == 2 else None
+    which = early(problem, form) if launch.groups == 2 or brought(problem, launch, form) else None
     return -1 if which is None else which
 
 
@@ -192,12 +217,24 @@ def consumer_registers(launch: ForwardLaunch) -> int:
     return min((REGISTERS - loader) // (launch.groups * WARPGROUP) // 8 * 8, 240)
 
 
-def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
-    """Shared memory of a tile: queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
+def tile_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
+    """Shared memory of queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
     d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
     own = launch.staged or d != dv
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
-    spread = (
-        2048 * launch.groups if loads_ahead(problem, launch, form_of(problem)) >= 0 else 0
-    )  # what `scores.spread` goes through
-    return tiles * problem.dtype.size_bytes + spread + 1024
+    return tiles * problem.dtype.size_bytes + 1024
+
+
+def bias_bytes(launch: ForwardLaunch) -> int:
+    """Shared memory of what the copy engine brings for a tile of scores."""
+    return launch.block_q * launch.block_k * 2
+
+
+def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
+    """Shared memory of a tile."""
+    form, bias = form_of(problem), 0
+    if brought(problem, launch, form):
+        bias = bias_bytes(launch)
+    elif loads_ahead(problem, launch, form) >= 0:
+        bias = 2048 * launch.groups  # what `scores.spread` goes through
+    return tile_bytes(problem, launch) + bias

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, has_unseen_keys
+from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, copied, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form
+from flashtile.kernels.lib.score import Form, shares_items
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -59,7 +59,9 @@ class BackwardTile:
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
     curved: bool  # and a last one that is a curve
-    modified: bool  # any of these: probabilities are formed as by the portable kernels
+    early: int  # which of those that add the copy engine brings to shared memory; -1 if none
+    late: bool  # the others add to products that are done, not to what these start from
+    modified: bool  # there are modifiers that do more than add: probabilities are formed as by the portable kernels
     folds: bool  # the matrix unit adds level and delta
     deterministic: bool
     swizzle: int
@@ -68,6 +70,7 @@ class BackwardTile:
     blanks: bool  # some query or key may see nothing: what lies there may be NaN
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
+    together: bool  # as `shares_items` says: see `varlen.tile_of`
     modifiers: int  # how many there are: dropout's arguments follow theirs
     predicate: bool  # predicates narrow the mask
     starts: int  # where their terms begin (`term_starts`)
@@ -76,7 +79,6 @@ class BackwardTile:
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
-    together: bool = False  # likewise: items in order
 
     @property
     def block_k(self) -> int:
@@ -89,7 +91,12 @@ class BackwardTile:
     @property
     def tells(self) -> bool:
         """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
-        return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modified or self.dropout
+        return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modifiers > 0 or self.dropout
+
+    @property
+    def adds_first(self) -> bool:
+        """Whether products of keys and queries start from what modifiers add."""
+        return self.early >= 0 or (self.adds > 0 and not (self.modified or self.late))
 
     @property
     def takes_late(self) -> bool:
@@ -183,7 +190,8 @@ def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
     p = problem
     band = p.band
-    modified = form.prescale or form.curved or form.adds > 0
+    modified = form.prescale or form.curved
+    brought = -1 if modified or launch.halves else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
         head_dim=p.head_dim,
@@ -199,6 +207,8 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         prescale=form.prescale,
         adds=form.adds,
         curved=form.curved,
+        early=brought,
+        late=launch.halves or loads(p, form, brought),
         modified=modified,
         folds=not modified and p.dropout is None and not launch.halves,
         deterministic=p.deterministic,
@@ -208,6 +218,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blanks=unseen(p),
         sink=p.sink is not None,
         dropout=p.dropout is not None,
+        together=shares_items(p),
         modifiers=len(p.score),
         predicate=bool(p.where),
         starts=term_starts(p),
@@ -215,6 +226,16 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
         resident=launch.resident,
+    )
+
+
+def loads(problem: AttentionProblem, form: Form, brought: int) -> bool:
+    """T.late: whether one that adds, other than T.early, loads for every score: it does so while products are under way."""
+    return any(
+        captured.index is not None or (captured.broadcast and 1 not in tensor.shape[2:])
+        for i, spec in enumerate(problem.score[: form.adds])
+        for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True)
+        if i != brought
     )
 
 

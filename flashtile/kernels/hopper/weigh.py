@@ -4,6 +4,7 @@ from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
+from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
@@ -90,6 +91,56 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
     if T.left:
         keep = keep & (column <= aligned + band[0] - offset)
     return gl.convert_layout(gl.where(keep, parts, 0.0).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
+    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
+
+    Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
+    """
+    LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
+    if T.folds:
+        numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
+        return numbers
+    else:
+        return zero
+
+
+@gluon.jit
+def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+          SCORE: gl.constexpr):  # fmt: skip
+    """What a product starts from, plus what modifiers add. That of T.early lies in shared memory, queries x keys."""
+    if T.early >= 0:
+        memory.to.biases.wait(step)
+        loaded = memory.bias.index(W).reshape([raw.shape[1], 64]).permute((1, 0)).load(matrix_layout(raw.shape[1]))
+        memory.to.biases.release(step)
+        raw = SCORE[T.adds](raw, widened(loaded), 1.0 / scale)
+    if not T.late:
+        raw = add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T, SCORE)
+    return raw
+
+
+@gluon.jit
+def add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):
+    """raw plus what all modifiers but T.early add."""
+    ADDS: gl.constexpr = T.adds
+    for i in gl.static_range(ADDS):
+        if i != T.early:
+            raw = SCORE[i](
+                raw, position(head, first_query, first_key, place.batch, sizes, raw.shape), score_args[i], 1.0 / scale
+            )
+    return raw
+
+
+@gluon.jit
+def position(head, first_query, first_key, batch, sizes, SHAPE: gl.constexpr):
+    """The Position of a tile, keys x queries."""
+    SCORES: gl.constexpr = matrix_layout(SHAPE[1])
+    query = first_query + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, SCORES))[None, :]
+    key = first_key + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, SCORES))[:, None]
+    return locate(batch, head, query, key, sizes)
 
 
 @gluon.jit

@@ -107,8 +107,18 @@ def assign(turn, size, region, T: gl.constexpr):
     else:
         if T.last_first:
             tile = size.tiles - 1 - tile
-        item = Item(head // size.heads, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
-        return Job(item, item.batch, head % size.heads, tile * T.block_q, Listed(0, 0))
+        batch, head = counted(head, size, T)
+        item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
+        return Job(item, batch, head, tile * T.block_q, Listed(0, 0))
+
+
+@gluon.jit
+def counted(batch_head, size, T: gl.constexpr):
+    """(batch, head) of a number that counts both. Items read the same bias at the same time if T.together."""
+    if T.together:
+        return batch_head % size.items, batch_head // size.items
+    else:
+        return batch_head // size.heads, batch_head % size.heads
 
 
 @gluon.jit
@@ -119,7 +129,7 @@ def longest_first(tile, batch_head, together, size, lists, T: gl.constexpr):
     starts with the shortest, so that the groups' unevenness cancels out; the last one ends with them.
     """
     PER: gl.constexpr = T.blocks_q // T.block_q
-    batch, head = batch_head // size.heads, batch_head % size.heads
+    batch, head = counted(batch_head, size, T)
     groups = gl.cdiv(size.items * size.heads, size.swizzle)
     tile = gl.where(((groups - 1 - together) & 1) == 1, size.tiles - 1 - tile, tile)
     line = longest(lists, batch, head, tile // PER)
