@@ -30,7 +30,7 @@ TUNED = {
     (192, ""): 405, (192, ",band=:0"): 401, (256, ""): 404, (256, ",band=:0"): 414,
     # 127 of softcap's are polynomials, which spare the slow unit: more of them, and yet faster
     (64, SOFTCAP): 671, (128, SOFTCAP): 714, (128, f",band=:0{SOFTCAP}"): 729, (64, ALIBI): 541, (128, ALIBI): 583,
-    (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 942, (128, DROPOUT): 996,
+    (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 631, (128, DROPOUT): 683,
     (96, BIAS): 706, (128, BIAS): 679, (128, f",band=:0{BIAS}"): 668, (256, BIAS): 522,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
 }  # fmt: skip
@@ -44,6 +44,7 @@ TUNED_BACKWARD = {
     # of these 600 and 1,200 are jumped over where all of a block is visible
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
+    (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (478, 0),
 }  # fmt: skip
 
 
