@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import Dropout, InvalidProblem, Options, dropout_mask
-from flashtile.spec.dropout import keep, philox, threshold, words
+from flashtile.spec.dropout import LATTICE, keep, limits, numbers, philox
 from flashtile.spec.options import Variant
 
 # Random123's kat_vectors (Salmon et al., SC 2011): counter, key, rounds, words
@@ -31,15 +31,39 @@ def test_philox_gives_the_published_words(
     assert tuple(int(n) for n in philox(*map(tuple, given), rounds)) == expected  # type: ignore[arg-type]
 
 
-def test_a_word_is_found_as_the_definition_says() -> None:
-    seed, heads = torch.tensor([(5 << 32) + 7, 11]), 3
-    for batch, head, i, j in ((0, 0, 0, 0), (1, 2, 9, 3), (4, 1, 24, 40), (0, 2, 4095, 7)):
-        counter = (i // 16 * 8 + i % 8, j // 16 * 8 + j % 8, batch * heads + head, 11)
-        word = philox(counter, (7, 5))[2 * (i // 8 % 2) + j // 8 % 2]
-        at = [torch.tensor(n) for n in (batch, head, i, j)]
-        assert int(words(*at, heads, seed)) == word
-        for p in (0.0, word / 2**32, (word + 1) / 2**32):
-            assert bool(keep(p, *at, heads, seed)) == (word >= threshold(p))
+SEED, HEADS, PLACES = ((5 << 32) + 7, 11), 3, ((0, 0, 0, 0), (1, 2, 9, 3), (4, 1, 24, 40), (0, 2, 4095, 7), (2, 0, 70, 200))
+
+
+def dither_at(batch: int, head: int, i: int, j: int) -> int:
+    """The word that rounds the limit of a position under SEED."""
+    index = (batch * HEADS + head, i // 64 * 4 + i // 2 % 4, j // 64 * 4 + j // 2 % 4)
+    first = philox((11, 2**32 - 1, 0, 2**32 - 1), (7, 5))[0]
+    return (first + sum(n * step for n, step in zip(index, LATTICE, strict=True))) % 2**32
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_is_found_as_the_definition_says(place: tuple[int, ...]) -> None:
+    batch, head, i, j = place
+    counter = (11, j // 16 * 4 + j // 2 % 4, batch * HEADS + head, i // 16 * 4 + i // 2 % 4)
+    word = philox(counter, (7, 5))[2 * (i % 2) + j // 8 % 2]
+    number = word >> 8 * (2 * (j % 2) + i // 8 % 2) & 127
+    seed, at = torch.tensor(SEED), [torch.tensor(n) for n in place]
+    assert int(numbers(*at, HEADS, seed)) == number
+    for p in (0.0, number / 128, (number + 1) / 128):  # no limit is rounded
+        below = number < min(p, 1 - p) * 128
+        assert bool(keep(p, *at, HEADS, seed)) == (below if p > 0.5 else not below)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_limit_is_rounded_up_by_as_many_dithers_as_were_rounded_away(place: tuple[int, ...]) -> None:
+    """So that the chance is p to 2^-32: of 2^32 dithers those below the rest, which is a multiple of 128."""
+    at, dither = [torch.tensor(n) for n in place], dither_at(*place)
+    for whole in (0, 12, 63):
+        for rest in (0, dither >> 7, (dither >> 7) + 1, 2**25 - 1):
+            chance = whole << 25 | rest
+            for p in (chance / 2**32, 1 - chance / 2**32):
+                limit = int(limits(p, *at, HEADS, torch.tensor(SEED)))
+                assert limit == whole + (dither < rest << 7), (p, rest)
 
 
 def seen_mask(backend: str, place: torch.device, variant: Variant, dropout: Dropout, *, seqlen_q: int, seqlen_k: int) -> None:
@@ -75,6 +99,21 @@ def test_every_backend_keeps_the_same(
     seed = torch.tensor([-(2**62) + 12345, 2**40 + 99], device=place)
     for dropout in (Dropout(0.3, seed), Dropout(0.5, seed=-8)):
         seen_mask(backend, place, variant, dropout, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+@pytest.mark.parametrize("flipped", [False, True], ids=["dropped", "kept"])
+def test_every_backend_rounds_limits_the_same(
+    backend: str, place: torch.device, variant: Variant, up: bool, flipped: bool
+) -> None:
+    """By a probability whose number is below its limit if that is rounded up, and a rest next to its dither."""
+    seed, at = torch.tensor(SEED, device=place), (1, 2, 7, 66)
+    number = int(numbers(*map(torch.tensor, at), HEADS, seed.cpu()))
+    assert number < 64
+    chance = (number << 25 | (dither_at(*at) >> 7) + up) / 2**32
+    dropout = Dropout(1 - chance if flipped else chance, seed)
+    assert bool(dropout_mask(dropout, 2, HEADS, 16, 72)[at]) == (up == flipped)
+    seen_mask(backend, place, variant, dropout, seqlen_q=16, seqlen_k=72)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.dropout import MULTIPLIERS, ROUNDS, WEYL, Dropout, threshold, without_bit_3
+from flashtile.spec.dropout import LATTICE, MULTIPLIERS, ROUNDS, WEYL, WORD, Dropout, call_index, dither_index, threshold
 
 
 def seed_words(dropout: Dropout) -> Any:
@@ -26,16 +26,29 @@ def seed_words(dropout: Dropout) -> Any:
 def keep(p: float, batch: Any, head: Any, row: Any, key: Any, heads_q: int, seed: Any) -> Any:
     """Boolean: whether the probabilities at these int32 positions, which broadcast, are kept; seed: int32 (4,)."""
     low, high, offset, _ = (seed[i].view(jnp.uint32) for i in range(4))
-    words = jnp.broadcast_arrays(without_bit_3(row), without_bit_3(key), batch * heads_q + head)
-    a, b, c = (word.astype(jnp.uint32) for word in words)
-    d = jnp.broadcast_to(offset, a.shape)
+    slab = batch * heads_q + head
+    a, b, c, d = _philox((offset, call_index(key), slab, call_index(row)), (low, high))
+    by_key = (key >> 3 & 1) == 1
+    word = jnp.where((row & 1) == 1, jnp.where(by_key, d, c), jnp.where(by_key, b, a))
+    number = word >> (16 * (key & 1) + 8 * (row >> 3 & 1)).astype(jnp.uint32) & jnp.uint32(127)
+    last = jnp.uint32(WORD)
+    dither, *_ = _philox((offset, last, jnp.uint32(0), last), (low, high))
+    for step, index in zip(LATTICE, (slab, dither_index(row), dither_index(key)), strict=True):
+        dither = dither + jnp.uint32(step) * jnp.asarray(index).astype(jnp.uint32)
+    chance = min(threshold(p), 2**32 - threshold(p))
+    below = number < jnp.uint32(chance >> 25) + (dither < jnp.uint32(chance << 7 & WORD)).astype(jnp.uint32)
+    return below if threshold(p) > 2**31 else ~below
+
+
+def _philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """As `spec.dropout.philox`, of integers that broadcast."""
+    a, b, c, d = (jnp.asarray(word).astype(jnp.uint32) for word in counter)
+    low, high = key
     for _ in range(ROUNDS):
         (left_high, left), (right_high, right) = _multiply(a, MULTIPLIERS[0]), _multiply(c, MULTIPLIERS[1])
         a, b, c, d = right_high ^ b ^ low, right, left_high ^ d ^ high, left
         low, high = low + jnp.uint32(WEYL[0]), high + jnp.uint32(WEYL[1])
-    by_row, by_key = (row >> 3 & 1) == 1, (key >> 3 & 1) == 1
-    word = jnp.where(by_row, jnp.where(by_key, d, c), jnp.where(by_key, b, a))
-    return word >= jnp.uint32(threshold(p))
+    return a, b, c, d
 
 
 def _multiply(x: Any, factor: int) -> tuple[Any, Any]:

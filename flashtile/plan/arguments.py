@@ -31,7 +31,7 @@ def mask_args(p: AttentionProblem) -> tuple[Any, ...]:
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     """Per modifier its scalars, then pointer and strides of each captured tensor; after the modifiers those of dropout.
 
-    Those are the seed's pointer, the least word that is kept less 2^31, and 1 / (1 - p).
+    Those are the seed's pointer, p less 1/2 in units of 2^-32, and 1 / (1 - p).
     """
     chained: list[tuple[Any, ...]] = []
     for i, spec in enumerate(p.score):

@@ -22,7 +22,7 @@ TUNED = {
     (192, ""): 405, (192, ",band=:0"): 401, (256, ""): 404, (256, ",band=:0"): 414,
     # 127 of softcap's are polynomials, which spare the slow unit: more of them, and yet faster
     (64, SOFTCAP): 671, (128, SOFTCAP): 714, (128, f",band=:0{SOFTCAP}"): 729, (64, ALIBI): 541, (128, ALIBI): 583,
-    (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 942, (128, DROPOUT): 996,
+    (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 631, (128, DROPOUT): 683,
     (64, BIAS): 555, (96, BIAS): 637, (128, BIAS): 595, (128, f",band=:0{BIAS}"): 613, (256, BIAS): 494, (128, KEYS): 587,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
 }  # fmt: skip
@@ -37,7 +37,7 @@ TUNED_BACKWARD = {
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (1063, 4),
-    (128, f",band=:0{ALIBI}"): (661, 2),
+    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (478, 0),
 }  # fmt: skip
 
 

@@ -212,6 +212,37 @@ def report(lock: language.Pointer) -> None:
     here().block.pause()
 
 
+def choose_bytes(a: torch.Tensor, b: torch.Tensor, selector: int) -> torch.Tensor:
+    eight = torch.stack([word >> 8 * byte & 255 for word in (a, b) for byte in range(4)])
+    chosen = [eight[selector >> 4 * place & 15] << 8 * place for place in range(4)]
+    return torch.stack(chosen).sum(0).as_subclass(language.Register)
+
+
+def compared(word: torch.Tensor, limit: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
+    """What a half of a word, without its sign, keeps; limits are so small that no half of them is NaN."""
+    assert bool(((limit & 0xFF == 0) & (limit < 0x7C00)).all())
+    return (word & 0x7FFF < limit) ^ (flip == 0)
+
+
+def keep_singles(x: torch.Tensor, words: torch.Tensor, limits: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
+    """Odd columns have the upper half."""
+    upper = torch.arange(x.shape[1]) % 2 == 1
+    word, limit = (torch.where(upper, both >> 16, both) & 0xFFFF for both in (words, limits))
+    return torch.where(compared(word, limit, flip), x, 0.0).as_subclass(language.Register)
+
+
+def keep_pairs(
+    low: torch.Tensor, high: torch.Tensor, words: torch.Tensor, limits: torch.Tensor, flip: torch.Tensor, kind: str
+) -> torch.Tensor:
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    lower, upper = (
+        torch.where(compared(words >> shift & 0xFFFF, limits >> shift & 0xFFFF, flip), x, 0.0)
+        .to(dtype).view(torch.int16).to(torch.int32)
+        for shift, x in ((0, low), (16, high))
+    )  # fmt: skip
+    return (lower & 0xFFFF | upper << 16).as_subclass(language.Register)
+
+
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.lib.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -228,6 +259,9 @@ def install(seed: int = 0) -> None:
         gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
         aggregate=unchanged,
         pack=lambda value, dtype: value.to(dtype),
+        choose_bytes=choose_bytes,
+        keep_pairs=keep_pairs,
+        keep_singles=keep_singles,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,

@@ -102,6 +102,13 @@ def judge(cases: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_registers_keep_what_the_contract_names() -> None:
+    command = [sys.executable, "-m", "tests.hopper.emulated_dropout"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("width", FORWARD)
 def test_the_forward_is_exact(width: str) -> None:
     judge([case for tile in FORWARD[width] for case in tile.cases("forward")])

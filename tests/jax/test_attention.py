@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flashtile import Alibi, Band, Document, Dropout, KeyPadding, Prefix
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.dropout import keep, seed_words
-from flashtile.spec.dropout import words
+from flashtile.spec.dropout import keep as spec_keep
 from tests.jax.judge import CASES, Case, evaluate, judge
 from tests.jax.quadratic import attention
 
@@ -171,14 +172,15 @@ def test_varlen_is_item_by_item(options: dict[str, bool]) -> None:
         np.testing.assert_allclose(mine, theirs_, atol=1e-4, rtol=1e-4)
 
 
-def test_dropout_keeps_what_pytorch_keeps() -> None:
-    """`words` of ints is what every backend is held against."""
-    dropout = Dropout(0.37, -987654321012345)
-    index = [np.arange(n).reshape(-1, *(1,) * (3 - axis)) for axis, n in enumerate((2, 3, 20, 33))]
-    mine = keep(dropout.p, *(jnp.asarray(x, jnp.int32) for x in index), 3, seed_words(dropout))
-    for place in np.ndindex(2, 3, 20, 33):
-        word = words(*place, 3, (dropout.seed, 0))
-        assert bool(mine[place]) == (word >= round(dropout.p * 2**32))
+@pytest.mark.parametrize("p", [0.37, 0.05, 0.5, 0.8])
+def test_dropout_keeps_what_pytorch_keeps(p: float) -> None:
+    """`keep` of ints is what every backend is held against."""
+    dropout = Dropout(p, -987654321012345)
+    index = (0, 1), (0, 2), (0, 1, 8, 9, 22, 100), (0, 1, 2, 8, 9, 15, 64, 131, 4000)
+    places = [np.reshape(n, (-1, *(1,) * (3 - axis))) for axis, n in enumerate(index)]
+    mine = keep(dropout.p, *(jnp.asarray(x, jnp.int32) for x in places), 3, seed_words(dropout))
+    kept = [bool(spec_keep(p, *place, 3, (dropout.seed, 0))) for place in itertools.product(*index)]
+    assert mine.ravel().tolist() == kept
 
 
 def test_a_key_seeds_dropout() -> None:

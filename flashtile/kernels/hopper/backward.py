@@ -1,7 +1,7 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.dropout import kept
+from flashtile.kernels.hopper.dropout import draw, kept, packed, steady, unpacked
 from flashtile.kernels.hopper.feed import load
 from flashtile.kernels.hopper.gluon import (
     fence_async_shared,
@@ -61,11 +61,12 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
     dp = starts(delta_rows, BLOCK_Q, T)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
+    drawn = ()
+    if T.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
+        drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     masked = asks(memory, step, place, start, T)
-    if T.dropout:
-        survives = kept(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     level = 0.0
     delta = 0.0
@@ -75,24 +76,20 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
-            dp = gl.where(survives, dp * seed[4], 0.0)
+            dp = kept(dp, drawn, seed) * seed.factor
         p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
-        if T.dropout:
-            p = gl.where(survives, p, 0.0)
-        p = gl.convert_layout(p.to(dtype), operand_layout(COLUMNS_V))
-        dv_token = warpgroup_mma(p, dout, dv, is_async=True)
+        weights = weighed(p, drawn, seed, dtype, T)
+        dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
     else:
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
-        weights = p
-        if T.dropout:
-            weights = gl.where(survives, p, 0.0)
-        dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        weights = weighed(p, drawn, seed, dtype, T)
+        dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         if T.dropout:
-            dp = gl.where(survives, dp * seed[4], 0.0)
+            dp = kept(dp, drawn, seed) * seed.factor
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
@@ -116,6 +113,15 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.to.queries.release(step)
     return dk, dv
+
+
+@gluon.jit
+def weighed(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
+    """Probabilities in 16 bits, as they weigh the values."""
+    if T.dropout:
+        return unpacked(packed(p, drawn, seed, DTYPE), DTYPE)
+    else:
+        return p.to(DTYPE)
 
 
 @gluon.jit
@@ -161,22 +167,23 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     head, start = meeting(memory, step, place, 4, T)
     none = gl.zeros([64, HALF_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
     raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
+    first_query = start + W * HALF_Q
+    drawn = ()
+    if T.dropout:
+        drawn = draw(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
     if T.deterministic:
         if step > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
-    first_query = start + W * HALF_Q
     masked = asks(memory, step, place, start, T)
     level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    if T.dropout:
-        survives = kept(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
-            dp = gl.where(survives, dp * seed[4], 0.0)
+            dp = kept(dp, drawn, seed) * seed.factor
         p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
                          score_args, T, SCORE, MASK)  # fmt: skip
     else:
@@ -185,11 +192,9 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
         p = weigh(raw, level, memory, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         if T.dropout:
-            dp = gl.where(survives, dp * seed[4], 0.0)
+            dp = kept(dp, drawn, seed) * seed.factor
         ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, work.band, T)
-    if T.dropout:
-        p = gl.where(survives, p, 0.0)
-    memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(p.to(dtype))
+    memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(weighed(p, drawn, seed, dtype, T))
     memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
     fence_async_shared()
     named_wait(8, 256)
@@ -217,6 +222,8 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
     COLUMNS_V: gl.constexpr = T.columns_v_own
     sums = grads[0]
     seed = load_seed(score_args, T)
+    if T.dropout:
+        seed = steady(seed)
     turn, begin = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
@@ -248,7 +255,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         begin = place.visits.end
         place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
-            dv *= seed[4]
+            dv *= seed.factor
         store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
         memory.to.tickets.finish(turn)
         turn = turn + 1

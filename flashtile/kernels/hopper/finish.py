@@ -39,7 +39,7 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
     head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
     gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
     if T.dropout:
-        share *= seed[4]
+        share *= seed.factor
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
     if T.masked:
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]

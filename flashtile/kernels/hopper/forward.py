@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.blank import blank_hidden, blank_rows
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.dropout import kept
+from flashtile.kernels.hopper.dropout import draw, packed, unpacked
 from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
     aggregate,
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
     """State of a warpgroup's 64 queries."""
 
     acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
-    weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added
+    weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
     top: gl.tensor  # maximum score, in units of `unit`
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
@@ -254,9 +254,10 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     total = lane_sums(p, T)
+    drawn = ()
     if T.dropout:
-        p = gl.where(kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False), p, 0.0)
-    weights = weigh(p, mem, T)
+        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+    weights = weigh(p, drawn, given[0], mem, T)
     if T.asks and T.blocks_q == 0:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
     elif T.unseen and not T.asks:
@@ -280,8 +281,12 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     score = multiply_keys(score, mem, use, GROUP, T)
     acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
+    drawn = ()
     if T.dropout:
-        survives = kept(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+        mem.keys.wait(
+            use
+        )  # long over: but it ends in a jump, across which ptxas does not move the words to where nothing hides them
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
@@ -299,9 +304,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     mem.values.release(use - 1)
     p = exponentials(score * factor - shift[:, None], T)
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-    if T.dropout:
-        p = gl.where(survives, p, 0.0)
-    acc, weights = scaled(acc, decay, T), weigh(p, mem, T)
+    acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
     return Rows(acc, weights, top, total, fetched)
@@ -343,9 +346,12 @@ def add_values(rows, mem, use, T: gl.constexpr):
     COLUMNS: gl.constexpr = T.columns_v
     mem.values.wait(use)
     acc = ()
+    weights = rows.weights
+    if T.dropout:
+        weights = gl.convert_layout(unpacked(weights, mem.v.dtype), operand_layout(COLUMNS))
     for part in gl.static_range(PARTS_V):
         v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
-        acc = acc + (warpgroup_mma(rows.weights, v, rows.acc[part], is_async=True),)  # noqa: RUF005 (no unpacking here)
+        acc = acc + (warpgroup_mma(weights, v, rows.acc[part], is_async=True),)  # noqa: RUF005 (no unpacking here)
     return acc
 
 
@@ -406,10 +412,13 @@ def empty(T: gl.constexpr):
 
 
 @gluon.jit
-def weigh(p, mem, T: gl.constexpr):
-    """Probabilities as the left operand of the product with the values."""
+def weigh(p, drawn, seed, mem, T: gl.constexpr):
+    """Probabilities as `Rows` hold them."""
     COLUMNS: gl.constexpr = T.columns_v
-    return gl.convert_layout(pack(p, mem.v.dtype), operand_layout(COLUMNS))
+    if T.dropout:
+        return packed(p, drawn, seed, mem.v.dtype)
+    else:
+        return gl.convert_layout(pack(p, mem.v.dtype), operand_layout(COLUMNS))
 
 
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])

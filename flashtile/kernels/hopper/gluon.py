@@ -91,6 +91,57 @@ def pack(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=False, pack=2)
 
 
+@gluon.constexpr_function
+def _choose(selector: int) -> str:
+    return f"prmt.b32 $0, $1, $2, {selector};"
+
+
+@gluon.jit
+def choose_bytes(a, b, SELECTOR: gl.constexpr):
+    """Four of two words' bytes: each hexadecimal digit names one, 0 to 3 of a, 4 to 7 of b, the lowest last."""
+    return gl.inline_asm_elementwise(_choose(SELECTOR), "=r,r,r", [a, b], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+# Halves of a word are compared as float16 without a sign: up to 0x7c00 these rise, and NaN is below nothing. What is kept has
+# all bits of a mask set, or none where `flip` has: x & (mask ^ flip) is one instruction.
+
+
+@gluon.constexpr_function
+def _keep_pairs(kind: str) -> str:
+    return f"""{{
+        .reg .b32 p, m;
+        cvt.rn.{kind}x2.f32 p, $2, $1;
+        abs.f16x2 m, $3;
+        set.geu.u32.f16x2 m, m, $4;
+        lop3.b32 $0, p, m, $5, 0x60;
+    }}"""
+
+
+@gluon.jit
+def keep_pairs(low, high, words, limits, flip, KIND: gl.constexpr):
+    """`pack` of two numbers into an int32, with zeros for those whose halves of `words` are below that of `limits`."""
+    return gl.inline_asm_elementwise(
+        _keep_pairs(KIND), "=r,r,r,r,r,r", [low, high, words, limits, flip], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def keep_singles(x, words, limits, flip):
+    """float32 likewise, where two neighbours share a word."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 m, n;
+            abs.f16x2 m, $4;
+            set.geu.u32.f16x2 m, m, $6;
+            prmt.b32 n, m, m, 0xbbbb;
+            prmt.b32 m, m, m, 0x9999;
+            lop3.b32 $0, $2, m, $8, 0x60;
+            lop3.b32 $1, $3, n, $8, 0x60;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r", [x, words, limits, flip], dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 @gluon.jit
 def stay(x):
     """An int32, computed where this stands: otherwise what few tiles need is moved to where all others pay for it."""
@@ -121,6 +172,7 @@ def uniform(x):
 
 
 __all__ = [
-    "afresh", "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_arrive", "named_wait", "pack", "recast",
-    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier",
+    "named_arrive", "named_wait", "pack", "recast", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store",
+    "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -54,3 +54,27 @@ def pair_layout(columns: int) -> Any:
         block_bases=[],
         shape=[64, columns // 2],
     )
+
+
+@gluon.constexpr_function
+def call_layout(columns: int) -> Any:
+    """Dropout's calls: `matrix_layout(columns)` without bits 0 and 3 of rows and columns, a half in every second lane."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1 << i] for i in range(3, (columns // 4).bit_length() - 1)],
+        lane_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]],
+        warp_bases=[[4, 0], [8, 0]],
+        block_bases=[],
+        shape=[16, columns // 4],
+    )
+
+
+@gluon.constexpr_function
+def word_layout(columns: int) -> Any:
+    """Their words, two by two: `matrix_layout(columns)` without bit 3 of rows and bits 0 and 3 of columns."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], *([0, 1 << i, 0] for i in range(2, (columns // 4).bit_length() - 1))],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[8, 0, 0], [16, 0, 0]],
+        block_bases=[],
+        shape=[32, columns // 4, 2],
+    )

@@ -108,7 +108,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = score_product(k, transposed(q_parts, T), T)
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
-    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4][4], T)
+    dp = beyond_mean(v, transposed(dout_parts, T), delta[None, :], slip[None, :], survives, place[4].factor, T)
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     p = dropped(p, survives, place[4], T)
@@ -213,7 +213,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
         if T.dropout:
-            dv *= seed[4]
+            dv *= seed.factor
         store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)
 
 
@@ -240,7 +240,7 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     k = aligned_parts(k, T)
     raw = score_product(q, transposed(k, T), T)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4][4], T)
+    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4].factor, T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0:
         totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)

@@ -66,7 +66,7 @@ def tile_contribution(queries, keys, sizes, band, batch, head, row, key, seed, s
     raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
     survives = kept(seed, batch * sizes.heads + head, row, key, False, T)
     values = transposed(aligned_parts(v, T), T)
-    dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed[4], T)
+    dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed.factor, T)
     state = (level[:, None], 0.0, norm[:, None])
     MASKED: tl.constexpr = T.left or T.right or T.predicate or T.pads_keys  # queries that do not exist have p = 0
     keep = seen(at, index, column, sizes, band, MASKED, T, MASK)

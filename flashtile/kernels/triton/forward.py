@@ -94,7 +94,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         factor = 1.0
     out, lse = finish(rows, factor, T)
     if T.dropout:
-        out *= seed[4]
+        out *= seed.factor
     top, total = rows.top, rows.total
     if T.wide:
         top = rows.top.to(tl.float32)
