@@ -87,6 +87,11 @@ class ForwardTile:
     registers: int
 
     @property
+    def wide(self) -> bool:
+        """Never float64 here: what is shared with the portable kernels asks."""
+        return False
+
+    @property
     def block_q(self) -> int:
         return self.groups * GROUP_ROWS
 

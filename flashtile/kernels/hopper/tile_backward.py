@@ -81,6 +81,11 @@ class BackwardTile:
     exact: bool = False  # as the portable tile has it: no fp32 here
 
     @property
+    def wide(self) -> bool:
+        """Never float64 here: what is shared with the portable kernels asks."""
+        return False
+
+    @property
     def block_k(self) -> int:
         return GROUP_ROWS if self.halves else 2 * GROUP_ROWS
 

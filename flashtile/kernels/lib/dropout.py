@@ -10,6 +10,7 @@ from flashtile.spec import dropout
 ROUNDS = constexpr(dropout.ROUNDS)
 MULTIPLIER_A, MULTIPLIER_B = constexpr(dropout.MULTIPLIERS[0]), constexpr(dropout.MULTIPLIERS[1])
 HALF = constexpr(2**31)
+WHOLE = constexpr(2.0**32)
 WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 WORD = constexpr(dropout.WORD)
 HEADS_STEP, ROWS_STEP, KEYS_STEP = (constexpr(step) for step in dropout.LATTICE)
@@ -48,7 +49,10 @@ def load_seed(score_args, T: tl.constexpr):
         below, above = (limit << 25).to(tl.uint32), (limit + 1 << 25).to(tl.uint32)
         if keeps:  # bit 0 of a shifted word is 0: it is less than `every`
             below, above = tl.where(limit == 0, every, (none - below).to(tl.uint32)), (none - above).to(tl.uint32)
-        return Seed(low, high, offset, dither, limit, rest, flip, below, above, args[2], args[2] - args[2])
+        factor = args[2]
+        if T.wide:
+            factor = WHOLE / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
+        return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2])
     else:
         return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
 

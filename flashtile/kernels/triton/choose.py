@@ -203,12 +203,11 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         rules = FP32[which][width]
         if kind == "float64":
             tile = replace(FLOAT64[width], products=kind)
-            # with modifiers 32 x 32 spills 2.7 KB a thread where tiles have 32 columns (0.3 with 64 of them), 16 x 32 0.2
-            return (
-                replace(tile, block_q=16)
-                if problem.score and max(padded(problem)) == 32 and which in ("keys", "fused")
-                else tile
-            )
+            # with modifiers 32 x 32 spills 2.7 KB a thread where tiles have 32 columns (0.3 with 64 of them), 16 x 32 0.2; with
+            # dropout 2.3 KB where they have 16
+            columns = max(padded(problem))
+            spills = (problem.score and columns == 32) or (problem.dropout is not None and columns <= 32)
+            return replace(tile, block_q=16) if spills and which in ("keys", "fused") else tile
         if kind != "unit":
             rules = OWN_TILES[kind].get((which, width), rules)
         elif problem.precision == "ieee":
