@@ -284,9 +284,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     drawn = ()
     if T.dropout:
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
-        mem.keys.wait(
-            use
-        )  # long over: but it ends in a jump, across which ptxas does not move the words to where nothing hides them
+        # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
+        mem.keys.wait(use)
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
