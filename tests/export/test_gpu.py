@@ -29,15 +29,15 @@ ATOMIC = ("dq",)  # the fused backwards add to it in any order
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """All problems in one file, compiled for this GPU."""
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The problem of a test, compiled for this GPU. One at a time: processes that share the tests share the compiling."""
     from tests.export.called import load
 
     if COMPILER is None or torch.version.hip:
         pytest.skip("no C compiler, or no NVIDIA GPU")
     folder = tmp_path_factory.mktemp("exported")
     major, minor = torch.cuda.get_device_capability()
-    asked = tuple(f"{name}={spelling}" for name, spelling in PROBLEMS.items())
+    asked = (f"{request.param}={PROBLEMS[request.param]}",)
     # In a process of its own, for it forks, and this one uses the GPU.
     script = f"""
 from pathlib import Path
@@ -46,7 +46,7 @@ export(Request({asked!r}, ("sm_{major}{minor}",)), Path({str(folder)!r}))
 """
     subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, check=True)
     compile_c(folder / "flashtile_attention.c", folder / "it.so", "-std=c99", "-shared", "-fPIC", "-ldl", "-lpthread")
-    return load(folder / "it.so")
+    return request.param, load(folder / "it.so")
 
 
 def fill(name: str, tensor: torch.Tensor, columns: int) -> torch.Tensor:
@@ -65,8 +65,8 @@ def nearly(found: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(gap <= (1e-5 if found.dtype == torch.float32 else 1e-2) * norm) and bool(torch.isfinite(found).all())
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_c_computes_what_the_front_end_does(library: Any, name: str) -> None:
+@pytest.mark.parametrize("library", PROBLEMS, indirect=True)
+def test_c_computes_what_the_front_end_does(library: Any) -> None:
     from flashtile.export.attention import AttentionExport, entries
     from flashtile.export.companion import CompanionExport, companion_entries
     from flashtile.spec.attention import AttentionProblem
@@ -74,6 +74,7 @@ def test_c_computes_what_the_front_end_does(library: Any, name: str) -> None:
     from flashtile.torch.run import Bound, device_of
     from tests.export.called import Tensors, call, own_plan, place
 
+    name, loaded = library
     spelling, gpu, draw = PROBLEMS[name], torch.device("cuda", torch.cuda.current_device()), random.Random(0)
     torch.manual_seed(0)
     if spelling.startswith("attention"):
@@ -103,7 +104,7 @@ def test_c_computes_what_the_front_end_does(library: Any, name: str) -> None:
             scratch.fill_(0xFF)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            call(library, entry, plan, numbers, tensors, scratch, stream.cuda_stream)
+            call(loaded, entry, plan, numbers, tensors, scratch, stream.cuda_stream)
             torch.cuda.current_stream().wait_stream(stream)
             expected = Bound(plan, inputs, gpu).run(dict(inputs))
             for buffer in plan.named("output"):
@@ -113,6 +114,7 @@ def test_c_computes_what_the_front_end_does(library: Any, name: str) -> None:
             known.update(tensors)
 
 
+@pytest.mark.parametrize("library", ["gelu"], indirect=True)
 def test_it_can_be_captured_and_replayed(library: Any) -> None:
     """As a part of a CUDA graph, once the kernels are loaded."""
     from flashtile.export.companion import CompanionExport, companion_entries
@@ -120,7 +122,8 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     from flashtile.torch.run import device_of
     from tests.export.called import call, own_plan, place
 
-    assert library.flashtile_prepare() == 0
+    _, loaded = library
+    assert loaded.flashtile_prepare() == 0
     export = CompanionExport(Companion.parse(PROBLEMS["gelu"]))
     entry = companion_entries("gelu", export)[0]
     gpu = torch.device("cuda", torch.cuda.current_device())
@@ -129,23 +132,25 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     tensors["pre"].normal_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(library, entry, plan, [100], tensors, scratch, torch.cuda.current_stream().cuda_stream)
+        call(loaded, entry, plan, [100], tensors, scratch, torch.cuda.current_stream().cuda_stream)
     tensors["pre"].normal_()
     graph.replay()
     exact = torch.nn.functional.gelu(tensors["pre"].double(), approximate="tanh")
     assert nearly(tensors["out"], exact)
 
 
+@pytest.mark.parametrize("library", ["gelu"], indirect=True)
 def test_without_a_context_of_its_own_library(library: Any) -> None:
     """A thread without a current context is told so."""
     import threading
 
+    _, loaded = library
     answers: list[tuple[int, bytes]] = []
 
     def ask() -> None:
         wanted = ctypes.c_size_t()
-        status = library.flashtile_gelu_forward_scratch(ctypes.c_int64(1), ctypes.byref(wanted))
-        answers.append((status, library.flashtile_last_error()))
+        status = loaded.flashtile_gelu_forward_scratch(ctypes.c_int64(1), ctypes.byref(wanted))
+        answers.append((status, loaded.flashtile_last_error()))
 
     thread = threading.Thread(target=ask)
     thread.start()
