@@ -5,6 +5,7 @@ Without a GPU the Triton kernels run in Triton's interpreter; with one, the same
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What modules hold stays: no garbage collection looks through it again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

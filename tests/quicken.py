@@ -2,7 +2,8 @@
 
 Everything here is bookkeeping that it does again at every operation (Triton 3.6): it searches triton.language for builtins at
 each call of a `@jit` function, spells the type of every tuple, checks and names the shape of every block, builds the table
-of numpy's types at every look into it, and forms the terms of an overflow check that without debug=True it leaves out.
+of numpy's types at every look into it, forms the terms of an overflow check that without debug=True it leaves out, looks for
+a common type of operands that have one, and makes the same blocks of the same numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -21,6 +23,10 @@ def quicken() -> None:
     _tuples()
     _types()
     _shapes()
+    _builtins()
+    _operands()
+    _casts()
+    _handles()
 
 
 def _calls() -> None:
@@ -64,11 +70,13 @@ def _types() -> None:
     def same(self: Any, other: Any) -> bool:
         return self is other or equal(self, other)
 
+    wraps: dict[type, bool] = {}
+
     def unwrapped(value: Any) -> Any:
         kind = type(value)
-        if kind is int or kind is core.tensor or kind is core.dtype:
-            return value
-        return value.value if kind is core.constexpr else unwrap(value)
+        if kind not in wraps:
+            wraps[kind] = issubclass(kind, (list, tuple, core.tuple, core.constexpr))
+        return unwrap(value) if wraps[kind] else value
 
     interpreter._get_np_dtype, core.dtype.__eq__, core._unwrap_if_constexpr = numpy_type, same, unwrapped
 
@@ -83,18 +91,110 @@ def _shapes() -> None:
         if key not in known:
             describe(self, element_ty, shape)
             sizes = core.tuple([core.constexpr(n) for n in self.shape])
-            known[key] = {**self.__dict__, "of_tensor": {"numel": core.constexpr(self.numel), "shape": sizes}}
+            of_tensor = {"numel": core.constexpr(self.numel), "shape": sizes}
+            known[key] = {**self.__dict__, "of_tensor": of_tensor, "of_other_elements": {element_ty.name: self}}
         self.__dict__.update(known[key])
+
+    def with_element_ty(self: Any, element_ty: Any) -> Any:
+        if element_ty.name not in self.of_other_elements:
+            self.of_other_elements[element_ty.name] = core.block_type(element_ty, self.shape)
+        return self.of_other_elements[element_ty.name]
 
     def describe_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.__dict__.update(type.of_tensor if type.is_block() else scalar)
 
+    def filled(self: Any, value: Any, like: Any) -> Any:
+        block = np.empty(like.handle.data.shape, value.handle.data.dtype)
+        block[...] = value.handle.data
+        return self.tensor(interpreter.TensorHandle(block, value.dtype), like.type.with_element_ty(value.dtype))
+
     def alike(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
-        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if a.is_block():
+            if not b.is_block():
+                return lhs, filled(self, rhs, lhs)
+            return (lhs, rhs) if a.shape.values == b.shape.values else broadcast(self, lhs, rhs)
+        return (filled(self, lhs, rhs), rhs) if b.is_block() else (lhs, rhs)
 
     core.block_type.__init__, core.tensor.__init__ = describe_block, describe_tensor
+    core.block_type.with_element_ty = with_element_ty
     semantic.TritonSemantic.broadcast_impl_value = alike
+
+
+def _builtins() -> None:
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantics = semantic.TritonSemantic(builder)
+        function = getattr(member, "__wrapped__", member)  # without the check that a kernel calls it
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantics
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
+def _operands() -> None:
+    check, widened = semantic.TritonSemantic.binary_op_type_checking_impl, ("fp16", "bf16")
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        """Both in one type and one shape: at once where they are, and of a number the block that was made of it before."""
+        of_lhs, of_rhs = type(lhs), type(rhs)
+        if of_lhs is core.tensor and of_rhs is core.tensor:
+            a, b = lhs.dtype, rhs.dtype
+            if a.name == b.name and a.__class__ is core.dtype and not (div_or_mod and a.name in widened):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif of_lhs is core.tensor and (of_rhs is int or of_rhs is float) and lhs.dtype.__class__ is core.dtype:
+            kind = lhs.type
+            key = kind.name, of_rhs, rhs, arithmetic_check, div_or_mod
+            if key in known:
+                return lhs, known[key]
+            left, right = check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            if left is lhs:
+                known[key] = right
+            return left, right
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands
+
+
+def _casts() -> None:
+    cast = semantic.TritonSemantic.cast
+    integers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    wide = ["fp32", "fp64"]
+    # all of which end in one and the same function, after a search for them
+    direct = {(a, b) for a in ("int1", *integers, *wide) for b in (*integers, *wide, "fp16")} - {("int1", "fp16")}
+    direct |= {("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")}
+
+    def cast_once(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        a, b = input.dtype, dst_ty.scalar
+        if a is b or a.name == b.name:
+            return input
+        if fp_downcast_rounding is not None or (a.name, b.name) not in direct:
+            return cast(self, input, dst_ty, fp_downcast_rounding)
+        kind = input.type.with_element_ty(b)
+        return self.tensor(self.builder.cast_impl(input.handle, kind), kind)
+
+    semantic.TritonSemantic.cast = cast_once
+
+
+def _handles() -> None:
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def hold(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        output = op(lhs.data, rhs.data)
+        if output.dtype is lhs.data.dtype:
+            return interpreter.TensorHandle(output, lhs.dtype.scalar)
+        return compute(self, lhs, rhs, op)
+
+    interpreter.TensorHandle.__init__ = hold
+    interpreter.InterpreterBuilder.binary_op = binary_op

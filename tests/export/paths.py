@@ -1,6 +1,6 @@
 """Plans for random sizes by the exported expressions and by the planners. See test_paths.py.
 
-python -m tests.export.paths LAYOUT SPELLING
+python -m tests.export.paths LAYOUT SPELLING ...
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -
     return len(paths)
 
 
-def main() -> None:
-    layout, spelling = sys.argv[1:]
+def check(layout: str, spelling: str) -> None:
     export: Export
     if spelling.startswith("attention("):
         export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
@@ -45,7 +44,12 @@ def main() -> None:
     draw = random.Random(0)
     for target in ("sm80", "sm90"):
         for entry in both:
-            print(entry.direction, target, compare(entry, export, named(target), draw))
+            print(spelling, entry.direction, target, compare(entry, export, named(target), draw), flush=True)
+
+
+def main() -> None:
+    for layout, spelling in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        check(layout, spelling)
 
 
 if __name__ == "__main__":
