@@ -58,8 +58,7 @@ def sees(head, first_query, first_key, place, sizes, work, LAYOUT: gl.constexpr,
          MASK: gl.constexpr):  # fmt: skip
     """Which keys are seen by which queries: a tile, keys x queries."""
     head, first_query, first_key = stay(head), stay(first_query), stay(first_key)
-    query = first_query + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    key = first_key + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    query, key = indices(first_query, first_key, LAYOUT, SHAPE)
     at = locate(stay(place.batch), head, query, key, sizes)
     return seen(at, query, key, sizes, (work.band[0], work.band[1], work.mask_args), True, T, MASK)
 
@@ -126,32 +125,27 @@ def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, 
 def add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):
     """raw plus what all modifiers but T.early add."""
     ADDS: gl.constexpr = T.adds
+    query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
+    at = locate(place.batch, head, query, key, sizes)
     for i in gl.static_range(ADDS):
         if i != T.early:
-            raw = SCORE[i](
-                raw, position(head, first_query, first_key, place.batch, sizes, raw.shape), score_args[i], 1.0 / scale
-            )
+            raw = SCORE[i](raw, at, score_args[i], 1.0 / scale)
     return raw
 
 
 @gluon.jit
-def position(head, first_query, first_key, batch, sizes, SHAPE: gl.constexpr):
-    """The Position of a tile, keys x queries."""
-    SCORES: gl.constexpr = matrix_layout(SHAPE[1])
-    query = first_query + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, SCORES))[None, :]
-    key = first_key + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, SCORES))[:, None]
-    return locate(batch, head, query, key, sizes)
+def indices(first_query, first_key, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
+    """Which queries and which keys a tile is of, keys x queries."""
+    query = first_query + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    key = first_key + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    return query, key
 
 
 @gluon.jit
 def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, work, scale, score_args, T: gl.constexpr,
              SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """(p, ds) of a tile (keys x queries) of a problem with modifiers; row as for `probabilities`."""
-    ROWS: gl.constexpr = raw.shape[0]
-    COLUMNS: gl.constexpr = raw.shape[1]
-    SCORES: gl.constexpr = matrix_layout(COLUMNS)
-    query = first_query + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))[None, :]
-    key = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
+    query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
     at = locate(place.batch, head, query, key, sizes)
     keep = visible(query, key, sizes, work.band, T)
     if T.predicate:
