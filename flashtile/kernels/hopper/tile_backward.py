@@ -79,6 +79,7 @@ class BackwardTile:
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
+    wave: int = 128  # tiles that go together at least, as there; 0: no more than swizzle says
 
     @property
     def wide(self) -> bool:
@@ -231,6 +232,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
         resident=launch.resident,
+        wave=0 if p.deterministic else BackwardTile.wave,
     )
 
 

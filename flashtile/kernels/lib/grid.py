@@ -32,15 +32,15 @@ def assign(tiles, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @jit
-def seat(number, tiles, heads, SWIZZLE: tl.constexpr, LAST_FIRST: tl.constexpr):
+def seat(number, tiles, heads, together, LAST_FIRST: tl.constexpr):
     """(tile, head) of a number in the order in which tiles are computed.
 
-    SWIZZLE heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all
+    `together` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all
     of them start before the short ones. LAST_FIRST begins with the last tile, the longest one under a causal mask.
     """
-    span = tiles * SWIZZLE
-    first = number // span * SWIZZLE
-    heads_here = tl.minimum(heads - first, SWIZZLE)
+    span = tiles * together
+    first = number // span * together
+    heads_here = tl.minimum(heads - first, together)
     rest = number % span
     tile = rest // heads_here
     if LAST_FIRST:

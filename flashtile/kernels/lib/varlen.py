@@ -122,7 +122,7 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOC
     """
     if T.ragged:
         slots = tiles // heads
-        slot, head = seat(number, slots, heads, T.swizzle, False)
+        slot, head = seat(number, slots, heads, tl.maximum(T.wave // slots, T.swizzle), False)
         record = schedule_ptr + slot * RECORD
         tile = tl.load(record)
         item = Item(
@@ -132,7 +132,8 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOC
         return tile, head, item, head * slots + slot
     else:
         per_head = tl.cdiv(seqlen, BLOCK)
-        tile, batch_head = seat(number, per_head, tiles // per_head, T.swizzle, T.last_first)
+        together = tl.maximum(T.wave // per_head, T.swizzle)
+        tile, batch_head = seat(number, per_head, tiles // per_head, together, T.last_first)
         if T.together:
             batches = tiles // per_head // heads
             batch, head = batch_head % batches, batch_head // batches

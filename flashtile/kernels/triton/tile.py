@@ -74,7 +74,7 @@ class Tile:
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
     modifiers: int  # how many there are: dropout's arguments follow theirs
-    swizzle: int
+    swizzle: int  # heads that go together, for the L2 cache
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
     corrects: bool = False  # the pass over queries finds what delta is off by
@@ -87,6 +87,7 @@ class Tile:
     blocks_k: int = 0
     together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
+    wave: int = 256  # tiles that go together at least: those of fewer end before the long ones of other heads begin
 
     @property
     def wide(self) -> bool:
