@@ -12,6 +12,7 @@ from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
+WAVE = 128  # about a tile for every SM, as the portable kernels have it, of as many query heads
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
 
 
@@ -79,7 +80,7 @@ class BackwardTile:
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
-    wave: int = 128  # tiles that go together at least, as there; 0: no more than swizzle says
+    wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
 
     @property
     def wide(self) -> bool:
@@ -232,7 +233,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
         resident=launch.resident,
-        wave=0 if p.deterministic else BackwardTile.wave,
+        wave=0 if p.deterministic else WAVE // p.group,
     )
 
 

@@ -27,6 +27,9 @@ PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ie
 FLOAT64_FLOPS = 10**9
 
 
+WAVE = 256  # about as many tiles as a GPU computes at a time: if fewer go together, long ones of the last heads begin late
+
+
 @dataclass(frozen=True)
 class Launch:
     """A tile choice: what `tune` measures and the tuned files hold.
@@ -87,7 +90,7 @@ class Tile:
     blocks_k: int = 0
     together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
-    wave: int = 256  # tiles that go together at least: those of fewer end before the long ones of other heads begin
+    wave: int = 0  # tiles that go together at least
 
     @property
     def wide(self) -> bool:
@@ -168,6 +171,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
     form = form_of(problem, forms_captured(problem, which))
+    grouped = which in ("keys", "fused") and problem.group > 1
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -175,7 +179,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         head_dim_v=problem.head_dim_v,
         columns=columns,
         columns_v=columns_v,
-        grouped=which in ("keys", "fused") and problem.group > 1,
+        grouped=grouped,
         left=band.left is not None,
         right=band.right is not None,
         pads_keys=(which in ("keys", "fused", "pairs") or bool(problem.score or problem.where))
@@ -207,4 +211,6 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
         together=shares_items(problem),
         slots=1 << (slots - 1).bit_length() if slots else 0,
+        # Tiles of keys read the queries of a whole group of heads: the L2 cache has no room for more of these.
+        wave=0 if grouped else WAVE,
     )
