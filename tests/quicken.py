@@ -138,7 +138,7 @@ def _builtins() -> None:
 
 def _operands() -> None:
     check, widened = semantic.TritonSemantic.binary_op_type_checking_impl, ("fp16", "bf16")
-    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    known: dict[tuple[Any, ...], Any] = {}
 
     def operands(
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
@@ -169,7 +169,7 @@ def _casts() -> None:
     integers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     wide = ["fp32", "fp64"]
     # all of which end in one and the same function, after a search for them
-    direct = {(a, b) for a in ("int1", *integers, *wide) for b in (*integers, *wide, "fp16")} - {("int1", "fp16")}
+    direct = {(a, b) for a in ("int1", *integers, *wide) for b in (*integers, *wide, "fp16")}
     direct |= {("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")}
 
     def cast_once(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:

@@ -75,7 +75,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dp = dropped(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, T)
         p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
         weights = weighed(p, drawn, seed, dtype, T)
@@ -87,7 +87,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         weights = weighed(p, drawn, seed, dtype, T)
         dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
-        dp = dropped(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, T)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
@@ -123,7 +123,7 @@ def weighed(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def dropped(dp, drawn, seed, T: gl.constexpr):
+def through_dropout(dp, drawn, seed, T: gl.constexpr):
     """The gradient of probabilities, given that of what weighed the values."""
     if T.dropout:
         return kept(dp, drawn, seed) * seed.factor
@@ -189,7 +189,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     if T.modified:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dp = dropped(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, T)
         p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
                          score_args, T, SCORE, MASK)  # fmt: skip
     else:
@@ -197,7 +197,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
             raw = add_rest(raw, head, first_query, place.column, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dp = dropped(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, T)
         ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, work.band, T)
     memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(weighed(p, drawn, seed, dtype, T))
     memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
