@@ -335,7 +335,8 @@ def host_backward(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         t = {"act": act.to(t["pre"].dtype), **t}
         made = outer_gradients(p, t, outputs)
         dpre = made["dact"].float() * slope
-        made |= {"dbias1": dpre.sum(0), **inner_gradients(p, {**t, "dpre": dpre.to(t["pre"].dtype)}, outputs)}
+        below = tuple(name for name in outputs if name not in made)
+        made |= {"dbias1": dpre.sum(0), **inner_gradients(p, {**t, "dpre": dpre.to(t["pre"].dtype)}, below)}
     else:
         made = outer_gradients(p, t, outputs)
     return {name: made[name] for name in outputs}
