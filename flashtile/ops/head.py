@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.kernels.companions.dense import transposes
 from flashtile.torch.companion import Call, check_tensors, prepare, rows
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.namespace import define
@@ -186,9 +187,17 @@ class _Head:
             torch.mm(self.x, weight.t(), out=logits)
         dlogits = self.shard(logits, part.first, True).backward({"logits": logits, **given})["dlogits"]
         if dweight.dim() > 1:
-            torch.mm(dlogits.t(), self.x, out=dweight[part.first : end])
+            self.differentiate_weight(dlogits, dweight[part.first : end])
         if dx.dim() > 1:
             add_product(dx, dlogits, weight)
+
+    def differentiate_weight(self, dlogits: torch.Tensor, dweight: torch.Tensor) -> None:
+        """Write the gradient of the classes' weights."""
+        if transposes(self.weight):
+            for made, given in zip(dweight.split(self.width), dlogits.split(self.width, 1), strict=True):
+                made.copy_((self.x.t() @ given).t())
+        else:
+            torch.mm(dlogits.t(), self.x, out=dweight)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

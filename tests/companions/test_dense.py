@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import InvalidProblem, ops
 from flashtile.kernels.companions.catalogue import BACKENDS
+from tests.companions.cases import Case, mlp
+from tests.companions.judge import plain, result
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -51,6 +54,53 @@ def test_compiled(backend: str, recompute: bool, place: torch.device) -> None:
         torch.testing.assert_close(*made)
         for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, *weights)) for y in made), strict=True):
             torch.testing.assert_close(a, b)
+
+
+class Products(TorchDispatchMode):
+    """The shapes and strides of the factors of every product that makes a matrix of one of these sizes, or its transpose."""
+
+    def __init__(self, *sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.sizes, self.seen = {frozenset(s) for s in sizes}, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and frozenset(made.shape) in self.sizes:
+            self.seen.append([(tuple(factor.shape), factor.stride()) for factor in args])
+        return made
+
+
+ONE, TWO = mlp(9, 12, 20, 0, "fp32", "weight1 bias1"), mlp(9, 12, 20, 7, "fp32", "weight1 bias1 weight2 bias2")
+LAID = [(ONE, "dense"), (ONE, "gaps")]  # of one layer autograd leaves dpre transposed where what arrives is
+LAID += [(two, layout) for two in (TWO, f"{TWO[:-1]};recompute=True)") for layout in ("dense", "gaps", "transposed")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fixed", [(), ("x", "bias1")], ids=["all", "weights alone"])
+@pytest.mark.parametrize(("spelling", "layout"), LAID)
+def test_weights_gradients_are_autograds_products(
+    spelling: str, layout: Any, fixed: tuple[str, ...], backend: str, place: torch.device
+) -> None:
+    """Factors in the same order and memory: where a weight is not dense, autograd forms its gradient's transpose."""
+    case = Case(spelling, layout, fixed)
+    tensors = case.tensors(place)
+    with Products((12, 20), (20, 7)) as ours:
+        made = result(case, tensors, backend)
+    with Products((12, 20), (20, 7)) as autograds:
+        exact = plain(case, tensors)
+    assert sorted(ours.seen) == sorted(autograds.seen)
+    assert len(ours.seen) == 1 + case.problem.has("weight2")
+    for name in ("dweight1", "dweight2"):
+        if name in exact:
+            torch.testing.assert_close(made[name], exact[name])
+
+
+def test_a_weight_in_16_bits_has_its_gradient_as_it_lies() -> None:
+    """It would be copied where it is formed transposed, and the order is nothing beside its rounding."""
+    case = Case(ONE.replace("fp32", "bf16"), "gaps")
+    with Products((12, 20)) as products:
+        result(case, case.tensors(torch.device("cpu")), "cpu")
+    assert [[shape for shape, _ in factors] for factors in products.seen] == [[(20, 9), (9, 12)]]
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import nn, ops
+from tests.companions.cases import Case, mlp
+from tests.companions.judge import plain, result
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -129,3 +131,14 @@ def test_gelu_within_products(dtype: torch.dtype, offset: int) -> None:
     theirs = usual, *torch.autograd.grad(usual, plain, dout)
     for mine, other, right in zip(found, theirs, truth, strict=True):
         assert (mine.double() - right).norm() <= 1.5 * (other.double() - right).norm()
+
+
+@pytest.mark.parametrize("layout", ["dense", "gaps", "transposed"])
+@pytest.mark.parametrize("options", ["activation='relu'", "activation='relu';recompute=True"])
+def test_fp32_gradients_of_weights_are_autograds(layout: Any, options: str) -> None:
+    """Bit for bit: cuBLAS rounds dout^T x and (x^T dout)^T differently, and autograd chooses by how a weight lies."""
+    case = Case(mlp(300, 200, 512, 72, "fp32", "weight1 bias1 weight2", options), layout)
+    tensors = case.tensors(torch.device("cuda"))
+    made, theirs = result(case, tensors, "triton"), plain(case, tensors)
+    for name in ("dweight1", "dweight2"):
+        assert torch.equal(made[name], theirs[name]), name

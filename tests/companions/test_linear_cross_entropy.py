@@ -13,6 +13,7 @@ from flashtile import InvalidProblem, NotSupported, ops
 from flashtile.kernels.companions.catalogue import BACKENDS
 from flashtile.ops.head import lay_out
 from flashtile.reference.cross_entropy import cross_entropy_reference
+from tests.cases import lay_out as lay_out_tensor
 
 OPTIONS: dict[str, Any] = dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.7)
 
@@ -90,6 +91,31 @@ def test_loss_and_gradients(backend: str, sizes: Any, dtype: torch.dtype, place:
         with torch.no_grad():
             alone = ops.linear_cross_entropy(x, weight, labels, reduction=reduction, backend=backend, **OPTIONS)
         assert torch.equal(alone, loss)
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+def test_weights_gradient_is_formed_as_by_autograd(gaps: bool, dtype: torch.dtype) -> None:
+    """Transposed where a float32 weight is not dense, some classes at a time; in 16 bits as it lies."""
+    x, weight, labels = draw(torch.device("cpu"), 24, 8, 900, dtype)
+    factors: list[tuple[int, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::mm" and args[0].shape[1] == len(x):
+                factors.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    if gaps:
+        weight = lay_out_tensor(weight.detach(), "gaps").requires_grad_()
+    with Watch():
+        loss = ops.linear_cross_entropy(x, weight, labels, **OPTIONS)
+        grads = torch.autograd.grad(1.5 * loss, (x, weight))
+    assert {rows == 8 for rows, _ in factors} == {gaps and dtype == torch.float32}
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    for got, true in zip((loss, *grads), exact(x, weight, labels, "mean"), strict=True):
+        torch.testing.assert_close(got.double(), true, **tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -162,6 +162,21 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
     return product(x, weight, bias)
 
 
+def transposes(weight: Any) -> bool:
+    """Whether this weight's gradient is formed as (x^T dout)^T instead of dout^T x, by the rule of PyTorch's autograd.
+
+    In float32 alone: there cuBLAS rounds the two differently. In 16 bits it would be a copy for nothing.
+    """
+    from torch import float32
+
+    return weight.dtype == float32 and weight.stride() != (weight.shape[1], 1)
+
+
+def weight_gradient(dout: Any, x: Any, weight: Any) -> Any:
+    """That of the weight of x weight^T."""
+    return (x.t() @ dout).t() if transposes(weight) else dout.t() @ x
+
+
 def first_product(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     return {outputs[0]: linear(t["x"], t["weight1"], t.get("bias1"))}
 
@@ -189,7 +204,7 @@ def outer_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     if "dbias2" in outputs:
         made["dbias2"] = t["dout"].sum(0)
     if "dweight2" in outputs:
-        made["dweight2"] = t["dout"].t() @ t["act"]
+        made["dweight2"] = weight_gradient(t["dout"], t["act"], t["weight2"])
     return made
 
 
@@ -223,11 +238,11 @@ def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     made: Tensors = {}
     dpre = t["dpre"] if "dpre" in t else t["dact"]
     if "dweight2" in outputs:
-        made["dweight2"] = t["dout"].t() @ t["act"]
+        made["dweight2"] = weight_gradient(t["dout"], t["act"], t["weight2"])
     if "dx" in outputs:
         made["dx"] = dpre @ t["weight1"]
     if "dweight1" in outputs:
-        made["dweight1"] = dpre.t() @ t["x"]
+        made["dweight1"] = weight_gradient(dpre, t["x"], t["weight1"])
     return made
 
 
@@ -295,12 +310,12 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
 
 
 def kept(p: Dense, wanted: frozenset[str]) -> tuple[str, ...]:
-    """What the backward reads; act only for weight2, and not where it is made again."""
+    """What the backward reads; act only for weight2, and not where it is made again. Of weights also how they lie."""
     below = bool(wanted & {"x", "weight1", "bias1"})
     names = ["weight2"] if p.has("weight2") else []
     names += ["pre"] if below or (p.recompute and "weight2" in wanted) else []
     names += ["act"] if "weight2" in wanted and not p.recompute else []
-    names += ["weight1"] if "x" in wanted else []
+    names += ["weight1"] if "x" in wanted or ("weight1" in wanted and p["x"].dtype == "fp32") else []
     return (*names, *(("x",) if "weight1" in wanted else ()))
 
 
@@ -335,7 +350,8 @@ def host_backward(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         t = {"act": act.to(t["pre"].dtype), **t}
         made = outer_gradients(p, t, outputs)
         dpre = made["dact"].float() * slope
-        made |= {"dbias1": dpre.sum(0), **inner_gradients(p, {**t, "dpre": dpre.to(t["pre"].dtype)}, outputs)}
+        below = tuple(name for name in outputs if name not in made)
+        made |= {"dbias1": dpre.sum(0), **inner_gradients(p, {**t, "dpre": dpre.to(t["pre"].dtype)}, below)}
     else:
         made = outer_gradients(p, t, outputs)
     return {name: made[name] for name in outputs}
