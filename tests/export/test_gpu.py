@@ -123,6 +123,7 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     from tests.export.called import call, own_plan, place
 
     _, loaded = library
+    torch.ones(1, device="cuda")  # makes a context current, which C asks for
     assert loaded.flashtile_prepare() == 0
     export = CompanionExport(Companion.parse(PROBLEMS["gelu"]))
     entry = companion_entries("gelu", export)[0]
