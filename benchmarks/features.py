@@ -1,7 +1,7 @@
 """Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
 
-    python benchmarks/features.py [--sections pairs costs dropout tiles] [--backend hopper] [--cases 1100] [--budget 420]
-                                  [--without flex] [--output features.csv]
+    python benchmarks/features.py [--sections pairs costs dropout tiles] [--backend hopper] [--cases 1100] [--numbers 160 ...]
+                                  [--budget 420] [--without flex] [--output features.csv]
 
 pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py, in
 parallel processes. costs: each feature beside the same call without it, and beside PyTorch's own way to it, all in one
@@ -18,7 +18,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -51,7 +51,7 @@ ROUNDS, REPEATS = 15, 3
 # -- pairs ------------------------------------------------------------------------------------------------------
 
 
-def drawn_cases(count: int) -> list[Case]:
+def drawn_cases(numbers: Iterable[int]) -> list[Case]:
     """Cases of few kernels: choices that cover every pair once, again and again with other lengths."""
     missing, base = all_pairs(), []
     for choice in choices(1000):
@@ -60,7 +60,7 @@ def drawn_cases(count: int) -> list[Case]:
         if not missing:
             break
     assert not missing, missing
-    return [draw(number, base[number % len(base)]) for number in range(count)]
+    return [draw(number, base[number % len(base)]) for number in numbers]
 
 
 def draw(number: int, choice: dict[str, str]) -> Case:
@@ -84,9 +84,9 @@ def checked(case: Case, backend: str) -> Row:
     return {"backend": backend, "backward": case.backward, "failure": failure, "problem": spelled}
 
 
-def pairs(cases: int, until: float, record: Record) -> Iterator[Row]:
+def pairs(numbers: Iterable[int], until: float, record: Record) -> Iterator[Row]:
     """A row per case."""
-    for row in check_all(checked, drawn_cases(cases), "triton", record, until):
+    for row in check_all(checked, drawn_cases(numbers), "triton", record, until):
         yield {"section": "pairs", **row}
 
 
@@ -353,6 +353,7 @@ def main() -> int:
     usual = ["dropout", "costs", "pairs"]
     parser.add_argument("--sections", nargs="+", choices=(*usual, "tiles"), default=usual)
     parser.add_argument("--cases", type=at_least_one, default=1100)
+    parser.add_argument("--numbers", type=int, nargs="+", help="the pairs of these numbers alone, which are in their names")
     parser.add_argument("--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured")
     parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
     options(parser, "bench-output/features.csv", 420)
@@ -363,7 +364,7 @@ def main() -> int:
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
         "dropout": lambda until: dropout(device),
         "costs": lambda until: costs(until, record, measured, not chosen.without),
-        "pairs": lambda until: pairs(chosen.cases, until, record),
+        "pairs": lambda until: pairs(chosen.numbers or range(chosen.cases), until, record),
         "tiles": lambda until: tiles(until, device, chosen.output.with_suffix(".json")),
     }
     for name, until in record.parts(chosen.sections):
