@@ -89,14 +89,6 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{score}sink=4:fp32:grad,dropout=0.1,tf32x3)"
     narrow = "score=bias(2x4x90x90:bf16:grad),where=stored(1;1;1;1;2x4x90x90:bool)"  # loads beside products in float64
     yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{narrow},dropout=0.1,tf32x3)"
-    everything = "score=softcap(2.0)+bias(1x4x90x90:fp32:grad),sink=4:fp32:grad,dropout=0.1"  # small ones in 16 bits, and masks
-    here = "where=document(90;90;2x90:int32;2x90:int32)"
-    for dims in ((64, 64), (24, 40), (128, 128), (512, 512)):
-        yield f"attention(q=2x90x4x{dims[0]},kv=90x2x{dims[1]},bf16,band=:0)"
-        yield f"attention(q=2x90x4x{dims[0]},kv=90x2x{dims[1]},fp16,band=9:5,{everything},{here})"
-    for head_dim in (64, 256):
-        yield f"attention(q=2x90x4x{head_dim},kv=90x2x{head_dim},fp16,{here},blocks=32x32)"
-    yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,band=9:5,{everything},tf32x3,{here})"
     yield "attention(q=3x90x4x64,kv=90x2x64,fp32,band=9:3,sink=4:fp32:grad,tf32x3,varlen=150x150)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
     for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):
