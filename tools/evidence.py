@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem
 from flashtile.plan.device import named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
+from tests import relative_bias  # noqa: F401 (its modifier is in rows of pairs: to be read it has to be known)
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -74,8 +74,7 @@ def read(folder: Path) -> Iterator[Evidence]:
 def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     """What a row proves; `source` is the file's name, which says what the columns `direction` and `backend` do not.
 
-    Rows of peers, of problems that are no attention or have a user's own modifiers, which nothing here knows, and of what was
-    wrong, refused or not measured prove nothing.
+    Rows of peers, of problems that are no attention, and of what was wrong, refused or not measured prove nothing.
     """
     spelling, provider, device = row.get("spelling") or row.get("problem", ""), row.get("provider", ""), row.get("device", "")
     named = row.get("backend") or (provider.split("/")[1] if provider.startswith("flashtile/") else "")
@@ -84,10 +83,7 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     failed = row.get("breach") or row.get("failure") or row.get("status", "ok") != "ok"
     if not spelling.startswith("attention(") or not device or named not in ONLY_VARIANT or failed:
         return
-    try:
-        problem = AttentionProblem.parse(spelling)
-    except InvalidProblem:
-        return
+    problem = AttentionProblem.parse(spelling)
     variant = row.get("backward") or (provider.split("/")[2] if provider.count("/") > 1 else ONLY_VARIANT[named])
     told = [direction for direction in DIRECTIONS if direction in (row.get("direction") or source)]
     for direction in told or DIRECTIONS:
