@@ -96,6 +96,53 @@ def test_work_goes_to_the_current_stream(given: list[torch.Tensor], step: Step) 
     agree(made, expected)
 
 
+def test_kernels_wait_for_what_comes_before_them(given: list[torch.Tensor], step: Step) -> None:
+    """Those that begin early too: inputs are written just before a call, and written over just after it."""
+    sources = [t.detach().clone() for t in given]
+
+    def write(factor: float) -> None:
+        with torch.no_grad():
+            for tensor, source in zip(given, sources, strict=True):
+                tensor.copy_(source).mul_(factor)
+
+    expected: list[list[torch.Tensor]] = []
+    for factor in (1.0, 0.5, 2.0):
+        write(factor)
+        torch.cuda.synchronize()
+        expected.append(step())
+        torch.cuda.synchronize()
+    for _ in range(50):
+        found: list[list[torch.Tensor]] = []
+        for factor in (1.0, 0.5, 2.0):
+            write(factor)
+            found.append(step())
+            write(float("nan"))
+        for one, other in zip(found, expected, strict=True):
+            agree(one, other)
+
+
+def test_a_cuda_graph_waits_for_another_stream(given: list[torch.Tensor], step: Step) -> None:
+    sources, side, branch = [t.detach().clone() for t in given], torch.cuda.Stream(), torch.cuda.Stream()
+    expected = step()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        branch.wait_stream(side)
+        with torch.cuda.stream(branch), torch.no_grad():
+            for tensor, source in zip(given, sources, strict=True):
+                tensor.copy_(source)
+        side.wait_stream(branch)
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for tensor in given:
+                tensor.fill_(float("nan"))
+        graph.replay()
+        agree(captured, expected)
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_inputs_with_offsets_past_32_bits(axis: int, device: torch.device, backend: str, variant: Variant) -> None:
     shape, sizes = (2, 192, 2, 64), [2, 192, 2, 64]
