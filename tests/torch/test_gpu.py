@@ -8,14 +8,24 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Options, Softcap
+from flashtile import Options, Softcap, dispatch
 from flashtile.spec.options import Variant
-from tests.backends import OF_KERNELS
+from flashtile.torch.run import device_of
+from tests.backends import OF_KERNELS, PLAIN
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.parametrize(("backend", "variant"), OF_KERNELS),
-]
+
+def _hoppers() -> list[tuple[str, Variant]]:
+    """Hopper's backend with the backwards that it has on this machine."""
+    if not torch.cuda.is_available():
+        return []
+    place, hopper = device_of(torch.device("cuda", torch.cuda.current_device())), dispatch.backend_named("hopper")
+    variants: tuple[Variant, ...] = ("split", "fused")
+    return [("hopper", variant) for variant in variants if not hopper.unsupported(PLAIN, place, variant)]
+
+
+pytestmark = pytest.mark.gpu
+PORTABLE = pytest.mark.parametrize(("backend", "variant"), OF_KERNELS)
+EVERY = pytest.mark.parametrize(("backend", "variant"), [*OF_KERNELS, *_hoppers()])
 
 Step = Callable[[], list[torch.Tensor]]
 
@@ -53,6 +63,7 @@ def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
+@EVERY
 def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Step) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -70,6 +81,7 @@ def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Ste
         agree(made, step())
 
 
+@EVERY
 @pytest.mark.usefixtures("_no_waiting")
 def test_the_host_never_waits(step: Step) -> None:
     step()
@@ -77,6 +89,7 @@ def test_the_host_never_waits(step: Step) -> None:
     step()
 
 
+@EVERY
 def test_work_goes_to_the_current_stream(given: list[torch.Tensor], step: Step) -> None:
     """The inputs arrive late, on the side stream alone: whoever ran elsewhere would have read what was there before."""
     expected = step()
@@ -96,6 +109,7 @@ def test_work_goes_to_the_current_stream(given: list[torch.Tensor], step: Step) 
     agree(made, expected)
 
 
+@EVERY
 def test_kernels_wait_for_what_comes_before_them(given: list[torch.Tensor], step: Step) -> None:
     """Those that begin early too: inputs are written just before a call, and written over just after it."""
     sources = [t.detach().clone() for t in given]
@@ -121,6 +135,7 @@ def test_kernels_wait_for_what_comes_before_them(given: list[torch.Tensor], step
             agree(one, other)
 
 
+@EVERY
 def test_a_cuda_graph_waits_for_another_stream(given: list[torch.Tensor], step: Step) -> None:
     sources, side, branch = [t.detach().clone() for t in given], torch.cuda.Stream(), torch.cuda.Stream()
     expected = step()
@@ -143,6 +158,7 @@ def test_a_cuda_graph_waits_for_another_stream(given: list[torch.Tensor], step: 
         agree(captured, expected)
 
 
+@PORTABLE
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_inputs_with_offsets_past_32_bits(axis: int, device: torch.device, backend: str, variant: Variant) -> None:
     shape, sizes = (2, 192, 2, 64), [2, 192, 2, 64]
@@ -163,6 +179,7 @@ def test_inputs_with_offsets_past_32_bits(axis: int, device: torch.device, backe
         agree(result, results[0])
 
 
+@PORTABLE
 def test_outputs_with_offsets_past_32_bits(device: torch.device, backend: str, variant: Variant) -> None:
     """Every query sees its own key alone: out is v, and each v gets a gradient of 1 from every head."""
     seqlen, heads, head_dim = 2**17, 96, 192
@@ -180,6 +197,7 @@ def test_outputs_with_offsets_past_32_bits(device: torch.device, backend: str, v
     assert dk.isfinite().all()
 
 
+@PORTABLE
 @pytest.mark.parametrize(("batch", "seqlen"), [(70_000, 1), (1, 2**24)], ids=["batch", "tiles"])
 def test_grids_past_16_bits(batch: int, seqlen: int, device: torch.device, backend: str, variant: Variant) -> None:
     q, k, v = (torch.randn(batch, seqlen, 1, 16, dtype=torch.float16, device=device, requires_grad=True) for _ in range(3))
