@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashtile import Band
+from flashtile.torch.run import device_of
 from tests.cases import DTYPES, Case
 from tests.judge import FLOOR_ULP, breaches, expected, judge, measure, run
 
@@ -33,6 +34,59 @@ def test_a_lone_key(place: torch.device, backend: str, variant: str, case: Case,
     if upstream == "out":
         assert not result["dq"].any()
         assert not result["dk"].any()
+
+
+# The mask leaves the query one key, which is known at run time alone.
+LEFT = Case("one-left", seqlen_q=1, seqlen_k=285, heads_q=3, window=(12, 5), mask="document", used_k=(282,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", [None, 0.1])
+@pytest.mark.parametrize("upstream", ["out", "both"])
+def test_the_one_key_that_a_mask_leaves(
+    place: torch.device, backend: str, variant: str, upstream: str, dropout: float | None, dtype: str
+) -> None:
+    if dtype == "fp32" and not device_of(place).multiplies_float64:
+        pytest.skip("no matrix units for float64: rounding is left of what cancels")
+    score = ("bias-heads", "softcap")
+    case = replace(LEFT, score=score, dtype=dtype, backward=variant, upstream=upstream, dropout=dropout)
+    tensors = case.tensors(place)
+    result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
+    judge(case, result, truth, plain)
+    assert result["dv"].any()
+    if upstream == "out":
+        assert not any(made[name].any() for made in (result, truth, plain) for name in ("dq", "dk", "dscore.0"))
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("case", [
+    Case("decided-bias", 1, 183, 14, 1, head_dim=64, head_dim_v=5, score=("bias",), causal=True, mask="holes-and-documents"),
+    Case("decided-alibi", 1, 77, 180, 3, head_dim=64, head_dim_v=5, score=("alibi",), window=(12, 5), mask="document"),
+    Case("decided-sink", 1, 60, 20, 2, head_dim=64, head_dim_v=5, sink="fp32", dropout=0.1),
+], ids=lambda case: case.name)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_that_one_key_decides(
+    place: torch.device, backend: str, variant: str, case: Case, number: int, dtype: str
+) -> None:
+    """Scores of 8 on average: what out is rounded by is more than what dp and delta differ by."""
+    case = replace(case, name=f"{case.name}-{number}", dtype=dtype, scale=1.0, backward=variant, upstream="out")
+    tensors = case.tensors(place)
+    judge(case, run(backend, case, tensors), *expected(case, tensors))
+
+
+@pytest.mark.parametrize("sink", [None, "fp32"])
+@pytest.mark.parametrize(("seqlen", "mask"), [(256, None), (180, "prefix"), (40, None)])
+def test_a_table_adds_up_thousands_of_scores(
+    place: torch.device, backend: str, variant: str, seqlen: int, mask: str | None, sink: str | None
+) -> None:
+    """Kernels in any order: to two units of its largest element, however exact plain PyTorch's order happens to be."""
+    case = Case("table", 1, seqlen, seqlen, 1, scale=1.0, score=("table",), mask=mask, causal=True, sink=sink)
+    case = replace(case, upstream="out", backward=variant)
+    tensors = case.tensors(place)
+    result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
+    judge(case, result, truth, plain)
+    error = measure("dscore.0", case, result["dscore.0"], truth["dscore.0"], plain["dscore.0"])
+    assert backend != "triton" or error.largest <= error.floor
 
 
 def test_the_floor_is_two_units() -> None:

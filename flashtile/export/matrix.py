@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -121,6 +122,19 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32,{rest})"
 
 
+def small_problems() -> Iterator[str]:
+    """The same of small problems' passes over queries, which walk the keys twice."""
+    for dims in ((64, 64), (24, 40), (128, 128), (512, 512)):
+        yield f"attention(q=2x90x4x{dims[0]},kv=90x2x{dims[1]},bf16,band=:0)"
+    everything = "score=softcap(2.0)+bias(1x4x90x90:fp32:grad),sink=4:fp32:grad,dropout=0.1"
+    here = "where=document(90;90;2x90:int32;2x90:int32)"
+    for dims in ((64, 64), (24, 40), (128, 128), (512, 512)):
+        yield f"attention(q=2x90x4x{dims[0]},kv=90x2x{dims[1]},fp16,band=9:5,{everything},{here})"
+    yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,band=9:5,{everything},tf32x3,{here})"
+    for head_dim in (64, 256):
+        yield f"attention(q=2x90x4x{head_dim},kv=90x2x{head_dim},fp16,{here},blocks=32x32)"
+
+
 def plan_of(job: Job) -> Plan:
     """The plan that holds the kernel of a job."""
     backend, problem, device = backend_named(job.backend), AttentionProblem.parse(job.problem), named(job.target)
@@ -191,14 +205,16 @@ def compile_row(job: Job) -> Row:
 def jobs(targets: list[str], every: int = 1) -> list[Job]:
     """The whole matrix without repetitions, or each `every`-th of it."""
     seen: dict[object, Job] = {}
-    for target in targets:
-        for spelling in problems():
-            for job in jobs_of(spelling, target):
-                call = plan_of(job).calls[job.index]
-                assert isinstance(call, KernelCall)
-                dtype = AttentionProblem.parse(spelling).dtype
-                identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), dtype)
-                seen.setdefault((job.backend, *identity), job)
+    asked = [*product(targets, problems(), ("",)), *product(targets, small_problems(), ("attention_backward_queries",))]
+    for target, spelling, only in asked:
+        for job in jobs_of(spelling, target):
+            call = plan_of(job).calls[job.index]
+            assert isinstance(call, KernelCall)
+            if only not in call.kernel.fn.__name__:
+                continue
+            dtype = AttentionProblem.parse(spelling).dtype
+            identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), dtype)
+            seen.setdefault((job.backend, *identity), job)
     return list(seen.values())[::every]
 
 

@@ -86,9 +86,9 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) ->
 def _backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, asked: Asked
 ) -> list[torch.Tensor]:
-    """Gradients from an out and an lse that may be of more keys than these (context parallelism merges them).
+    """Gradients from an out and an lse that on a GPU may be of more keys than these (context parallelism merges them).
 
-    Of float32 only the CPU backend makes them from no more than that.
+    Of float32, and of what few keys decide, the CPU backend makes p and delta anew: there they must be of these.
     """
     residual = lse.new_zeros(residual_shape(lse.shape, q.dtype))
     others, wanted, text, floats, ints = asked

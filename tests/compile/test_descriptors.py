@@ -31,7 +31,7 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
 choose.measured = lambda problem, device, which: Launch(128, 32, 8, 3, 8, held=2)
-problem = AttentionProblem.parse("attention(q=1x17x2x40,kv=17x2x40,fp16,lse)")
+problem = AttentionProblem.parse("attention(q=64x4097x2x40,kv=17x2x40,fp16,lse)")
 plan = plan_backward(problem, H100, Gradients(dlse=True), "triton", "split")
 call = next(c for c in plan.calls if c.kernel.fn.__name__ == "attention_backward_queries")
 compiled = compile_call(call, plan, H100)

@@ -15,7 +15,7 @@ import pytest
 
 from flashtile import Alibi, AttentionProblem, Dropout, NotSupported
 from flashtile.export import compile as compile_module
-from flashtile.export.matrix import jobs_of, plan_of, problems
+from flashtile.export.matrix import jobs_of, plan_of, problems, small_problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
 from flashtile.jax.reorder import ENTRY, reordered
@@ -56,7 +56,7 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
         (lambda q, k, v: dot_product_attention(q, k, v), QKV, 1),
         (gradient(), QKV, 4),  # Hopper: forward, rows, keys, dq
         (gradient(backward="split"), QKV, 4),  # forward, delta, queries, keys
-        (gradient(backward="fused", implementation="triton"), QKV, 4),
+        (gradient(backward="fused", implementation="triton"), QKV, 5),  # forward, delta, queries, keys, conversion
         (gradient(backward="xla"), QKV, 1),
         (gradient(implementation="xla"), QKV, 0),
         (gradient(softcap=30.0, dropout=Dropout(0.1, 3)), QKV, 4),
@@ -107,7 +107,7 @@ def test_without_a_gpu_and_a_target() -> None:
 def plans() -> list[Plan]:
     """Every plan that the compile-only stage knows, for an H100, of backends with kernels."""
     found: dict[Plan, None] = {}
-    for spelling in problems():
+    for spelling in (*problems(), *small_problems()):
         for job in jobs_of(spelling, "sm90"):
             if job.index == 0:
                 found[plan_of(job)] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from flashtile import _triton
 from flashtile.kernels.triton import choose
 from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.tile import Launch, products
+from flashtile.kernels.triton.tile import Launch, correction_of, products
 from flashtile.plan.backend import Gradients
+from flashtile.plan.call import KernelCall
 from flashtile.plan.device import A100, H100, RTX4090
 from flashtile.spec.attention import AttentionProblem
 from tests.cases import CASES, Case
@@ -50,6 +52,17 @@ def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind:
         error = measure(name, case, result[name], truth[name], plain[name])
         assert error.mean <= error.plain_mean, name
         assert error.largest <= 2 * error.allowed, name
+
+
+@pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_a_table_s_elements_are_added_up_of_a_corrected_delta(device: torch.device, kind: str, backward: Any) -> None:
+    case = Case("table", seqlen_q=150, seqlen_k=150, score=("table",), causal=True, upstream="out", backward=backward)
+    tensors = case.tensors(device)
+    result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
+    truth, plain = expected(case, tensors)
+    error = measure("dscore.0", case, result["dscore.0"], truth["dscore.0"], plain["dscore.0"])
+    assert error.largest <= error.floor
 
 
 @pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")
@@ -105,6 +118,39 @@ def test_float64_where_it_costs_nothing_and_for_sums_per_head() -> None:
     assert products(problem(4, 4096, slopes), H100, "keys") == "cut"
     half = AttentionProblem.parse("attention(q=1x64x8x64,kv=64x8x64,bf16)")
     assert products(half, H100, "queries") == "unit"
+
+
+@pytest.mark.parametrize(
+    ("tail", "correction"),
+    [
+        ("q=1x200x8x64,kv=200x8x64,bf16", "before"),
+        ("q=1x200x8x64,kv=200x8x64,fp32,tf32", "before"),
+        ("q=1x200x8x64,kv=1x8x64,bf16", "before"),
+        ("q=4x65536x32x64,kv=1x32x64,bf16", ""),
+        ("q=4x4096x8x64,kv=4096x8x64,bf16", ""),
+        ("q=4x4096x8x64,kv=4096x8x64,bf16,sink=8:fp32:grad", "after"),
+        ("q=1x200x8x64,kv=200x8x64,fp32", "after"),
+        ("q=1x200x8x64,kv=200x8x64,fp32,used=k", "before"),
+        ("q=1x200x8x64,kv=200x8x64,fp32,where=prefix(1:int32)", "before"),
+        ("q=4x4096x8x64,kv=4096x8x64,fp32,used=k", "after"),
+        ("q=4x4096x8x64,kv=4096x8x64,fp32,score=t5_bias(8x16:fp32:grad)", "before"),
+        ("q=4x4096x8x64,kv=4096x8x64,fp32,score=t5_bias(8x16:fp32)", "after"),
+        ("q=4x4096x8x64,kv=4096x8x64,bf16,score=t5_bias(8x16:fp32:grad)", ""),
+    ],
+)
+def test_when_delta_is_corrected(tail: str, correction: str) -> None:
+    p = AttentionProblem.parse(f"attention({tail})")
+    assert correction_of(p, choose.choose(p, H100, "queries")) == correction
+
+
+def test_small_16_bit_problems_correct_delta_before_the_fused_pass() -> None:
+    for seqlen, corrected in ((200, True), (4096, False)):
+        p = AttentionProblem.parse(f"attention(q=1x{seqlen}x8x64,kv={seqlen}x8x64,bf16,used=k)")
+        plan = BACKEND.backward(p, H100, Gradients(), "fused")
+        passes = [call for call in plan.calls if isinstance(call, KernelCall) and "SCORE" in dict(call.constants)]
+        names = [call.kernel.fn.__name__.removeprefix("attention_backward_") for call in passes]
+        assert names == ["queries", "keys"][not corrected :]
+        assert all((dict(call.constants)["T"].noise > 0.0) == corrected for call in passes)
 
 
 @pytest.mark.skipif(_triton.VERSION is None, reason="Triton is not installed")

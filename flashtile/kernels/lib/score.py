@@ -94,6 +94,15 @@ def sums_per_head(p: AttentionProblem) -> bool:
     return captured or (p.sink is not None and p.sink.grad)
 
 
+def adds_elements(score: tuple[ScoreSpec, ...]) -> bool:
+    """Whether some captured tensor's gradient is added up in memory, element by element."""
+    return any(
+        sums_in_queries(spec, j) and captured.index is not None
+        for spec in score
+        for j, captured in enumerate(spec.kind.captured)
+    )
+
+
 def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
     """Whether the pass over queries forms this captured tensor's gradient: where it is wanted, unless it is broadcast and has
     elements for single queries or keys."""

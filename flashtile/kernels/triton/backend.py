@@ -10,7 +10,7 @@ from typing import Any
 from flashtile._triton import JitTuple
 from flashtile.kernels.lib.available import unavailable
 from flashtile.kernels.lib.mask import predicates
-from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, sums_per_head, uneven_refusals
+from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, uneven_refusals
 from flashtile.kernels.lib.sums import sum_partials
 from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
@@ -19,7 +19,7 @@ from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.rows import attention_delta
-from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, make_tile
+from flashtile.kernels.triton.tile import Correction, Launch, Pass, correction_of, forms_captured, is_mended, make_tile
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -98,6 +98,7 @@ class TritonBackend:
         sink = None if p.sink is None else "sink"
         query_launch = launches.get("queries") or choose(p, device, "queries")
         sink_sums = _sink_partials(p, query_launch)
+        elements: tuple[Buffer, ...] = ()
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
         schedules = Schedules(p)
         delta = _call(
@@ -107,18 +108,20 @@ class TritonBackend:
         )  # fmt: skip
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
-        corrects = p.float32_grade or sums_per_head(p)  # below that only what is summed over a whole head is worth it
-        if captured or sink_sums or wide or (not fused and "q" in gradients.wanted):
+        correction = correction_of(p, query_launch)
+        if captured or sink_sums or wide or is_mended(p) or (not fused and "q" in gradients.wanted):
             schedule = _schedule(schedules, "queries", query_launch)
             capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
-            sums += [(buffer, schedule) for buffer in capture.buffers]
+            sums += [(buffer, schedule) for buffer in capture.partials]
+            elements += capture.elements
             dq = "dq" if "q" in gradients.wanted and not fused else None
-            slip = dlse if corrects and not p.float32_grade else None
+            slip = dlse if correction and not p.float32_grade else None
             sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
                 bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
                 ("q", "k", "v", "dout", dq or "q", "rows", slip or "q", sink or "q"),
-                tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots, corrects=corrects,
+                tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots,
+                correction=correction,
             ))  # fmt: skip
             notes.append(f"queries pass tile {query_launch.spell()}")
         if wants_keys:
@@ -147,7 +150,9 @@ class TritonBackend:
                 buffers += (Buffer(target, (rows,), partial.dtype, "scratch"),)
                 own, length = (size, 1) if shape[1] == 1 else (1, size)
                 calls.append(_sum_shared(target, gradient, own, rows // size, length))
-        buffers += (*(partial for partial, _ in sums), *schedules.buffers)
+        for buffer in elements:
+            calls.append(_sum_shared(buffer.name, buffer.name.replace("sums.", "d"), 1, 1, prod(buffer.shape)))
+        buffers += (*(partial for partial, _ in sums), *elements, *schedules.buffers)
         for i, j in broadcast_gradients(p):
             launch = launches.get("pairs") or choose(p, device, "pairs")
             scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
@@ -176,7 +181,7 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
     fused = (choose_variant(p, device, Gradients()) if variant == "auto" else variant) == "fused"
     runs: dict[Pass, bool] = {
         "forward": variant is None,
-        "queries": variant is not None and (not fused or bool(captures(p.score))),
+        "queries": variant is not None and (not fused or bool(captures(p.score)) or is_mended(p)),
         "keys": variant is not None and not fused,
         "fused": fused,
         "pairs": variant is not None and bool(broadcast_gradients(p)),
@@ -193,11 +198,12 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
 
 def _call(
     kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, pointers: tuple[Any, ...],
-    strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, corrects: bool = False, score: bool = True,
+    strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, correction: Correction = "", score: bool = True,
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
-    constants: tuple[tuple[str, Any], ...] = (("T", make_tile(p, launch, which, slots, corrects)),)
+    tile = make_tile(p, launch, which, slots, correction)
+    constants: tuple[tuple[str, Any], ...] = (("T", tile if score else replace(tile, lonely=False)),)
     if score:
         constants += (("SCORE", chain(p, device, form_of(p, forms_captured(p, which)))),)
     if "MASK" in kernel.arg_names:
@@ -253,8 +259,8 @@ def _pointer(name: Any) -> Any:
 class _Capture:
     """Arguments and buffers of captured gradients in the one pass that forms them."""
 
-    def __init__(self, args: tuple[Any, ...] = (), buffers: tuple[Buffer, ...] = (), slots: int = 0):
-        self.args, self.buffers, self.slots = args, buffers, slots
+    def __init__(self, args: tuple[Any, ...], partials: tuple[Buffer, ...], elements: tuple[Buffer, ...], slots: int):
+        self.args, self.partials, self.elements, self.slots = args, partials, elements, slots
 
 
 def _sum_dtype(launch: Launch) -> str:
@@ -264,7 +270,8 @@ def _sum_dtype(launch: Launch) -> str:
 
 def _capture(p: AttentionProblem, tiles: int, dtype: str) -> _Capture:
     args: list[tuple[Any, ...]] = []
-    buffers: list[Buffer] = []
+    partials: list[Buffer] = []
+    elements: list[Buffer] = []
     slots = 0
     for i, spec in enumerate(p.score):
         entries: list[tuple[Any, ...]] = []
@@ -275,13 +282,16 @@ def _capture(p: AttentionProblem, tiles: int, dtype: str) -> _Capture:
             if captured.index is None:
                 heads = p.heads_q if p.lengths.ragged else p.batch * p.heads_q
                 tiles_here = tiles if p.lengths.ragged else tiles // max(p.batch, 1)
-                buffers.append(Buffer(f"partial.score.{i}.{j}", (heads, tiles_here), dtype, "scratch"))
+                partials.append(Buffer(f"partial.score.{i}.{j}", (heads, tiles_here), dtype, "scratch"))
                 entries.append((slots, Pointer(f"partial.score.{i}.{j}")))
+            elif p.float32_grade:  # thousands of scores for an element, added in any order
+                elements.append(Buffer(f"sums.score.{i}.{j}", spec.tensors[j].shape, "fp64", "scratch", zeroed=True))
+                entries.append((0, Pointer(elements[-1].name)))
             else:
                 entries.append((0, Pointer(f"dscore.{i}.{j}")))
             slots += 1
         args.append(tuple(entries))
-    return _Capture(tuple(args) if slots else (), tuple(buffers), slots)
+    return _Capture(tuple(args) if slots else (), tuple(partials), tuple(elements), slots)
 
 
 def broadcast_gradients(p: AttentionProblem) -> list[tuple[int, int]]:
@@ -348,7 +358,10 @@ def _forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
 
 def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: bool) -> tuple[Buffer, ...]:
     zeroed = {
-        f"dscore.{i}.{j}" for i, spec in enumerate(p.score) for j, c in enumerate(spec.kind.captured) if c.index is not None
+        f"dscore.{i}.{j}"
+        for i, spec in enumerate(p.score)
+        for j, captured in enumerate(spec.kind.captured)
+        if captured.index is not None and not p.float32_grade
     }  # added to by the kernels, like dq in the fused fp32 pass
     if adds_into_dq:
         zeroed.add("dq")

@@ -3,12 +3,12 @@
 split:  delta, then a pass over queries (dq) and a pass over keys (dk, dv); no atomics, bitwise repeatable.
 fused:  delta, then the pass over keys alone, which adds its share of dq atomically, in fp32 to dq itself; else a conversion.
 The gradients of captured tensors and sinks are formed in the pass over queries, in both variants. It comes first, and in
-float64 always: it corrects delta.
+float64 and small 16-bit problems always: it corrects delta.
 """
 
 from __future__ import annotations
 
-from flashtile._triton import PLAIN_INTEGERS, jit, tl
+from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
 from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import dropped, kept, load_seed
 from flashtile.kernels.lib.exponential import LOG2E, exp
@@ -37,6 +37,11 @@ from flashtile.kernels.lib.score import capture, locate, probabilities, store_to
 from flashtile.kernels.lib.varlen import assign_tile, slab
 from flashtile.kernels.triton.rows import by_head, load_dlse, load_rows, rows_offset
 
+# How far a row's probabilities, below float32's grade, may add up to something else than 1: exp2(score - level) has the
+# roundings of both. Keys that are not there may have so much in all, a quarter of what fp16's rounding of out may be.
+WHOLE = constexpr(2.0**-13)
+WHOLE_PER_LEVEL = constexpr(2.0**-22)
+
 
 @jit
 def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
@@ -45,7 +50,8 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
     Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
     Both may be ten times their difference, so of aligned parts neither dp's rounding nor delta's is let into it.
-    A lone key has p = 1 whatever its score: but for dlse it is its own mean.
+    A lone key has p = 1 whatever its score: but for dlse it is its own mean. A mask may leave a query one key at run time
+    alone, or one that outweighs the others: plain PyTorch gets 0 there, and so do we where the two agree but for T.noise.
     """
     if T.parts and not T.cut:
         dp, rest = product_and_rest(dout, v, T)
@@ -64,6 +70,8 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
         dp -= delta
         if T.exact:
             dp -= slip
+        if T.noise > 0.0:
+            dp = tl.where(tl.abs(dp) < tl.abs(delta) * T.noise, 0.0, dp)
         return dp
 
 
@@ -218,13 +226,14 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
 
 
 @jit
-def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
-               score_args, grad_args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
+               score_args, grad_args, MASKED: tl.constexpr, FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
                CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to dq of a query tile; row = (level, delta, norm, slip) as columns.
+    """Add the key tile at `start` to dq of a query tile; queries = (q, dout), in parts; row = (level, delta,
+    norm, slip) as columns.
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
-    totals; the sum of p, where T.wide).
+    totals; the sum of p, where T.wide or not T.exact and FINDS). FINDS: it alone is formed, its first and last.
     """
     BLOCK_K: tl.constexpr = T.block_k
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
@@ -238,28 +247,67 @@ def query_step(dq, totals, off, q, dout, row, kv_ptrs, strides, sizes, ends, pla
     if MASKED and T.predicate:
         k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
-    raw = score_product(q, transposed(k, T), T)
+    raw = score_product(queries[0], transposed(k, T), T)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    dp = beyond_mean(dout, transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4].factor, T)
+    dp = beyond_mean(queries[1], transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4].factor, T)
     row = (row[0], 0.0, row[2], row[3])
-    if T.slots > 0:
+    if T.slots > 0 and not FINDS:
         totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
-    if T.corrects:
+    if FINDS or T.corrects:
         excess = p * (dp + row[3])
         if MASKED:
             excess = tl.where(keep, excess, 0.0)
-        ones = tl.full(dp.shape, 1.0, tl.float32)
         units, turn, mass = off[2], off[1], off[3]
-        if T.exact:
-            _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
-            turn = tl.dot(weight.to(tl.float32).to(tl.bfloat16), k[0].to(tl.float32).to(tl.bfloat16), turn)
-        if T.wide:
+        if T.wide or (FINDS and not T.exact):
             mass += tl.sum(p, 1)
-        if T.slots > 0:
-            units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, MASKED, T, SCORE, CAPTURED)
+        if T.corrects:
+            ones = tl.full(dp.shape, 1.0, tl.float32)
+            if T.exact:
+                _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
+                turn = tl.dot(weight.to(tl.float32).to(tl.bfloat16), k[0].to(tl.float32).to(tl.bfloat16), turn)
+            if T.slots > 0:
+                units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, MASKED, T, SCORE,
+                                CAPTURED)  # fmt: skip
         off = (off[0] + tl.sum(excess, 1), turn, units, mass)
-    return add_product(dq, free_parts(ds, k[0].dtype, T), k, T), totals, off
+    if not FINDS:
+        dq = add_product(dq, free_parts(ds, k[0].dtype, T), k, T)
+    return dq, totals, off
+
+
+@jit
+def walk_keys(dq, totals, off, queries, row, kv_ptrs, strides, sizes, walk, place, scale, band, score_args, grad_args,
+              FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+              MASK: tl.constexpr):  # fmt: skip
+    """`query_step` of every key tile that a query tile sees; walk = (lo, full_lo, full_hi, hi, the mask's block lists or None,
+    the first query, ends).
+    """
+    BLOCK_K: tl.constexpr = T.block_k
+    lo, full_lo, full_hi, hi, lists, first, ends = walk
+    if T.blocks_k > 0:
+        indices, partial, visited = block_list(lists, place[0], place[1], first // T.blocks_q)
+        PER: tl.constexpr = T.blocks_k // BLOCK_K
+        for step in tl.range(0, partial * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
+                                         band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        for step in tl.range(partial * PER, visited * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
+                                         band, score_args, grad_args, False, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    else:
+        if T.left:
+            for start in tl.range(lo, full_lo, BLOCK_K):
+                dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start,
+                                             scale, band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED,
+                                             MASK)  # fmt: skip
+        for start in tl.range(full_lo, full_hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
+                                         band, score_args, grad_args, False, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        for start in tl.range(full_hi, hi, BLOCK_K):
+            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
+                                         band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    return dq, totals, off
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -276,6 +324,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
     captured tensor is corrected by that; where T.exact dq too, and slip in `rows` for the pass over keys. (Plain PyTorch forms
     delta of the very dp: what has to cancel, cancels.) Where T.wide 1 / sum, which was rounded, is corrected likewise.
+    T.twice: the same is found by a walk of its own first, and delta corrected in `rows`, before anything is formed of it. But
+    where not T.exact out and lse may be of more keys than these, as a ring's are. Then p does not add up to 1, nor dp to delta.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
@@ -301,7 +351,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         q = hold(q, COLUMNS)
     if T.held > 1:
         dout = hold(dout, T.columns_v)
-    q, dout = aligned_parts(q, T), aligned_parts(dout, T)
+    queries = (aligned_parts(q, T), aligned_parts(dout, T))
     index = row + tl.arange(0, BLOCK_Q)
     rows_ptr += rows_offset(item, head, strides[5], T)
     level, delta, norm, slip = load_rows(rows_ptr, strides[5], row, T)
@@ -313,41 +363,42 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
         sunk = exp(sink - level, T) * norm if T.exact else tl.exp2(sink * LOG2E - level)
     change = -(delta + slip)  # of lse, less what it averages to: what a sink's score receives
-    if T.corrects:
+    if T.corrects or T.twice:
         mean = delta
-        if T.exact:
+        if T.exact and T.corrects:
             off = (none, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals, none)
-        else:  # delta holds dlse already
+        if not T.exact:  # delta holds dlse already
             slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
         off = (tl.where(sunk == 0.0, 0.0, -sunk * mean), off[1], totals, sunk)  # delta may be NaN where nothing is seen
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
-        for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
-                                         scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
-        for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place, start,
-                                         scale, band, score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
-    else:
-        if T.left:
-            for start in tl.range(lo, full_lo, BLOCK_K):
-                dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
-                                             start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED,
-                                             MASK)  # fmt: skip
-        for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
-                                         start, scale, band, score_args, grad_args, False, T, SCORE, CAPTURED,
-                                         MASK)  # fmt: skip
-        for start in tl.range(full_hi, hi, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, q, dout, row_state, kv_head, strides, sizes, ends, place,
-                                         start, scale, band, score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    walk = (lo, full_lo, full_hi, hi, region[2], row, ends)
+    if T.twice:
+        _, _, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
+                              score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        excess = off[0]
+        if T.wide:
+            whole = tl.where(off[3] == 0.0, 1.0, off[3])
+            excess, norm, sunk = excess / whole, norm / whole, sunk / whole
+        if not T.exact:
+            excess = tl.where(tl.abs(off[3] - 1.0) <= WHOLE + WHOLE_PER_LEVEL * tl.abs(level), excess, 0.0)
+        change -= excess
+        if T.exact:
+            slip += excess
+            if T.wide:  # a rounded slip would show where a key is its row's mean: two numbers hold delta
+                mean = delta + slip
+                delta = mean.to(tl.float32)
+                slip = mean - delta
+                tl.store(rows_ptr + strides[5][2] + index, delta, mask=index < item.q)
+            tl.store(rows_ptr + 3 * strides[5][2] + index, slip, mask=index < item.q)
+        else:
+            delta += excess
+            tl.store(rows_ptr + 2 * index + 1, delta, mask=index < item.q)
+        row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
+    dq, totals, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
+                                score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:
         excess = off[0]
         if T.wide:

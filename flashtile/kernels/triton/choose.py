@@ -13,7 +13,7 @@ from flashtile import _triton, plan
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.lib.score import score_bytes, sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, padded, products
+from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, is_mended, padded, products
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -144,6 +144,11 @@ ASKED: dict[tuple[Pass, int], Launch] = {
     ("fused", 256): Launch(32, 32, 8, 2, 8),
 }
 
+# The pass over queries of small problems, which walks the keys twice: by spills (sm90, Triton 3.6.0: with modifiers and
+# predicates 1.6 KB a thread in 64 x 64 of 64 columns, 4.1 KB in 32 x 32 of 512, here 0.3 at most), not timed. Scattered rows
+# take 16 keys: with 32 Triton 3.9.0 spills up to 1.1 KB, with 16 at most 56 bytes.
+TWICE: dict[int, Launch] = {64: Launch(64, 32, 4, 2, 8), 256: Launch(32, 16, 4, 1, 8), 512: Launch(16, 32, 8, 1, 8)}
+
 # Rows that are no multiple of 16 elements apart (4 x 4096, 32 heads of 40, causal, H100): 128 x 64 takes 1.41 ms, and spills
 # 0.7 KB in 4 warps, 64 x 64 takes 1.90. The backward's later rules: 4.5 ms for both passes, 6.4 in the dense problem's tiles.
 SCATTERED: dict[tuple[Pass, int], Launch] = {("forward", 64): Launch(128, 64, 8, 3, 8)}
@@ -221,6 +226,9 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         asks = problem.where and device.kind == "cuda"
         if (asks or (split and problem.dropout is not None)) and device.target != "sm90":
             rules = rules[1:] or rules  # both at once
+    if problem.dtype is not DType.FP32 and which == "queries" and is_mended(problem) and width in TWICE:
+        tile = TWICE[width]
+        rules = (replace(tile, block_k=16) if scattered(problem) else tile, *rules)
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
         rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]
@@ -234,6 +242,8 @@ def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch |
     """The tile that was tuned for such a problem; dropout takes the plain problem's if it has none of its own."""
     if scattered(problem) or asked(problem, device, which):
         return None
+    if problem.where and which == "queries" and is_mended(problem):
+        return None  # the dense problem's tile, walked twice, spills 1 KB a thread at head_dim 256
     if problem.lengths.ragged and which == "keys" and max(padded(problem)) == 256:
         return None  # the dense problem's tile, of 4 warps, spills 540 bytes a thread where items differ in length
     tuned = tiles_of(device.target)

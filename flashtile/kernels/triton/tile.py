@@ -7,13 +7,14 @@ from typing import Literal
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import captures, form_of, shares_items, sums_per_head
+from flashtile.kernels.lib.score import adds_elements, captures, form_of, shares_items, sums_per_head
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
 Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
 Products = Literal["unit", "cut", "short", "aligned", "float64"]
+Correction = Literal["", "after", "before"]
 
 # How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
 # keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
@@ -73,14 +74,15 @@ class Tile:
     products: str  # as in Launch
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     makes_lse: bool
-    lone: bool  # no query sees more than one key, and there is no sink
+    lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
     modifiers: int  # how many there are: dropout's arguments follow theirs
     swizzle: int  # heads that go together, for the L2 cache
     last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
-    corrects: bool = False  # the pass over queries finds what delta is off by
+    correction: Correction = ""  # of delta, by the pass over queries
+    lonely: bool = False  # a pass whose delta was corrected, below float32's grade, and whose queries may be left one key
     held: int = 0  # as in Launch
     ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
     varlen: bool = False  # items lie one after another
@@ -96,6 +98,21 @@ class Tile:
     def wide(self) -> bool:
         """Everything is computed in float64."""
         return self.products == "float64"
+
+    @property
+    def corrects(self) -> bool:
+        """The pass over queries finds what delta is off by, and corrects what it formed of it."""
+        return self.correction == "after"
+
+    @property
+    def twice(self) -> bool:
+        """The pass over queries walks the keys twice: first it finds what delta is off by, then it forms gradients."""
+        return self.correction == "before"
+
+    @property
+    def noise(self) -> float:
+        """What is smaller, of dp - delta in units of delta, is rounding and counts as 0; 0 where delta is not known so well."""
+        return 2.0**-40 if self.wide else 2.0**-18 if self.lonely else 0.0
 
     @property
     def parts(self) -> bool:
@@ -145,13 +162,43 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
         return "unit"
     if problem.precision == "tf32":
         return "short" if device.target == "sm90" else "unit"
-    flops = 2 * problem.batch * problem.heads_q * problem.span_q * problem.span_k * (problem.head_dim + problem.head_dim_v)
-    small = flops <= FLOAT64_FLOPS or (which == "queries" and sums_per_head(problem))
-    if small and device.multiplies_float64:
+    if (is_small(problem) or (which == "queries" and sums_per_head(problem))) and device.multiplies_float64:
         return "float64"
     if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
         return "aligned"
     return "cut" if device.target == "sm90" else "unit"
+
+
+def is_small(problem: AttentionProblem) -> bool:
+    """Whether what a pass does twice, or in float64, costs nothing that can be seen."""
+    scores = problem.batch * problem.heads_q * problem.span_q * problem.span_k
+    return 2 * scores * (problem.head_dim + problem.head_dim_v) <= FLOAT64_FLOPS
+
+
+def correction_of(problem: AttentionProblem, launch: Launch) -> Correction:
+    """When the pass over queries corrects delta: after it has formed gradients, or before, by one more walk over the keys.
+
+    Before: elements of captured tensors, which are added up in memory; small float64 problems whose masks may leave every
+    query one key, at run time alone: plain PyTorch's dq and dk are 0 there; and small problems below float32's grade: where few
+    keys decide a row, out is rounded by more than dp and delta differ by. Of large ones what is summed over a whole head is
+    corrected, and nothing else.
+    """
+    mended = is_mended(problem)
+    if not mended and (problem.lone or not (problem.float32_grade or sums_per_head(problem))):
+        return ""
+    uneven = bool(problem.where) or problem.lengths.ragged
+    exactly = uneven and is_small(problem) and launch.products == "float64"
+    return "before" if mended or exactly or adds_elements(problem.score) else "after"
+
+
+def is_mended(problem: AttentionProblem) -> bool:
+    """Whether delta is corrected before all else, though float32's grade is not asked for."""
+    return is_small(problem) and not problem.float32_grade
+
+
+def may_leave_one(problem: AttentionProblem) -> bool:
+    """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
+    return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
 
 
 def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
@@ -166,12 +213,12 @@ def loads_narrowly(problem: AttentionProblem) -> bool:
     return not {*captured, *asked}.isdisjoint({"fp16", "bf16", "bool", "int8", "uint8"})
 
 
-def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, corrects: bool = False) -> Tile:
+def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "") -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
     form = form_of(problem, forms_captured(problem, which))
-    grouped = which in ("keys", "fused") and problem.group > 1
+    grouped, backward = which in ("keys", "fused") and problem.group > 1, which != "forward"
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -194,14 +241,15 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         products=launch.products,
         narrow=launch.products == "float64" and loads_narrowly(problem),
         makes_lse=which == "forward",
-        lone=problem.lone,
+        lone=backward and problem.lone and not is_mended(problem),
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
         modifiers=len(problem.score),
         swizzle=launch.swizzle,
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
-        corrects=corrects and not problem.lone,
+        correction=correction,
+        lonely=backward and is_mended(problem) and may_leave_one(problem),
         held=launch.held,
         ragged=lengths.ragged,
         varlen=lengths.varlen,
