@@ -146,7 +146,8 @@ ASKED: dict[tuple[Pass, int], Launch] = {
 
 # The pass over queries of small problems, which walks the keys twice: by spills (sm90, Triton 3.6.0: with modifiers and
 # predicates 1.6 KB a thread in 64 x 64 of 64 columns, 4.1 KB in 32 x 32 of 512, here 0.3 at most), not timed. Scattered rows
-# take 16 keys: with 32 Triton 3.9.0 spills up to 1.1 KB, with 16 at most 56 bytes.
+# take 32 queries: with 64 Triton 3.9.0 spills 1.1 KB. With 64 x 16 dq is wrong on a GPU where lists of 32 keys are walked, and
+# right in the interpreter (Triton 3.6.0).
 TWICE: dict[int, Launch] = {64: Launch(64, 32, 4, 2, 8), 256: Launch(32, 16, 4, 1, 8), 512: Launch(16, 32, 8, 1, 8)}
 
 # Rows that are no multiple of 16 elements apart (4 x 4096, 32 heads of 40, causal, H100): 128 x 64 takes 1.41 ms, and spills
@@ -228,7 +229,7 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
             rules = rules[1:] or rules  # both at once
     if problem.dtype is not DType.FP32 and which == "queries" and is_mended(problem) and width in TWICE:
         tile = TWICE[width]
-        rules = (replace(tile, block_k=16) if scattered(problem) else tile, *rules)
+        rules = (replace(tile, block_q=32, num_stages=1) if scattered(problem) else tile, *rules)
     if problem.dtype is DType.FP32 and 100 <= device.arch < 120:
         # Triton 3.6.0 compiles wider fp32 tiles for sm100 to a kernel that does nothing
         rules = tuple(launch for launch in rules if max(launch.block_q, launch.block_k) <= 32) or rules[-1:]
