@@ -233,6 +233,14 @@ def parameter_gradients(layer: str, dout: Any, x: Any, outputs: tuple[str, ...])
     return {bias: dout.sum(0)} if bias in outputs else {}
 
 
+def remaining_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """All but that of bias1, once dpre is there."""
+    made = inner_gradients(p, t, outputs)
+    if "dbias2" in outputs:
+        made["dbias2"] = t["dout"].sum(0)
+    return made
+
+
 def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     """Of what is below dpre, and of weight2 where act was made again."""
     made: Tensors = {}
@@ -260,13 +268,54 @@ def fuses(p: Dense, device: Device, keeps: bool) -> bool:
     return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
+OWN_PRODUCT = False  # not timed yet
+LEAST = 512  # of every size: a product of fewer is not worth a kernel of its own
+
+
+def multiplies(p: Dense, device: Device) -> bool:
+    """Whether the product that GELU or its derivative belongs to is Hopper's own (`hopper.product`), not cuBLASLt's."""
+    if not OWN_PRODUCT or device.target != "sm90" or p.activation != "gelu_tanh":
+        return False
+    return min(p.rows, p.hidden, *(p[name].shape[axis] for name, axis in (("x", 1), ("weight2", 0)) if p.has(name))) >= LEAST
+
+
+def own_forward(p: Dense, device: Device, act: str, keeps: bool) -> KernelCall:
+    """act = GELU(x weight1^T + bias1), and what it is taken of."""
+    from flashtile.kernels.hopper import product
+
+    names = product.Names("x", "weight1", act, pre="pre" if keeps else None, bias="bias1" if p.has("bias1") else None)
+    tile = product.Tile("gelu", keeps=keeps, transposed=True)
+    return product.product_call(names, p.rows, p.hidden, p["x"].shape[1], tile, device)
+
+
+def own_backward(p: Dense, device: Device, wanted: frozenset[str]) -> Steps:
+    """dpre and bias1's gradient; then the products that have nothing at their end."""
+    from flashtile.kernels.hopper import product
+
+    sums = "bias1" in wanted
+    tile = product.Tile("derivative", sums=sums)
+    programs = product.parts(p.rows, tile)
+    names = product.Names("dout", "weight2", "dpre", other="pre", partial="partial" if sums else None)
+    calls: list[KernelCall | HostCall] = [product.product_call(names, p.rows, p.hidden, p["weight2"].shape[0], tile, device)]
+    scratch = [Buffer("dpre", (p.rows, p.hidden), p["x"].dtype, "scratch")]
+    if sums:
+        scratch.append(Buffer("partial", (1, programs, p.hidden), "fp32", "scratch"))
+        calls.append(column_sums("partial", ("dbias1",), programs, p.hidden))
+    remaining = tuple(f"d{n}" for n in p.differentiable if n in wanted and n != "bias1")
+    if remaining:
+        calls.append(HostCall(remaining_gradients, remaining))
+    return Steps(tuple(calls), tuple(scratch))
+
+
 def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False) -> Steps:
     """Product, activation, product; the activation is part of the first, if not asked for `apart`, or lies over it."""
     two, keeps = p.has("weight2"), "pre" in made
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if fuses(p, device, keeps) and not apart:
+    if fuses(p, device, keeps) and not apart and multiplies(p, device):
+        calls.append(own_forward(p, device, act, keeps))
+    elif fuses(p, device, keeps) and not apart:
         calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
@@ -283,6 +332,8 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
     """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
     if two and not p.recompute and not apart and fuses(p, device, keeps=True):
+        if multiplies(p, device) and not wanted.isdisjoint(("x", "weight1", "bias1")):
+            return own_backward(p, device, wanted)
         return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted
     above = [f"d{n}" for n in ("weight2", "bias2") if n in wanted and not (n == "weight2" and makes_act)]
