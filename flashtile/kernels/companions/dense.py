@@ -1,5 +1,5 @@
 """Linear layers with GELU between: the products are cuBLAS's. What stands between them is part of the products where cuBLASLt
-knows it, and else one pass of ours.
+knows it, of a product of our own in large backwards on Hopper, and else one pass of ours.
 
     pre = x weight1^T + bias1,  act = activation(pre),  out = act weight2^T + bias2   (without weight2: out = act)
 
@@ -14,8 +14,10 @@ from functools import partial
 from math import ceil
 from typing import Any, ClassVar
 
+from flashtile import _triton
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
+from flashtile.kernels.hopper.backend import gluon_refusal
 from flashtile.kernels.lib.columns import column_sums
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.plan.call import Buffer, HostCall, KernelCall, Pointer
@@ -209,12 +211,12 @@ def outer_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 
 
 def fused_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """All of two layers: GELU's derivative and the sums for biases are parts of products."""
+    """Of two layers: GELU's derivative and the sums for biases are parts of products. dpre may be there already."""
     from flashtile.kernels.companions import cublaslt
 
     made = parameter_gradients("2", t["dout"], t.get("act"), outputs)
     if not {"dx", "dweight1", "dbias1"}.isdisjoint(outputs):
-        dpre = cublaslt.times_derivative(t["dout"], t["weight2"], t["pre"])
+        dpre = t["dpre"] if "dpre" in t else cublaslt.times_derivative(t["dout"], t["weight2"], t["pre"])
         made |= parameter_gradients("1", dpre, t.get("x"), outputs)
         if "dx" in outputs:
             made["dx"] = dpre @ t["weight1"]
@@ -231,14 +233,6 @@ def parameter_gradients(layer: str, dout: Any, x: Any, outputs: tuple[str, ...])
     if weight in outputs:
         return {weight: dout.t() @ x}
     return {bias: dout.sum(0)} if bias in outputs else {}
-
-
-def remaining_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """All but that of bias1, once dpre is there."""
-    made = inner_gradients(p, t, outputs)
-    if "dbias2" in outputs:
-        made["dbias2"] = t["dout"].sum(0)
-    return made
 
 
 def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
@@ -268,42 +262,31 @@ def fuses(p: Dense, device: Device, keeps: bool) -> bool:
     return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
-OWN_PRODUCT = False  # not timed yet
-LEAST = 512  # of every size: a product of fewer is not worth a kernel of its own
-
-
 def multiplies(p: Dense, device: Device) -> bool:
-    """Whether the product that GELU or its derivative belongs to is Hopper's own (`hopper.product`), not cuBLASLt's."""
-    if not OWN_PRODUCT or device.target != "sm90" or p.activation != "gelu_tanh":
+    """Whether the product that GELU's derivative belongs to is Hopper's own instead of cuBLASLt's."""
+    if device.target != "sm90" or _triton.INTERPRETED or gluon_refusal():
         return False
-    return min(p.rows, p.hidden, *(p[name].shape[axis] for name, axis in (("x", 1), ("weight2", 0)) if p.has(name))) >= LEAST
-
-
-def own_forward(p: Dense, device: Device, act: str, keeps: bool) -> KernelCall:
-    """act = GELU(x weight1^T + bias1), and what it is taken of."""
     from flashtile.kernels.hopper import product
 
-    names = product.Names("x", "weight1", act, pre="pre" if keeps else None, bias="bias1" if p.has("bias1") else None)
-    tile = product.Tile("gelu", keeps=keeps, transposed=True)
-    return product.product_call(names, p.rows, p.hidden, p["x"].shape[1], tile, device)
+    return product.fills(p.rows, p.hidden, p["weight2"].shape[0], device)
 
 
 def own_backward(p: Dense, device: Device, wanted: frozenset[str]) -> Steps:
-    """dpre and bias1's gradient; then the products that have nothing at their end."""
+    """dpre and bias1's gradient by Hopper's own product, then the other products."""
     from flashtile.kernels.hopper import product
 
-    sums = "bias1" in wanted
-    tile = product.Tile("derivative", sums=sums)
+    tile, sums = product.Tile(), "bias1" in wanted
     programs = product.parts(p.rows, tile)
-    names = product.Names("dout", "weight2", "dpre", other="pre", partial="partial" if sums else None)
-    calls: list[KernelCall | HostCall] = [product.product_call(names, p.rows, p.hidden, p["weight2"].shape[0], tile, device)]
+    calls: list[KernelCall | HostCall] = [
+        product.product_call(p.rows, p.hidden, p["weight2"].shape[0], tile, sums, device),
+    ]
     scratch = [Buffer("dpre", (p.rows, p.hidden), p["x"].dtype, "scratch")]
     if sums:
         scratch.append(Buffer("partial", (1, programs, p.hidden), "fp32", "scratch"))
         calls.append(column_sums("partial", ("dbias1",), programs, p.hidden))
-    remaining = tuple(f"d{n}" for n in p.differentiable if n in wanted and n != "bias1")
-    if remaining:
-        calls.append(HostCall(remaining_gradients, remaining))
+    others = tuple(f"d{n}" for n in p.differentiable if n in wanted and n != "bias1")
+    if others:
+        calls.append(HostCall(fused_gradients, others))
     return Steps(tuple(calls), tuple(scratch))
 
 
@@ -313,9 +296,7 @@ def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if fuses(p, device, keeps) and not apart and multiplies(p, device):
-        calls.append(own_forward(p, device, act, keeps))
-    elif fuses(p, device, keeps) and not apart:
+    if fuses(p, device, keeps) and not apart:
         calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
@@ -332,7 +313,7 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
     """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
     if two and not p.recompute and not apart and fuses(p, device, keeps=True):
-        if multiplies(p, device) and not wanted.isdisjoint(("x", "weight1", "bias1")):
+        if not wanted.isdisjoint(("x", "weight1", "bias1")) and multiplies(p, device):
             return own_backward(p, device, wanted)
         return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted
