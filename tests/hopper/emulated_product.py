@@ -27,10 +27,10 @@ from flashtile.plan.device import H100
 from flashtile.torch.run import Bound
 
 
-def strips(tile: Memory) -> Memory:
+def cut(tile: Memory) -> Memory:
     """The strips of a tile: swizzled memory is row by row here."""
     rows, columns = tile.shape
-    return Memory(tile.tensor.view(rows // 8, 8, columns // 64, 64).permute(2, 0, 1, 3).reshape(-1, 8, 64))
+    return Memory(tile.tensor.view(rows // 16, 16, columns // 64, 64).permute(2, 0, 1, 3).reshape(-1, 16, 64))
 
 
 def assess(case: dict[str, Any]) -> dict[str, float]:
@@ -60,7 +60,7 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    put(product, strips=strips)
+    put(product, cut=cut)
     for text in sys.argv[1:]:
         try:
             found: dict[str, Any] = {"errors": assess(json.loads(text))}

@@ -137,9 +137,9 @@ def test_modifiers_in_other_forms() -> None:
 PRODUCTS: tuple[tuple[tuple[int, int, int], int, bool, dict[str, Any]], ...] = (
     ((200, 520, 400), 2, True, {}),
     ((200, 520, 400), 3, False, {}),
-    ((200, 520, 400), 1, True, dict(rows=256, columns=128, wave=2, lead=3)),
-    ((136, 264, 264), 2, False, dict(stages=2, lead=1)),
-    ((8, 8, 8), 2, True, dict(lead=0)),
+    ((200, 520, 400), 1, True, dict(rows=256, columns=128, wave=2)),
+    ((136, 264, 264), 2, False, dict(stages=2)),
+    ((8, 8, 8), 2, True, {}),
 )
 
 

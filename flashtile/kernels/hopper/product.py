@@ -1,8 +1,8 @@
 """A product of two 16-bit matrices on Hopper, and GELU's derivative done to its tiles on their way out.
 
 As many blocks as SMs, each taking several tiles. One warp loads factors through a ring of stages; two consumer warpgroups
-own half of a tile's rows each; a warp for each of them stores what it made and sums its columns. The second consumer stays
-`lead` steps behind the first, so that the matrix unit has work from one while the other is at the end of its tile.
+multiply, half of a tile's rows each. For each of them a further warp does the arithmetic behind the product, while the next
+tile is multiplied: a consumer leaves it 16 bits of each sum in shared memory, and that alone keeps the matrix unit waiting.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,9 @@ from flashtile.kernels.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    named_arrive,
-    named_wait,
     pack,
     recast,
-    store_wait,
     tma_load,
-    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -30,25 +26,23 @@ from flashtile.kernels.lib.stream import await_stream
 from flashtile.plan.call import Descriptor, KernelCall, Pointer
 from flashtile.plan.device import Device
 
-TURN = gl.constexpr(8)  # a hardware barrier; Triton uses the lower ones
 DEPTH = 64  # of a stage: 128 bytes, the widest that the matrix unit's swizzled operands are
+STRIP, WIDTH = gl.constexpr(16), gl.constexpr(64)  # what a warp finishes at a time, as wide for the same reason
 
 
 @dataclass(frozen=True)
 class Tile:
     """Compile-time part: `rows` x `columns` of the product, of which each consumer has half of the rows.
 
-    wave: tile rows that are walked together.
+    wave: tile rows that are walked together. registers: of a thread, as many as three warpgroups can have each.
     """
 
     rows: int = 128
     columns: int = 256
     depth: int = DEPTH
     stages: int = 3
-    lead: int = 2
     wave: int = 16
-    registers: int = 232
-    few_registers: int = 40
+    registers: int = 168
 
 
 @aggregate
@@ -57,15 +51,14 @@ class Memory:
 
     left: gl.shared_memory_descriptor  # (stage * 2 + consumer, rows / 2, depth)
     right: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor  # (consumer, rows / 2, columns): what the derivative is taken at, then the result
+    sums: gl.shared_memory_descriptor  # (consumer, rows / 2, columns)
     factors: Channel
-    others: Channel  # what the derivative is taken at
     results: Channel
 
     @gluon.constexpr_function
-    def __init__(self, left, right, out, factors, others, results):
-        self.left, self.right, self.out = left, right, out
-        self.factors, self.others, self.results = factors, others, results
+    def __init__(self, left, right, sums, factors, results):
+        self.left, self.right, self.sums = left, right, sums
+        self.factors, self.results = factors, results
 
 
 @gluon.jit
@@ -86,8 +79,8 @@ def turns(size):
 
 
 @gluon.jit
-def load(left_desc, right_desc, other_desc, memory, size, T: gl.constexpr):
-    """Role: bring the factors of every tile, and half-way through it what the derivative is taken at."""
+def load(left_desc, right_desc, memory, size, T: gl.constexpr):
+    """Role: bring the factors of every tile."""
     HALF: gl.constexpr = T.rows // 2
     DEPTH_OF: gl.constexpr = T.depth
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
@@ -102,10 +95,6 @@ def load(left_desc, right_desc, other_desc, memory, size, T: gl.constexpr):
             tma_load(left_desc, [row + HALF, depth], bar, memory.left.index(at * 2 + 1))
             tma_load(right_desc, [depth, column], bar, memory.right.index(at))
             use += 1
-            if step == size[2] // 2:
-                for group in gl.static_range(2):
-                    bar = memory.others.acquire(2 * turn + group, other_desc.block_type.nbytes)
-                    tma_load(other_desc, [row + group * HALF, column], bar, memory.out.index(group))
 
 
 @gluon.jit
@@ -116,25 +105,21 @@ def multiply(memory, size, GROUP: gl.constexpr, T: gl.constexpr):
     LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
     use = 0
     for turn in range(turns(size)):
-        if T.lead > 0 and GROUP == 1:
-            named_wait(TURN, 256)
         acc = gl.zeros([HALF, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
         acc = multiply_step(acc, memory, use, False, GROUP)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        if T.lead == 1 and GROUP == 0:
-            named_arrive(TURN, 256)
         use += 1
-        for step in range(1, size[2]):
+        for _step in range(1, size[2]):
             acc = multiply_step(acc, memory, use, True, GROUP)
             acc = warpgroup_mma_wait(1, deps=[acc])
             memory.factors.release(use - 1)
-            if T.lead > 1 and GROUP == 0:
-                if step == T.lead - 1:
-                    named_arrive(TURN, 256)
             use += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         memory.factors.release(use - 1)
-        finish(acc, memory, turn, GROUP, T)
+        rounded = pack(acc, memory.sums.dtype)
+        memory.results.claim(2 * turn + GROUP)
+        memory.sums.index(GROUP).store(rounded)
+        memory.results.hand_over(2 * turn + GROUP)
 
 
 @gluon.jit
@@ -146,14 +131,76 @@ def multiply_step(acc, memory, use, ADDS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, memory, turn, GROUP: gl.constexpr, T: gl.constexpr):
-    """Multiply a consumer's part of a tile by the derivative, and hand it over."""
-    memory.others.wait(2 * turn + GROUP)
-    at = memory.out.index(GROUP).load(matrix_layout(T.columns)).to(gl.float32)
-    rounded = pack(acc * gelu_slope(at), memory.out.dtype)
-    memory.out.index(GROUP).store(rounded)
-    fence_async_shared()
-    memory.results.hand_over(2 * turn + GROUP)
+def finish(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
+    """Role: multiply what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
+    HALF: gl.constexpr = T.rows // 2
+    DOWN: gl.constexpr = HALF // STRIP
+    COUNT: gl.constexpr = DOWN * (T.columns // WIDTH)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    across = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    for turn in range(turns(size)):
+        row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
+        index = (row * 2 + GROUP).to(gl.int64) * size[4]
+        row, column = row * T.rows + GROUP * HALF, column * T.columns
+        here = load_strip(pre_ptr, row, column, size, LAYOUT)  # while the tile is multiplied
+        ahead = load_strip(pre_ptr, row + STRIP, column, size, LAYOUT)
+        total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
+        memory.results.wait(2 * turn + GROUP)
+        strips = cut(memory.sums.index(GROUP))
+        for i in range(COUNT):
+            x = here.to(gl.float32)
+            here = ahead
+            if i + 2 < COUNT:
+                top, left = corner(row, column, i + 2, DOWN)
+                ahead = load_strip(pre_ptr, top, left, size, LAYOUT)
+            result = strips.index(i).load(LAYOUT).to(gl.float32) * gelu_slope(x)
+            top, left = corner(row, column, i, DOWN)
+            start, at, inside = whereabouts(top, left, size, LAYOUT)
+            gl.store(out_ptr + start + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+            if partial_ptr is not None:
+                total += fold(result, LAYOUT)  # rows beyond the last are zero
+                if top - row == (DOWN - 1) * STRIP:
+                    gl.store(partial_ptr + index + left + across, gl.sum(total, 0), mask=left + across < size[4])
+                    total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
+        memory.results.release(2 * turn + GROUP)
+
+
+@gluon.jit
+def corner(row, column, i, DOWN: gl.constexpr):
+    """Where the i-th strip of a tile that begins there begins."""
+    return row + i % DOWN * STRIP, column + i // DOWN * WIDTH
+
+
+@gluon.jit
+def load_strip(pre_ptr, row, column, size, LAYOUT: gl.constexpr):
+    """The strip of pre that begins there."""
+    start, at, inside = whereabouts(row, column, size, LAYOUT)
+    return gl.load(pre_ptr + start + at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def whereabouts(row, column, size, LAYOUT: gl.constexpr):
+    """Of the strip that begins there, in a matrix of size[3] x size[4]: (offset of its first element, those of all from there,
+    which are inside). The columns are a multiple of 8, and the compiler is shown it.
+    """
+    eights = size[4] // 8
+    down, across = gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (down < size[3] - row)[:, None] & ((column + across) // 8 < eights)[None, :]
+    return row.to(gl.int64) * (eights * 8) + column, down[:, None] * (eights * 8) + across[None, :], inside
+
+
+@gluon.jit
+def fold(x, LAYOUT: gl.constexpr):
+    """Sums of a strip's rows, of each fourth: those that a thread holds."""
+    return gl.convert_layout(gl.sum(gl.reshape(x, [STRIP // 4, 4, WIDTH]), 0), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def cut(tile):
+    """A tile's strips, column after column, as a swizzled tile has them in memory."""
+    COUNT: gl.constexpr = tile.shape[0] // STRIP * (tile.shape[1] // WIDTH)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, WIDTH], tile.dtype)
+    return recast(tile, tile.dtype, [COUNT, STRIP, WIDTH], SHARED)
 
 
 @gluon.jit
@@ -171,65 +218,31 @@ def gelu_slope(x):
 
 
 @gluon.jit
-def store(out_desc, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
-    """Role: store what a consumer made, and the sums of its columns."""
-    HALF: gl.constexpr = T.rows // 2
-    for turn in range(turns(size)):
-        row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
-        memory.results.wait(2 * turn + GROUP)
-        tma_store(out_desc, [row * T.rows + GROUP * HALF, column * T.columns], memory.out.index(GROUP))
-        if partial_ptr is not None:
-            sum_rows(partial_ptr, memory.out.index(GROUP), row * 2 + GROUP, column * T.columns, size[3], T)
-            fence_async_shared()
-        store_wait(0)
-        memory.others.release(2 * turn + GROUP)
+def product(left_desc, right_desc, pre_ptr, out_ptr, partial_ptr, T: gl.constexpr):
+    """out (m, n) = left (m, k) right (k, n) times GELU's derivative at pre (m, n).
 
-
-@gluon.jit
-def strips(tile):
-    """A tile's strips of 8 rows and 64 columns, column after column, as a swizzled tile has them in memory."""
-    COUNT: gl.constexpr = tile.shape[0] // 8 * (tile.shape[1] // 64)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], tile.dtype)
-    return recast(tile, tile.dtype, [COUNT, 8, 64], SHARED)
-
-
-@gluon.jit
-def sum_rows(partial_ptr, tile, index, start, columns, T: gl.constexpr):
-    """partial[index] = sums of a tile's rows, as they are stored, from column `start` on. By a single warp of few registers."""
-    COUNT: gl.constexpr = T.rows // 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    tiles = strips(tile)
-    for part in range(T.columns // 64):
-        total = gl.zeros([8, 64], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-        for i in range(COUNT):
-            total += tiles.index(part * COUNT + i).load(LAYOUT).to(gl.float32)
-        column = start + part * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-        gl.store(partial_ptr + index.to(gl.int64) * columns + column, gl.sum(total, 0), mask=column < columns)
-
-
-@gluon.jit
-def product(left_desc, right_desc, other_desc, out_desc, partial_ptr, T: gl.constexpr):
-    """out (m, n) = left (m, k) right (k, n) times GELU's derivative at other (m, n); descriptors of rank 2, those of m rows in
-    blocks of half a tile's. partial: sums of columns (2 * tile rows, n), or None.
+    Factors as descriptors, left's in blocks of half a tile's rows. partial: sums of columns (2 * tile rows, n), or None.
     """
     HALF: gl.constexpr = T.rows // 2
     STAGES: gl.constexpr = T.stages
     dtype: gl.constexpr = left_desc.dtype
+    COLUMNS: gl.constexpr = T.columns
+    SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, COLUMNS], dtype)
     left = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF, T.depth], left_desc.layout)
-    right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, T.columns], right_desc.layout)
-    out = gl.allocate_shared_memory(dtype, [2, HALF, T.columns], out_desc.layout)
-    memory = Memory(left, right, out, make_channel(STAGES, 2), make_channel(2, 1), make_channel(2, 1))
+    right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
+    sums = gl.allocate_shared_memory(dtype, [2, HALF, COLUMNS], SUMS)
+    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, 1))
     fence_async_shared()
     await_stream()
-    m, n, depth = out_desc.shape[0], out_desc.shape[1], left_desc.shape[1]
-    size = ((m + T.rows - 1) // T.rows, (n + T.columns - 1) // T.columns, (depth + T.depth - 1) // T.depth, n)
+    m, n, depth = left_desc.shape[0], right_desc.shape[1], left_desc.shape[1]
+    size = ((m + T.rows - 1) // T.rows, (n + T.columns - 1) // T.columns, (depth + T.depth - 1) // T.depth, m, n)
     gl.warp_specialize([
         (multiply, (memory, size, 0, T)),
         (multiply, (memory, size, 1, T)),
-        (load, (left_desc, right_desc, other_desc, memory, size, T)),
-        (store, (out_desc, partial_ptr, memory, size, 0, T)),
-        (store, (out_desc, partial_ptr, memory, size, 1, T)),
-    ], [4, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
+        (load, (left_desc, right_desc, memory, size, T)),
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
+    ], [4, 1, 1, 1], [T.registers] * 4)  # fmt: skip
 
 
 # -- launches -------------------------------------------------------------------------------------------------------------
@@ -255,8 +268,8 @@ def product_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Devi
     args = (
         Descriptor("dout", (half, tile.depth), axes),
         Descriptor("weight2", (tile.depth, tile.columns), axes),
-        Descriptor("pre", (half, tile.columns), axes),
-        Descriptor("dpre", (half, tile.columns), axes),
+        Pointer("pre"),
+        Pointer("dpre"),
         Pointer("partial") if partial else None,
     )
     tiles = ceil(m / tile.rows) * ceil(n / tile.columns)
