@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flashtile import _triton
 from flashtile.kernels.companions import cublaslt
 from flashtile.kernels.companions.catalogue import OPS
-from flashtile.plan.call import HostCall, KernelCall
+from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.companion import plan_backward, plan_forward
 from flashtile.plan.device import A100, B200, H100, Device
 from flashtile.spec.companion import Companion
@@ -135,14 +135,30 @@ LARGE = "dense(x={0}x{1}:bf16,weight1={2}x{1}:bf16,bias1={2}:bf16,weight2={3}x{2
 EVERY = ("x", "weight1", "bias1", "weight2", "bias2")
 
 
-def backward_of(spelling: str, device: Device, wanted: tuple[str, ...] = EVERY) -> list[tuple[str, tuple[str, ...]]]:
-    """The kernels and host steps of a backward, by name, with what host steps make."""
-    problem = Companion.parse(spelling)
-    plan = plan_backward(OPS["dense"], problem, device, "triton", frozenset(wanted), frozenset({"out"}))
+def names(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+    """The kernels and host steps of a plan, by name, with what host steps make."""
     return [
         (call.kernel.fn.__name__, ()) if isinstance(call, KernelCall) else (call.function.__name__, call.outputs)
         for call in plan.calls
     ]
+
+
+def forward_of(spelling: str, device: Device, keeps: bool = True) -> list[tuple[str, tuple[str, ...]]]:
+    return names(plan_forward(OPS["dense"], Companion.parse(spelling), device, "triton", keeps))
+
+
+def backward_of(spelling: str, device: Device, wanted: tuple[str, ...] = EVERY) -> list[tuple[str, tuple[str, ...]]]:
+    problem = Companion.parse(spelling)
+    return names(plan_backward(OPS["dense"], problem, device, "triton", frozenset(wanted), frozenset({"out"})))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("options", ["", ";recompute=True"])
+def test_a_large_forward_on_hopper_has_its_own_product(keeps: bool, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    spelling = LARGE.format(8192, 2048, 8192, 2048, options)
+    assert forward_of(spelling, H100, keeps) == [("product", ()), ("second_product", ("out",))]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +189,12 @@ def test_a_large_backward_on_hopper_has_its_own_product(
         (H100, (2304, 2048, 8192, 2048)),  # 576 tiles, in the fifth round 48 of 132
     ],
 )
-def test_other_backwards_are_cublaslts(device: Device, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_cublaslts(device: Device, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "INTERPRETED", False)
-    assert backward_of(LARGE.format(*sizes, ""), device) == [
-        ("fused_gradients", ("dx", "dweight1", "dbias1", "dweight2", "dbias2"))
-    ]
+    given = LARGE.format(*sizes, "")
+    assert backward_of(given, device) == [("fused_gradients", ("dx", "dweight1", "dbias1", "dweight2", "dbias2"))]
+    narrow = LARGE.format(sizes[0], sizes[3], *sizes[2:], "")  # x as wide as dout
+    assert forward_of(narrow, device) == [("activated_product", ("act", "pre")), ("second_product", ("out",))]
 
 
 @pytest.mark.parametrize("options", [";recompute=True", ";activation='relu'"])

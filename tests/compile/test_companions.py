@@ -65,7 +65,7 @@ def test_hopper_code(compiled: Compiled, spelling: str) -> None:
     for kernel in found:
         assert kernel["fits"], kernel
         assert kernel["spill_bytes"] <= SPELLINGS[spelling], kernel
-        assert kernel["wide_loads"], kernel
+        assert kernel["wide_loads"] or kernel["kernel"] == "product", kernel  # that one's loads are the bulk copy engine's
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "gfx942"])
@@ -97,8 +97,8 @@ PRODUCTS = [
 def test_the_product_on_hopper(compiled: Compiled, packages: Path | None) -> None:
     """Its accumulator stays in registers, and no step waits for its own product."""
     found = compiled("companion_code.py", "sm90", "--accesses", *PRODUCTS, packages=packages)
-    assert [kernel["kernel"] for kernel in found] == ["product", "sum_columns"] * 2
-    for kernel in found[::2]:
+    assert [kernel["kernel"] for kernel in found] == ["product", "product", "sum_columns"] * 2
+    for kernel in (found[i] for i in (0, 1, 3, 4)):
         assert kernel["fits"], kernel
         assert kernel["registers"] <= 168, kernel  # three warpgroups
         assert not kernel["serialised"], kernel

@@ -132,19 +132,23 @@ def test_modifiers_in_other_forms() -> None:
     judge([*tile.cases("forward"), *tile.cases("backward")])
 
 
-# of a product: its sizes m, n, k, how many blocks there are at most, whether sums are wanted, and what of its tile is not the
-# default
-PRODUCTS: tuple[tuple[tuple[int, int, int], int, bool, dict[str, Any]], ...] = (
-    ((200, 520, 400), 2, True, {}),
-    ((200, 520, 400), 3, False, {}),
-    ((200, 520, 400), 1, True, dict(rows=256, columns=128, wave=2)),
-    ((136, 264, 264), 2, False, dict(stages=2)),
-    ((8, 8, 8), 2, True, {}),
+# of a product: its sizes m, n, k, how many blocks there are at most, its ending, whether that has all that it can, and what of
+# its tile is not the default
+PRODUCTS: tuple[tuple[tuple[int, int, int], int, str, bool, dict[str, Any]], ...] = (
+    ((200, 520, 400), 2, "derivative", True, {}),
+    ((200, 520, 400), 3, "derivative", False, {}),
+    ((200, 520, 400), 1, "derivative", True, dict(rows=256, columns=128, wave=2)),
+    ((136, 264, 264), 2, "derivative", False, dict(stages=2)),
+    ((8, 8, 8), 2, "derivative", True, {}),
+    ((200, 520, 400), 2, "gelu", True, {}),
+    ((200, 520, 72), 3, "gelu", False, dict(rows=256, columns=128)),
+    ((8, 8, 8), 2, "gelu", True, {}),
 )
 
 
 def test_products_are_exact() -> None:
-    cases = [json.dumps(dict(sizes=sizes, sm_count=blocks, sums=sums, tile=tile)) for sizes, blocks, sums, tile in PRODUCTS]
+    names = ("sizes", "sm_count", "ending", "more", "tile")
+    cases = [json.dumps(dict(zip(names, which, strict=True))) for which in PRODUCTS]
     command = [sys.executable, "-m", "tests.hopper.emulated_product", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)

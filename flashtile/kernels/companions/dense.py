@@ -1,5 +1,5 @@
 """Linear layers with GELU between: the products are cuBLAS's. What stands between them is part of the products where cuBLASLt
-knows it, of a product of our own in large backwards on Hopper, and else one pass of ours.
+knows it, of a product of our own where it is large and on Hopper, and else one pass of ours.
 
     pre = x weight1^T + bias1,  act = activation(pre),  out = act weight2^T + bias2   (without weight2: out = act)
 
@@ -262,23 +262,30 @@ def fuses(p: Dense, device: Device, keeps: bool) -> bool:
     return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
-def multiplies(p: Dense, device: Device) -> bool:
-    """Whether the product that GELU's derivative belongs to is Hopper's own instead of cuBLASLt's."""
-    if device.target != "sm90" or _triton.INTERPRETED or gluon_refusal():
+def multiplies(p: Dense, device: Device, depth: int) -> bool:
+    """Whether a product so deep that GELU or its derivative belongs to is Hopper's own instead of cuBLASLt's."""
+    if device.target != "sm90" or p.activation != "gelu_tanh" or _triton.INTERPRETED or gluon_refusal():
         return False
     from flashtile.kernels.hopper import product
 
-    return product.fills(p.rows, p.hidden, p["weight2"].shape[0], device)
+    return product.fills(p.rows, p.hidden, depth, device)
+
+
+def own_forward(p: Dense, device: Device, act: str, keeps: bool) -> KernelCall:
+    """act, and pre if that is kept, by Hopper's own product."""
+    from flashtile.kernels.hopper import product
+
+    return product.gelu_call(p.rows, p.hidden, act, p.has("bias1"), keeps, product.GELU, device)
 
 
 def own_backward(p: Dense, device: Device, wanted: frozenset[str]) -> Steps:
     """dpre and bias1's gradient by Hopper's own product, then the other products."""
     from flashtile.kernels.hopper import product
 
-    tile, sums = product.Tile(), "bias1" in wanted
+    tile, sums = product.DERIVATIVE, "bias1" in wanted
     programs = product.parts(p.rows, tile)
     calls: list[KernelCall | HostCall] = [
-        product.product_call(p.rows, p.hidden, p["weight2"].shape[0], tile, sums, device),
+        product.derivative_call(p.rows, p.hidden, p["weight2"].shape[0], tile, sums, device),
     ]
     scratch = [Buffer("dpre", (p.rows, p.hidden), p["x"].dtype, "scratch")]
     if sums:
@@ -296,7 +303,9 @@ def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if fuses(p, device, keeps) and not apart:
+    if fuses(p, device, keeps) and not apart and multiplies(p, device, p["x"].shape[1]):
+        calls.append(own_forward(p, device, act, keeps))
+    elif fuses(p, device, keeps) and not apart:
         calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
@@ -313,7 +322,7 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
     """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
     if two and not p.recompute and not apart and fuses(p, device, keeps=True):
-        if not wanted.isdisjoint(("x", "weight1", "bias1")) and multiplies(p, device):
+        if not wanted.isdisjoint(("x", "weight1", "bias1")) and multiplies(p, device, p["weight2"].shape[0]):
             return own_backward(p, device, wanted)
         return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted

@@ -1,4 +1,4 @@
-"""A product of two 16-bit matrices on Hopper, and GELU's derivative done to its tiles on their way out.
+"""A product of two 16-bit matrices on Hopper, and GELU or its derivative done to its tiles on their way out.
 
 As many blocks as SMs, each taking several tiles. One warp loads factors through a ring of stages; two consumer warpgroups
 multiply, half of a tile's rows each. For each of them a further warp does the arithmetic behind the product, while the next
@@ -7,6 +7,7 @@ tile is multiplied: a consumer leaves it 16 bits of each sum in shared memory, a
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any, Literal
 
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.gluon import (
@@ -16,14 +17,15 @@ from flashtile.kernels.hopper.gluon import (
     gluon,
     pack,
     recast,
+    settled,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.kernels.hopper.layouts import matrix_layout
+from flashtile.kernels.hopper.layouts import column_layout, matrix_layout
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.stream import await_stream
-from flashtile.plan.call import Descriptor, KernelCall, Pointer
+from flashtile.plan.call import Descriptor, KernelCall, Pointer, Strides
 from flashtile.plan.device import Device
 
 DEPTH = 64  # of a stage: 128 bytes, the widest that the matrix unit's swizzled operands are
@@ -34,15 +36,18 @@ STRIP, WIDTH = gl.constexpr(16), gl.constexpr(64)  # what a warp finishes at a t
 class Tile:
     """Compile-time part: `rows` x `columns` of the product, of which each consumer has half of the rows.
 
-    wave: tile rows that are walked together. registers: of a thread, as many as three warpgroups can have each.
+    ending: GELU of the product, whose right factor then lies (n, k) in memory, or the product times GELU's derivative at a
+    further matrix. wave: tile rows that are walked together. registers: of a consumer's thread; few_registers: of others'.
     """
 
+    ending: Literal["gelu", "derivative"]
     rows: int = 128
     columns: int = 256
     depth: int = DEPTH
     stages: int = 3
     wave: int = 16
     registers: int = 168
+    few_registers: int = 168
 
 
 @aggregate
@@ -93,12 +98,15 @@ def load(left_desc, right_desc, memory, size, T: gl.constexpr):
             at, depth = memory.factors.at(use), step * DEPTH_OF
             tma_load(left_desc, [row, depth], bar, memory.left.index(at * 2))
             tma_load(left_desc, [row + HALF, depth], bar, memory.left.index(at * 2 + 1))
-            tma_load(right_desc, [depth, column], bar, memory.right.index(at))
+            if T.ending == "gelu":
+                tma_load(right_desc, [column, depth], bar, memory.right.index(at))
+            else:
+                tma_load(right_desc, [depth, column], bar, memory.right.index(at))
             use += 1
 
 
 @gluon.jit
-def multiply(memory, size, GROUP: gl.constexpr, T: gl.constexpr):
+def multiply(bias, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
     """Role: half of the rows of every tile."""
     HALF: gl.constexpr = T.rows // 2
     COLUMNS: gl.constexpr = T.columns
@@ -106,16 +114,20 @@ def multiply(memory, size, GROUP: gl.constexpr, T: gl.constexpr):
     use = 0
     for turn in range(turns(size)):
         acc = gl.zeros([HALF, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-        acc = multiply_step(acc, memory, use, False, GROUP)
+        acc = multiply_step(acc, memory, use, False, GROUP, T)
         acc = warpgroup_mma_wait(1, deps=[acc])
         use += 1
         for _step in range(1, size[2]):
-            acc = multiply_step(acc, memory, use, True, GROUP)
+            acc = multiply_step(acc, memory, use, True, GROUP, T)
             acc = warpgroup_mma_wait(1, deps=[acc])
             memory.factors.release(use - 1)
             use += 1
+        if bias is not None:
+            addend = load_bias(bias, turn, size, T)
         acc = warpgroup_mma_wait(0, deps=[acc])
         memory.factors.release(use - 1)
+        if bias is not None:
+            acc = acc + addend.to(gl.float32)[None, :]
         rounded = pack(acc, memory.sums.dtype)
         memory.results.claim(2 * turn + GROUP)
         memory.sums.index(GROUP).store(rounded)
@@ -123,16 +135,61 @@ def multiply(memory, size, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def multiply_step(acc, memory, use, ADDS: gl.constexpr, GROUP: gl.constexpr):
+def multiply_step(acc, memory, use, ADDS: gl.constexpr, GROUP: gl.constexpr, T: gl.constexpr):
     """The accumulator and a stage's product, under way."""
     memory.factors.wait(use)
     at = memory.factors.at(use)
-    return warpgroup_mma(memory.left.index(at * 2 + GROUP), memory.right.index(at), acc, use_acc=ADDS, is_async=True)
+    right = memory.right.index(at)
+    if T.ending == "gelu":
+        return warpgroup_mma(memory.left.index(at * 2 + GROUP), right.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
+    else:
+        return warpgroup_mma(memory.left.index(at * 2 + GROUP), right, acc, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def load_bias(bias, turn, size, T: gl.constexpr):
+    """The bias of a tile's columns."""
+    COLUMNS: gl.constexpr = T.columns
+    _row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
+    column = column * COLUMNS + gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    return gl.load(bias[0] + column * bias[1][0], mask=column // 8 < size[4] // 8, other=0.0)
 
 
 @gluon.jit
 def finish(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
-    """Role: multiply what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
+    """Role: do to what a consumer leaves what T.ending says."""
+    if T.ending == "gelu":
+        activate(pre_ptr, out_ptr, memory, size, GROUP, T)
+    else:
+        differentiate(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP, T)
+
+
+@gluon.jit
+def activate(pre_ptr, out_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
+    """Store GELU of what a consumer leaves, and, if that is wanted, itself as pre."""
+    HALF: gl.constexpr = T.rows // 2
+    DOWN: gl.constexpr = HALF // STRIP
+    COUNT: gl.constexpr = DOWN * (T.columns // WIDTH)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    for turn in range(turns(size)):
+        row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
+        row, column = row * T.rows + GROUP * HALF, column * T.columns
+        memory.results.wait(2 * turn + GROUP)
+        strips = cut(memory.sums.index(GROUP))
+        for i in range(COUNT):
+            pre = strips.index(i).load(LAYOUT)
+            top, left = corner(row, column, i, DOWN)
+            start, at, inside = whereabouts(top, left, size, LAYOUT)
+            if pre_ptr is not None:
+                gl.store(pre_ptr + start + at, pre, mask=inside)
+            x = pre.to(gl.float32)
+            gl.store(out_ptr + start + at, (x * gelu_gate(x, x * x)).to(out_ptr.dtype.element_ty), mask=inside)
+        memory.results.release(2 * turn + GROUP)
+
+
+@gluon.jit
+def differentiate(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
+    """Multiply what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
     HALF: gl.constexpr = T.rows // 2
     DOWN: gl.constexpr = HALF // STRIP
     COUNT: gl.constexpr = DOWN * (T.columns // WIDTH)
@@ -210,18 +267,25 @@ def reciprocal(x):
 
 
 @gluon.jit
+def gelu_gate(x, square):
+    """GELU's tanh form, over x: (1 + tanh(u)) / 2 = sigmoid(2 u), of which nothing cancels."""
+    return reciprocal(1.0 + gl.exp2(x * (-1.5957691216057308 * LOG2E - 0.07135481627260025 * LOG2E * square)))
+
+
+@gluon.jit
 def gelu_slope(x):
-    """The derivative of GELU's tanh form x (1 + tanh(u)) / 2, by (1 + tanh(u)) / 2 = sigmoid(2 u), of which nothing cancels."""
+    """Its derivative."""
     square = x * x
-    gate = reciprocal(1.0 + gl.exp2(x * (-1.5957691216057308 * LOG2E - 0.07135481627260025 * LOG2E * square)))
+    gate = gelu_gate(x, square)
     return gate + x * (1.5957691216057308 + 0.21406444881780076 * square) * (gate - gate * gate)
 
 
 @gluon.jit
-def product(left_desc, right_desc, pre_ptr, out_ptr, partial_ptr, T: gl.constexpr):
-    """out (m, n) = left (m, k) right (k, n) times GELU's derivative at pre (m, n).
+def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.constexpr):
+    """T.ending is "gelu": pre (m, n) = left (m, k) right^T + bias, out = GELU(pre); or out = left right GELU'(pre).
 
-    Factors as descriptors, left's in blocks of half a tile's rows. partial: sums of columns (2 * tile rows, n), or None.
+    Factors as descriptors, left's in blocks of half a tile's rows. partial: sums of out's columns (2 * tile rows, n). That,
+    bias and the pre that is made may be None.
     """
     HALF: gl.constexpr = T.rows // 2
     STAGES: gl.constexpr = T.stages
@@ -229,20 +293,24 @@ def product(left_desc, right_desc, pre_ptr, out_ptr, partial_ptr, T: gl.constexp
     COLUMNS: gl.constexpr = T.columns
     SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, COLUMNS], dtype)
     left = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF, T.depth], left_desc.layout)
-    right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
+    if T.ending == "gelu":
+        right = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, T.depth], right_desc.layout)
+    else:
+        right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [2, HALF, COLUMNS], SUMS)
     memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, 1))
     fence_async_shared()
     await_stream()
-    m, n, depth = left_desc.shape[0], right_desc.shape[1], left_desc.shape[1]
+    m, depth = left_desc.shape[0], left_desc.shape[1]
+    n = right_desc.shape[0 if T.ending == "gelu" else 1]
     size = ((m + T.rows - 1) // T.rows, (n + T.columns - 1) // T.columns, (depth + T.depth - 1) // T.depth, m, n)
     gl.warp_specialize([
-        (multiply, (memory, size, 0, T)),
-        (multiply, (memory, size, 1, T)),
+        (multiply, (settled(bias), memory, size, 0, T)),
+        (multiply, (settled(bias), memory, size, 1, T)),
         (load, (left_desc, right_desc, memory, size, T)),
         (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
         (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
-    ], [4, 1, 1, 1], [T.registers] * 4)  # fmt: skip
+    ], [4, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
 
 
 # -- launches -------------------------------------------------------------------------------------------------------------
@@ -262,15 +330,36 @@ def parts(m: int, tile: Tile) -> int:
     return 2 * ceil(m / tile.rows)
 
 
-def product_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Device) -> KernelCall:
+DERIVATIVE = Tile("derivative")
+GELU = Tile("gelu", registers=200, few_registers=104)
+
+
+def derivative_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Device) -> KernelCall:
     """dpre (m, n) = dout (m, k) weight2 (k, n) times GELU's derivative at pre (m, n), and partial sums of its columns."""
-    half, axes = tile.rows // 2, (0, 1)
     args = (
-        Descriptor("dout", (half, tile.depth), axes),
-        Descriptor("weight2", (tile.depth, tile.columns), axes),
+        Descriptor("dout", (tile.rows // 2, tile.depth), (0, 1)),
+        Descriptor("weight2", (tile.depth, tile.columns), (0, 1)),
+        None,
         Pointer("pre"),
         Pointer("dpre"),
         Pointer("partial") if partial else None,
     )
+    return _call(m, n, tile, args, device)
+
+
+def gelu_call(m: int, n: int, act: str, bias: bool, keeps: bool, tile: Tile, device: Device) -> KernelCall:
+    """act (m, n) = GELU(pre), pre = x (m, k) weight1 (n, k)^T + bias1 (n,), which is stored if the call `keeps` it."""
+    args = (
+        Descriptor("x", (tile.rows // 2, tile.depth), (0, 1)),
+        Descriptor("weight1", (tile.columns, tile.depth), (0, 1)),
+        (Pointer("bias1"), Strides("bias1")) if bias else None,
+        Pointer("pre") if keeps else None,
+        Pointer(act),
+        None,
+    )
+    return _call(m, n, tile, args, device)
+
+
+def _call(m: int, n: int, tile: Tile, args: tuple[Any, ...], device: Device) -> KernelCall:
     tiles = ceil(m / tile.rows) * ceil(n / tile.columns)
     return KernelCall(product, (min(tiles, device.sm_count), 1, 1), args, (("T", tile),), 4, 1, early=True)
