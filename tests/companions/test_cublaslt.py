@@ -176,17 +176,25 @@ def test_a_large_backward_on_hopper_has_its_own_product(
     pytest.importorskip("triton")
     monkeypatch.setattr(_triton, "INTERPRETED", False)
     products = [("fused_gradients", made)] if made else []
-    assert backward_of(LARGE.format(8192, 2048, 8192, 2048, ""), H100, wanted) == [*((k, ()) for k in kernels), *products]
+    assert backward_of(LARGE.format(8192, 4096, 8192, 4096, ""), H100, wanted) == [*((k, ()) for k in kernels), *products]
+
+
+def test_less_deep_a_backward_has_it_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    given = LARGE.format(8192, 2048, 8192, 2048, "")
+    assert [name for name, _ in backward_of(given, H100)] == ["product", "sum_columns", "fused_gradients"]
+    assert [name for name, _ in backward_of(given, H100, ("x", "weight1"))] == ["fused_gradients"]
 
 
 @pytest.mark.parametrize(
     ("device", "sizes"),
     [
-        (A100, (8192, 2048, 8192, 2048)),
-        (B200, (8192, 2048, 8192, 2048)),
-        (H100, (8192, 2048, 8192, 512)),  # few steps a tile
-        (H100, (1024, 2048, 8192, 2048)),  # few tiles
-        (H100, (2304, 2048, 8192, 2048)),  # 576 tiles, in the fifth round 48 of 132
+        (A100, (8192, 4096, 8192, 4096)),
+        (B200, (8192, 4096, 8192, 4096)),
+        (H100, (8192, 4096, 8192, 512)),  # few steps a tile
+        (H100, (1024, 4096, 8192, 4096)),  # few tiles
+        (H100, (2304, 4096, 8192, 4096)),  # 576 tiles, in the fifth round 48 of 132
     ],
 )
 def test_others_are_cublaslts(device: Device, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

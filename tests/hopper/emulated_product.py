@@ -41,7 +41,7 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
     m, n, k = case["sizes"]
     device, fields = replace(H100, sm_count=case["sm_count"]), case["tile"]
     if case["ending"] == "gelu":
-        tile = replace(product.GELU, **fields)
+        tile = replace(product.TILES["gelu"], **fields)
         tensors = {
             "x": torch.randn(m, k).half(),
             "weight1": (torch.randn(n, k) / k**0.5).half(),
@@ -52,7 +52,7 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
         exact = {"act": gelu(pre, approximate="tanh")} | ({"pre": pre} if case["more"] else {})
         call = product.gelu_call(m, n, "act", case["more"], case["more"], tile, device)
     else:
-        tile = replace(product.DERIVATIVE, **fields)
+        tile = replace(product.TILES["derivative"], **fields)
         tensors = {"dout": torch.randn(m, k), "weight2": torch.randn(k, n) / k**0.5, "pre": torch.randn(m, n)}
         tensors = {name: t.half() for name, t in tensors.items()}
         at = tensors["pre"].double().requires_grad_()

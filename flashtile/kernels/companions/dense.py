@@ -262,27 +262,27 @@ def fuses(p: Dense, device: Device, keeps: bool) -> bool:
     return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
-def multiplies(p: Dense, device: Device, depth: int) -> bool:
-    """Whether a product so deep that GELU or its derivative belongs to is Hopper's own instead of cuBLASLt's."""
+def multiplies(p: Dense, device: Device, depth: int, ending: str, sums: bool = False) -> bool:
+    """Whether a product so deep that ends with GELU, or its derivative, is Hopper's own instead of cuBLASLt's."""
     if device.target != "sm90" or p.activation != "gelu_tanh" or _triton.INTERPRETED or gluon_refusal():
         return False
     from flashtile.kernels.hopper import product
 
-    return product.fills(p.rows, p.hidden, depth, device)
+    return product.fills(p.rows, p.hidden, depth, product.TILES[ending], sums, device)
 
 
 def own_forward(p: Dense, device: Device, act: str, keeps: bool) -> KernelCall:
     """act, and pre if that is kept, by Hopper's own product."""
     from flashtile.kernels.hopper import product
 
-    return product.gelu_call(p.rows, p.hidden, act, p.has("bias1"), keeps, product.GELU, device)
+    return product.gelu_call(p.rows, p.hidden, act, p.has("bias1"), keeps, product.TILES["gelu"], device)
 
 
 def own_backward(p: Dense, device: Device, wanted: frozenset[str]) -> Steps:
     """dpre and bias1's gradient by Hopper's own product, then the other products."""
     from flashtile.kernels.hopper import product
 
-    tile, sums = product.DERIVATIVE, "bias1" in wanted
+    tile, sums = product.TILES["derivative"], "bias1" in wanted
     programs = product.parts(p.rows, tile)
     calls: list[KernelCall | HostCall] = [
         product.derivative_call(p.rows, p.hidden, p["weight2"].shape[0], tile, sums, device),
@@ -303,7 +303,7 @@ def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if fuses(p, device, keeps) and not apart and multiplies(p, device, p["x"].shape[1]):
+    if fuses(p, device, keeps) and not apart and multiplies(p, device, p["x"].shape[1], "gelu"):
         calls.append(own_forward(p, device, act, keeps))
     elif fuses(p, device, keeps) and not apart:
         calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
@@ -322,7 +322,8 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
     """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
     if two and not p.recompute and not apart and fuses(p, device, keeps=True):
-        if not wanted.isdisjoint(("x", "weight1", "bias1")) and multiplies(p, device, p["weight2"].shape[0]):
+        depth, sums = p["weight2"].shape[0], "bias1" in wanted
+        if (sums or wanted & {"x", "weight1"}) and multiplies(p, device, depth, "derivative", sums):
             return own_backward(p, device, wanted)
         return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted

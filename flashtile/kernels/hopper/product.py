@@ -315,14 +315,17 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
 
 # -- launches -------------------------------------------------------------------------------------------------------------
 
-LEAST_DEPTH, LEAST_ROUNDS = 1024, 4  # of what was timed the least are 2048 and 16
+# By what was timed (docs/tuning.md), of an ending and whether columns are summed, which cuBLASLt does in a pass of its own.
+# Of less deep tiles the further warps are not done when the next tile is.
+LEAST_DEPTH = {("gelu", False): 2048, ("derivative", False): 4096, ("derivative", True): 1024}
+LEAST_ROUNDS = 4
 
 
-def fills(m: int, n: int, k: int, device: Device) -> bool:
-    """Whether a product is large enough: the ends of tiles are little of it, and few SMs idle in the last round."""
-    tiles = ceil(m / Tile.rows) * ceil(n / Tile.columns)
+def fills(m: int, n: int, k: int, tile: Tile, sums: bool, device: Device) -> bool:
+    """Whether a product is large enough to be faster than cuBLASLt's, with few SMs idle in the last round of tiles."""
+    tiles = ceil(m / tile.rows) * ceil(n / tile.columns)
     rounds = ceil(tiles / device.sm_count)
-    return k >= LEAST_DEPTH and rounds >= LEAST_ROUNDS and tiles >= 0.9 * rounds * device.sm_count
+    return k >= LEAST_DEPTH[tile.ending, sums] and rounds >= LEAST_ROUNDS and tiles >= 0.9 * rounds * device.sm_count
 
 
 def parts(m: int, tile: Tile) -> int:
@@ -330,8 +333,7 @@ def parts(m: int, tile: Tile) -> int:
     return 2 * ceil(m / tile.rows)
 
 
-DERIVATIVE = Tile("derivative")
-GELU = Tile("gelu", registers=200, few_registers=104)
+TILES = {"derivative": Tile("derivative"), "gelu": Tile("gelu", registers=200, few_registers=104)}
 
 
 def derivative_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Device) -> KernelCall:
