@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from flashtile import _triton
 from flashtile.kernels.companions import cublaslt
 from flashtile.kernels.companions.catalogue import OPS
-from flashtile.plan.call import HostCall
+from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.companion import plan_backward, plan_forward
-from flashtile.plan.device import H100
+from flashtile.plan.device import A100, B200, H100, Device
 from flashtile.spec.companion import Companion
 
 COMPILER = shutil.which("cc")
@@ -128,3 +129,84 @@ def test_which_plans_are_products_alone(dtype: str, hidden: int, options: str, f
     backward = plan_backward(OPS["dense"], problem, H100, "triton", frozenset(problem.tensors), frozenset({"out"}))
     assert all(isinstance(call, HostCall) for call in backward.calls) == fused
     assert all(isinstance(call, HostCall) for call in forward.calls) == (fused or "recompute" in options)
+
+
+LARGE = "dense(x={0}x{1}:bf16,weight1={2}x{1}:bf16,bias1={2}:bf16,weight2={3}x{2}:bf16,bias2={3}:bf16{4})"
+EVERY = ("x", "weight1", "bias1", "weight2", "bias2")
+
+
+def names(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+    """The kernels and host steps of a plan, by name, with what host steps make."""
+    return [
+        (call.kernel.fn.__name__, ()) if isinstance(call, KernelCall) else (call.function.__name__, call.outputs)
+        for call in plan.calls
+    ]
+
+
+def forward_of(spelling: str, device: Device, keeps: bool = True) -> list[tuple[str, tuple[str, ...]]]:
+    return names(plan_forward(OPS["dense"], Companion.parse(spelling), device, "triton", keeps))
+
+
+def backward_of(spelling: str, device: Device, wanted: tuple[str, ...] = EVERY) -> list[tuple[str, tuple[str, ...]]]:
+    problem = Companion.parse(spelling)
+    return names(plan_backward(OPS["dense"], problem, device, "triton", frozenset(wanted), frozenset({"out"})))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("options", ["", ";recompute=True"])
+def test_a_large_forward_on_hopper_has_its_own_product(keeps: bool, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    spelling = LARGE.format(8192, 2048, 8192, 2048, options)
+    assert forward_of(spelling, H100, keeps) == [("product", ()), ("second_product", ("out",))]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernels", "made"),
+    [
+        (EVERY, ("product", "sum_columns"), ("dx", "dweight1", "dweight2", "dbias2")),
+        (("x", "weight2"), ("product",), ("dx", "dweight2")),
+        (("bias1",), ("product", "sum_columns"), ()),
+        (("weight2", "bias2"), (), ("dweight2", "dbias2")),
+    ],
+)
+def test_a_large_backward_on_hopper_has_its_own_product(
+    wanted: tuple[str, ...], kernels: tuple[str, ...], made: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    products = [("fused_gradients", made)] if made else []
+    assert backward_of(LARGE.format(8192, 4096, 8192, 4096, ""), H100, wanted) == [*((k, ()) for k in kernels), *products]
+
+
+def test_less_deep_a_backward_has_it_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    given = LARGE.format(8192, 2048, 8192, 2048, "")
+    assert [name for name, _ in backward_of(given, H100)] == ["product", "sum_columns", "fused_gradients"]
+    assert [name for name, _ in backward_of(given, H100, ("x", "weight1"))] == ["fused_gradients"]
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        (A100, (8192, 4096, 8192, 4096)),
+        (B200, (8192, 4096, 8192, 4096)),
+        (H100, (8192, 4096, 8192, 512)),  # few steps a tile
+        (H100, (1024, 4096, 8192, 4096)),  # few tiles
+        (H100, (2304, 4096, 8192, 4096)),  # 576 tiles, in the fifth round 48 of 132
+    ],
+)
+def test_others_are_cublaslts(device: Device, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    given = LARGE.format(*sizes, "")
+    assert backward_of(given, device) == [("fused_gradients", ("dx", "dweight1", "dbias1", "dweight2", "dbias2"))]
+    narrow = LARGE.format(sizes[0], sizes[3], *sizes[2:], "")  # x as wide as dout
+    assert forward_of(narrow, device) == [("activated_product", ("act", "pre")), ("second_product", ("out",))]
+
+
+@pytest.mark.parametrize("options", [";recompute=True", ";activation='relu'"])
+def test_other_options_have_a_pass_of_their_own(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    made = [name for name, _ in backward_of(LARGE.format(8192, 2048, 8192, 2048, options), H100)]
+    assert made == ["outer_gradients", "dense_backward", "sum_columns", "inner_gradients"]

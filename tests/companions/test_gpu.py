@@ -110,8 +110,12 @@ def test_linear_cross_entropy_stays_within_its_memory(logits_bytes: int | None) 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("offset", [0, 8, 1], ids=["aligned", "16 bytes", "2 bytes"])
-def test_gelu_within_products(dtype: torch.dtype, offset: int) -> None:
-    """What cuBLASLt does on the way out of products, and what PyTorch does where addresses keep it from that."""
+@pytest.mark.parametrize("sizes", [(300, 512, 1024, 256), (4104, 2048, 4096, 4096)], ids=["small", "large"])
+def test_gelu_within_products(dtype: torch.dtype, offset: int, sizes: tuple[int, int, int, int]) -> None:
+    """What cuBLASLt does on the way out of products, Hopper's own product in a large backward, and what PyTorch does where
+    addresses keep it from that.
+    """
+    rows, width, hidden, back = sizes
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -119,8 +123,8 @@ def test_gelu_within_products(dtype: torch.dtype, offset: int) -> None:
         drawn = torch.randn(size + offset, device="cuda", dtype=dtype, generator=generator)[offset:].view(shape)
         return (drawn * shape[-1] ** -0.5 if len(shape) == 2 else drawn).requires_grad_()
 
-    x, dout = random(300, 512), random(300, 256).detach()
-    weights = random(1024, 512), random(1024), random(256, 1024), random(256)
+    x, dout = random(rows, width), random(rows, back).detach()
+    weights = random(hidden, width), random(hidden), random(back, hidden), random(back)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     true = F.linear(F.gelu(F.linear(*exact[:3]), approximate="tanh"), *exact[3:])
     plain = [t.detach().clone().requires_grad_() for t in (x, *weights)]

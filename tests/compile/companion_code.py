@@ -12,7 +12,7 @@ import re
 import sys
 
 from flashtile.export.compile import compile_and_read
-from flashtile.export.sass import disassemble
+from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.plan.call import KernelCall
 from flashtile.plan.companion import plan_backward, plan_forward
@@ -42,5 +42,10 @@ for spelling in spellings[accesses:]:
             }
             if accesses:
                 sass = disassemble(compiled)
+                found["loops"] = [
+                    {"products": loop.count("HGMMA"), "waits": loop.count("WARPGROUP.DEPBAR"), "spills": loop.spills}
+                    for loop in matrix_loops(sass)
+                ]
+                found["serialised"] = re.findall(r"\(C75\d\d\)", used.log)
                 found["wide_loads"] = len(re.findall(r"LDG\.E(?:\.\w+)*\.128|LDGSTS(?:\.\w+)*\.128", sass))
             print(json.dumps(found), flush=True)

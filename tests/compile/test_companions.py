@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.compile.conftest import NEWEST, Compiled
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+WITH_NEWEST = pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
 
 # spelling -> most bytes of spill per thread in any of its kernels
 NORMS = {
@@ -61,7 +65,7 @@ def test_hopper_code(compiled: Compiled, spelling: str) -> None:
     for kernel in found:
         assert kernel["fits"], kernel
         assert kernel["spill_bytes"] <= SPELLINGS[spelling], kernel
-        assert kernel["wide_loads"], kernel
+        assert kernel["wide_loads"] or kernel["kernel"] == "product", kernel  # that one's loads are the bulk copy engine's
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "gfx942"])
@@ -71,7 +75,7 @@ def test_other_architectures_compile(compiled: Compiled, target: str) -> None:
         assert kernel["fits"], kernel
 
 
-@pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
+@WITH_NEWEST
 def test_they_compile_under_the_newest_triton(compiled: Compiled) -> None:
     for kernel in compiled("companion_code.py", "sm90", *list(SPELLINGS)[::3], packages=NEWEST):
         assert kernel["fits"], kernel
@@ -81,3 +85,24 @@ def test_every_option_compiles(compiled: Compiled) -> None:
     for kernel in compiled("companion_code.py", "sm90", *EDGES):
         assert kernel["fits"], kernel
         assert kernel["spill_bytes"] <= EDGES[kernel["spelling"]], kernel
+
+
+PRODUCTS = [
+    f"dense(x=8192x2048:{dtype},weight1=8192x2048:{dtype},bias1=8192:{dtype},weight2=2048x8192:{dtype})"
+    for dtype in ("bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize("packages", [None, pytest.param(NEWEST, marks=WITH_NEWEST)], ids=["pinned", "newest"])
+def test_the_product_on_hopper(compiled: Compiled, packages: Path | None) -> None:
+    """Its accumulator stays in registers, and no step waits for its own product."""
+    found = compiled("companion_code.py", "sm90", "--accesses", *PRODUCTS, packages=packages)
+    assert [kernel["kernel"] for kernel in found] == ["product", "product", "sum_columns"] * 2
+    for kernel in (found[i] for i in (0, 1, 3, 4)):
+        assert kernel["fits"], kernel
+        assert kernel["registers"] <= 168, kernel  # three warpgroups
+        assert not kernel["serialised"], kernel
+        assert not kernel["spill_bytes"], kernel
+        steps = [loop for loop in kernel["loops"] if loop["waits"] == 1]  # the loop around one waits for its last product, too
+        assert len(steps) == 2, kernel
+        assert all(loop["products"] == 4 for loop in steps), kernel

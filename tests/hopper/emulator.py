@@ -178,11 +178,11 @@ def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bo
 
 
 def warpgroup_mma_wait(pendings: int, deps: list[Any]) -> Any:
-    """The values of deps, once all but the last `pendings` products are done."""
+    """The values of deps, once all but the last `pendings` products are done; of a product among these itself, to add to."""
     products = here().products
     while len(products) > pendings:
         products.pop(0).finish()
-    values = [x.value if isinstance(x, Product) else x for x in deps]
+    values = [x.value if isinstance(x, Product) and x not in products else x for x in deps]
     return tuple(values) if len(values) > 1 else values[0]
 
 

@@ -121,7 +121,7 @@ def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[
 
 
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **options: Any) -> Any:
-    known = {"tanh.approx.f32 $0, $1;": torch.tanh}
+    known = {"tanh.approx.f32 $0, $1;": torch.tanh, "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal}
     assert asm in known, f"the emulator does not know {asm}"
     return known[asm](args[0]).as_subclass(Register)
 

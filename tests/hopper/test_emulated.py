@@ -130,3 +130,31 @@ def test_modifiers_in_other_forms() -> None:
     twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one
     tile = Tile((biased, twice), 64)
     judge([*tile.cases("forward"), *tile.cases("backward")])
+
+
+# of a product: its sizes m, n, k, how many blocks there are at most, its ending, whether that has all that it can, and what of
+# its tile is not the default
+PRODUCTS: tuple[tuple[tuple[int, int, int], int, str, bool, dict[str, Any]], ...] = (
+    ((200, 520, 400), 2, "derivative", True, {}),
+    ((200, 520, 400), 3, "derivative", False, {}),
+    ((200, 520, 400), 1, "derivative", True, dict(rows=256, columns=128, wave=2)),
+    ((136, 264, 264), 2, "derivative", False, dict(stages=2)),
+    ((8, 8, 8), 2, "derivative", True, {}),
+    ((200, 520, 400), 2, "gelu", True, {}),
+    ((200, 520, 72), 3, "gelu", False, dict(rows=256, columns=128)),
+    ((8, 8, 8), 2, "gelu", True, {}),
+)
+
+
+def test_products_are_exact() -> None:
+    names = ("sizes", "sm_count", "ending", "more", "tile")
+    cases = [json.dumps(dict(zip(names, which, strict=True))) for which in PRODUCTS]
+    command = [sys.executable, "-m", "tests.hopper.emulated_product", *cases]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == len(cases)
+    for case, result in zip(cases, results, strict=True):
+        assert "failure" not in result, f"{case}: {result}"
+        assert max(result["errors"].values()) <= LIMIT, f"{case}: {result}"

@@ -1,5 +1,5 @@
 """Linear layers with GELU between: the products are cuBLAS's. What stands between them is part of the products where cuBLASLt
-knows it, and else one pass of ours.
+knows it, of a product of our own where it is large and on Hopper, and else one pass of ours.
 
     pre = x weight1^T + bias1,  act = activation(pre),  out = act weight2^T + bias2   (without weight2: out = act)
 
@@ -14,8 +14,10 @@ from functools import partial
 from math import ceil
 from typing import Any, ClassVar
 
+from flashtile import _triton
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
+from flashtile.kernels.hopper.backend import gluon_refusal
 from flashtile.kernels.lib.columns import column_sums
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.plan.call import Buffer, HostCall, KernelCall, Pointer
@@ -209,12 +211,12 @@ def outer_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 
 
 def fused_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """All of two layers: GELU's derivative and the sums for biases are parts of products."""
+    """Of two layers: GELU's derivative and the sums for biases are parts of products. dpre may be there already."""
     from flashtile.kernels.companions import cublaslt
 
     made = parameter_gradients("2", t["dout"], t.get("act"), outputs)
     if not {"dx", "dweight1", "dbias1"}.isdisjoint(outputs):
-        dpre = cublaslt.times_derivative(t["dout"], t["weight2"], t["pre"])
+        dpre = t["dpre"] if "dpre" in t else cublaslt.times_derivative(t["dout"], t["weight2"], t["pre"])
         made |= parameter_gradients("1", dpre, t.get("x"), outputs)
         if "dx" in outputs:
             made["dx"] = dpre @ t["weight1"]
@@ -260,13 +262,50 @@ def fuses(p: Dense, device: Device, keeps: bool) -> bool:
     return device.kind == "cuda" and p.activation in known and p["x"].dtype != "fp32" and not any(n % 8 for n in sizes)
 
 
+def multiplies(p: Dense, device: Device, depth: int, ending: str, sums: bool = False) -> bool:
+    """Whether a product so deep that ends with GELU, or its derivative, is Hopper's own instead of cuBLASLt's."""
+    if device.target != "sm90" or p.activation != "gelu_tanh" or _triton.INTERPRETED or gluon_refusal():
+        return False
+    from flashtile.kernels.hopper import product
+
+    return product.fills(p.rows, p.hidden, depth, product.TILES[ending], sums, device)
+
+
+def own_forward(p: Dense, device: Device, act: str, keeps: bool) -> KernelCall:
+    """act, and pre if that is kept, by Hopper's own product."""
+    from flashtile.kernels.hopper import product
+
+    return product.gelu_call(p.rows, p.hidden, act, p.has("bias1"), keeps, product.TILES["gelu"], device)
+
+
+def own_backward(p: Dense, device: Device, wanted: frozenset[str]) -> Steps:
+    """dpre and bias1's gradient by Hopper's own product, then the other products."""
+    from flashtile.kernels.hopper import product
+
+    tile, sums = product.TILES["derivative"], "bias1" in wanted
+    programs = product.parts(p.rows, tile)
+    calls: list[KernelCall | HostCall] = [
+        product.derivative_call(p.rows, p.hidden, p["weight2"].shape[0], tile, sums, device),
+    ]
+    scratch = [Buffer("dpre", (p.rows, p.hidden), p["x"].dtype, "scratch")]
+    if sums:
+        scratch.append(Buffer("partial", (1, programs, p.hidden), "fp32", "scratch"))
+        calls.append(column_sums("partial", ("dbias1",), programs, p.hidden))
+    others = tuple(f"d{n}" for n in p.differentiable if n in wanted and n != "bias1")
+    if others:
+        calls.append(HostCall(fused_gradients, others))
+    return Steps(tuple(calls), tuple(scratch))
+
+
 def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False) -> Steps:
     """Product, activation, product; the activation is part of the first, if not asked for `apart`, or lies over it."""
     two, keeps = p.has("weight2"), "pre" in made
     act = "act" if two else "out"
     scratch = [Buffer("act", (p.rows, p.hidden), p["x"].dtype, "scratch")] if two and "act" not in made else []
     calls: list[KernelCall | HostCall] = []
-    if fuses(p, device, keeps) and not apart:
+    if fuses(p, device, keeps) and not apart and multiplies(p, device, p["x"].shape[1], "gelu"):
+        calls.append(own_forward(p, device, act, keeps))
+    elif fuses(p, device, keeps) and not apart:
         calls.append(HostCall(activated_product, (act, "pre") if keeps else (act,)))
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
@@ -283,6 +322,9 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
     """Products above, the pass between them, products below; products alone where what is between is part of them."""
     two, inner = p.has("weight2"), Described((p.rows, p.hidden), p["x"].dtype)
     if two and not p.recompute and not apart and fuses(p, device, keeps=True):
+        depth, sums = p["weight2"].shape[0], "bias1" in wanted
+        if (sums or wanted & {"x", "weight1"}) and multiplies(p, device, depth, "derivative", sums):
+            return own_backward(p, device, wanted)
         return Steps((HostCall(fused_gradients, tuple(f"d{n}" for n in p.differentiable if n in wanted)),), ())
     makes_act = p.recompute and "weight2" in wanted
     above = [f"d{n}" for n in ("weight2", "bias2") if n in wanted and not (n == "weight2" and makes_act)]
