@@ -15,7 +15,7 @@ from flashtile.compat import asked, flash_attn_3
 from flashtile.compat import flash_attn_passes as passes
 from flashtile.integrations import sdpa
 from flashtile.torch.attention import prepare
-from tests.backends import OF_KERNELS
+from tests.backends import OF_KERNELS, VARIANTS_HERE
 
 KEYS = 40
 DTYPES = [torch.float16, torch.bfloat16]
@@ -87,12 +87,14 @@ def by_aten_flash(r: Ring, part: slice) -> list[torch.Tensor]:
     return [t[0] for t in sdpa._flash_backward(*given, None, None, 30, KEYS, 0.0, False, state, state)]
 
 
-FRONTS: list[Callable[[Ring, slice], list[torch.Tensor]]] = [
-    by_passes, by_passes_varlen, by_passes_3, by_aten, by_aten_flash
-]  # fmt: skip
+Front = Callable[[Ring, slice], list[torch.Tensor]]
+EVERYWHERE: tuple[Front, ...] = (by_passes, by_passes_varlen, by_passes_3)
+ON_A_GPU: tuple[Front, ...] = (by_aten, by_aten_flash)  # aten has a CPU's attention as another op
+FRONTS = [(backend, front) for backend in VARIANTS_HERE for front in EVERYWHERE]
+FRONTS += [(backend, front) for backend in dict(OF_KERNELS) for front in ON_A_GPU]
 
 
-def check(r: Ring, cuts: tuple[int, ...], front: Callable[[Ring, slice], list[torch.Tensor]]) -> None:
+def check(r: Ring, cuts: tuple[int, ...], front: Front) -> None:
     """To what sums of 16-bit products are off by: an error in delta would be 20 times as much."""
     unit = torch.finfo(r.q.dtype).eps
     for part in (slice(*ends) for ends in pairwise(cuts)):
@@ -103,15 +105,12 @@ def check(r: Ring, cuts: tuple[int, ...], front: Callable[[Ring, slice], list[to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+@pytest.mark.parametrize(("backend", "front"), FRONTS, ids=lambda which: getattr(which, "__name__", which))
 def test_a_part_of_the_keys_gets_its_share(
-    backend: str, place: torch.device, monkeypatch: pytest.MonkeyPatch, front: Any, cuts: tuple[int, ...], dtype: torch.dtype
+    backend: str, place: torch.device, monkeypatch: pytest.MonkeyPatch, front: Front, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    if front in (by_aten, by_aten_flash):
-        if backend == "cpu":
-            pytest.skip("registered for CUDA; the CPU's own op takes its own lse alone")
-        ask = sdpa._ask
-        monkeypatch.setattr(sdpa, "_ask", lambda *given, **how: ask(*given, options=Options(backend=backend), **how))
+    ask = sdpa._ask
+    monkeypatch.setattr(sdpa, "_ask", lambda *given, **how: ask(*given, options=Options(backend=backend), **how))
     monkeypatch.setattr(asked, "DEFAULT", Options(backend=backend))
     check(ring(dtype, place), cuts, front)
 

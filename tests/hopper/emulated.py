@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -107,15 +108,16 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((off.max() / size.max().clamp(min=torch.finfo(torch.float16).tiny)).nan_to_num(nan=float("inf")))
 
 
-def main() -> None:
+def report(assess: Callable[[dict[str, Any]], dict[str, float]]) -> None:
+    """Print what `assess` makes of each case on the command line."""
     torch.set_num_threads(1)
     for text in sys.argv[1:]:
         try:
-            found = {"errors": assess(json.loads(text))}
+            found: dict[str, Any] = {"errors": assess(json.loads(text))}
         except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
             found = {"failure": f"{type(problem).__name__}: {problem}"}
         print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    report(assess)

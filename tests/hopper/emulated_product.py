@@ -1,16 +1,13 @@
-"""Runs Hopper's product in the emulator and prints, as JSON, how far their results are from float64's.
+"""Runs Hopper's product in the emulator and prints, as JSON, how far its results are from float64's.
 
 python -m tests.hopper.emulated_product CASE ...
 
 A case is JSON: {"sizes": [m, n, k], "tile": fields of the tile, "ending": the tile's, "more": whether the derivative's
-columns are summed, GELU has a bias and what it is taken of is stored, "sm_count": how many blocks
-there are at most}.
+columns are summed, GELU has a bias and what it is taken of is stored, "sm_count": how many blocks there are at most}.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import gelu
 
-from tests.hopper.emulated import error, poisoned
+from tests.hopper.emulated import error, poisoned, report
 from tests.hopper.emulator import replace as put
 from tests.hopper.machine import Memory
 
@@ -71,16 +68,6 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    put(product, cut=cut)
-    for text in sys.argv[1:]:
-        try:
-            found: dict[str, Any] = {"errors": assess(json.loads(text))}
-        except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
-            found = {"failure": f"{type(problem).__name__}: {problem}"}
-        print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    put(product, cut=cut)
+    report(assess)

@@ -87,15 +87,15 @@ BACKWARD = {
 }
 
 
-def judge(cases: list[dict[str, Any]]) -> None:
+def judge(cases: list[dict[str, Any]], script: str = "emulated") -> None:
     """Run cases in one process; all that is wrong in one message."""
-    command = [sys.executable, "-m", "tests.hopper.emulated", *map(json.dumps, cases)]
+    command = [sys.executable, "-m", f"tests.hopper.{script}", *map(json.dumps, cases)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wrong = [
-        f"{case['problem']} {case['launch']}: {result.get('failure') or result['errors']}"
+        f"{case}: {result.get('failure') or result['errors']}"
         for case, result in zip(cases, results, strict=True)
         if "failure" in result or max(result["errors"].values()) > LIMIT
     ]
@@ -148,13 +148,4 @@ PRODUCTS: tuple[tuple[tuple[int, int, int], int, str, bool, dict[str, Any]], ...
 
 def test_products_are_exact() -> None:
     names = ("sizes", "sm_count", "ending", "more", "tile")
-    cases = [json.dumps(dict(zip(names, which, strict=True))) for which in PRODUCTS]
-    command = [sys.executable, "-m", "tests.hopper.emulated_product", *cases]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == len(cases)
-    for case, result in zip(cases, results, strict=True):
-        assert "failure" not in result, f"{case}: {result}"
-        assert max(result["errors"].values()) <= LIMIT, f"{case}: {result}"
+    judge([dict(zip(names, which, strict=True)) for which in PRODUCTS], "emulated_product")
