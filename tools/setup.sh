@@ -43,4 +43,6 @@ if has triton; then beside newest-triton triton==3.9.0 & fi
 # JAX: PyTorch and JAX hand each other tensors in tests/integrations/test_dlpack.py. The last for Python 3.11; 380 MB,
 # and without SciPy, which its import does not need. Nothing else looks there.
 beside jax jax==0.10.2 jaxlib==0.10.2 opt_einsum &
+# Zig, whose compiler of C is clang: the tests compile what `flashtile export` writes with it where the machine has no clang.
+beside clang ziglang==0.17.1 &
 pip install --quiet --editable . --group dev

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), **more}
 
 
-def compile_c(source: Path, output: Path, *flags: str, compiler: str | None = None) -> None:
+def compile_c(source: Path, output: Path, *flags: str, compiler: Sequence[str] = ()) -> None:
     """Compile as strictly as users may; no warning is accepted."""
     libraries = [flag for flag in flags if flag.startswith("-l")]  # the linker wants them last
     others = [flag for flag in flags if flag not in libraries]
-    strict = [compiler or COMPILER or "cc", "-O1", "-Wall", "-Wextra", "-Werror"]
+    strict = [*(compiler or (COMPILER or "cc",)), "-O1", "-Wall", "-Wextra", "-Werror"]
     command = [*strict, *others, str(source), "-o", str(output), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
