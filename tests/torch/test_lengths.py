@@ -110,7 +110,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
     made: dict[str, Any] = {"q": draw(sizes)}
     made["k"] = [draw(st.integers(0, 90)) for _ in made["q"]]
     made["block"] = draw(st.sampled_from((16, 32, 64)))
-    made["over_keys"], made["reversed"], made["sloped"] = (draw(st.booleans()) for _ in range(3))
+    made["over_keys"], made["reversed"] = draw(st.booleans()), draw(st.booleans())
     made["rest"] = draw(st.integers(0, 70))
     return made
 
@@ -134,11 +134,11 @@ def test_schedules_hold_every_tile_once(device: torch.device) -> None:
             assert [r[2], r[4], r[5], r[7]] == [starts[0], lengths[0], starts[1], lengths[1]]
         work = [(r[4] if side == "k" else r[7]) * bool(r[4] and r[7]) for r in used]
         before = [-(-spans[r[1]] // block) - 1 - r[0] if batch["reversed"] else r[0] for r in used]
-        costs = [w - n * block * batch["sloped"] for w, n in zip(work, before, strict=True)]
-        assert costs == sorted(costs, reverse=True), "the longest first"
-        for i in range(len(spans)):
-            mine = [n for r, n in zip(used, before, strict=True) if r[1] == i]
-            assert mine == sorted(mine)
+        assert work == sorted(work, reverse=True), "the longest first"
+        for i, tiles in enumerate(-(-n // block) for n in spans):
+            places = [at for at, r in enumerate(used) if r[1] == i]
+            assert [before[at] for at in places] == list(range(tiles))
+            assert places == list(range(places[0], places[0] + tiles)) if places else tiles == 0, "one after another"
 
     check()
 
@@ -147,14 +147,14 @@ def schedule(cu_q: torch.Tensor, cu_k: torch.Tensor, total_q: int, total_k: int,
     """The records that a pass would read."""
     items_here, block = cu_q.numel() - 1, batch["block"]
     count = most_tiles(total_k if batch["over_keys"] else total_q, items_here, block, True)
-    made = torch.full((count * 8 + 1,), -7, dtype=torch.int32, device=cu_q.device)
+    made = torch.full((count * 8 + 2,), -7, dtype=torch.int32, device=cu_q.device)
     schedule_tiles[(items_here + 1,)](
         (cu_q, cu_k, None, None), made, total_q, total_k, items_here, count,
-        BLOCK=block, OVER_KEYS=batch["over_keys"], REVERSED=batch["reversed"], SLOPED=batch["sloped"],
-        VARLEN=True, CHUNK=16,
+        BLOCK=block, OVER_KEYS=batch["over_keys"], REVERSED=batch["reversed"], VARLEN=True, CHUNK=16,
     )  # fmt: skip
-    records = made[:-1].view(count, 8).tolist()
-    tiles = made[-1].item()
+    records = made[:-2].view(count, 8).tolist()
+    tiles, taken = made[-2:].tolist()
+    assert taken == 0
     assert tiles == count or not any(any(record) for record in records[int(tiles) :])
     assert all(record[3] > record[0] * block for record in records[: int(tiles)]) or batch["over_keys"]
     return records
@@ -164,7 +164,7 @@ def schedule(cu_q: torch.Tensor, cu_k: torch.Tensor, total_q: int, total_k: int,
 def test_lengths_without_meaning_stay_inside_the_tensors(device: torch.device, cu: list[int]) -> None:
     """On a GPU nobody looks at them beforehand."""
     ends = torch.tensor(cu, dtype=torch.int32, device=device)
-    batch = {"block": 16, "over_keys": False, "reversed": False, "sloped": False}
+    batch = {"block": 16, "over_keys": False, "reversed": False}
     for tile, _, first_q, span_q, q, first_k, span_k, k in schedule(ends, ends, 64, 64, batch):
         assert 0 <= q <= span_q <= 64 - first_q
         assert 0 <= k <= span_k <= 64 - first_k

@@ -23,21 +23,21 @@ from flashtile.kernels.hopper.gluon import (
     pack,
     settled,
     store_wait,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
+from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.scores import exponentials, fetch, lane_sums, pivot, row_max, shape_scores, starts
-from flashtile.kernels.hopper.ticket import make_words
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import (
     Job,
     assign,
     measure,
     sized,
-    tell,
     tile_at,
     told,
+    told_job,
     turns,
     visit,
     walk,
@@ -64,14 +64,15 @@ class Memory:
     out: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # of one key tile, for each warpgroup, where T.brought
     job: gl.shared_memory_descriptor  # what the loader tells of a tile with lists
+    tickets: Tickets  # and where T.ragged
     queries: Channel
     keys: Channel
     values: Channel
     biases: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, bias, job, queries, keys, values, biases):
-        self.q, self.k, self.v, self.out, self.bias, self.job = q, k, v, out, bias, job
+    def __init__(self, q, k, v, out, bias, job, tickets, queries, keys, values, biases):
+        self.q, self.k, self.v, self.out, self.bias, self.job, self.tickets = q, k, v, out, bias, job, tickets
         self.queries, self.keys, self.values, self.biases = queries, keys, values, biases
 
 
@@ -86,129 +87,84 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, bias_desc, mem, size, region, T: gl.constexpr):
-    """Role: bring queries, keys and values of every tile into shared memory."""
-    use = 0
-    for turn in range(turns(size, T)):
-        at = assign(turn, size, region, T)
-        head_kv = at.head // size.group
-        own = sized(size, at.item)
-        seen, indices = visit(at, own, region, T)
-        key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
-        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
-        # the last products with the old queries are done, and what was told is read, when their last keys are let go of
-        if (T.staged or T.blocks_q > 0) and turn > 0:
-            mem.keys.reclaim(use - 1)
-        if T.blocks_q > 0:  # those that wait for the queries find it
-            tell(mem.job, at, T)
-        load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
-        if T.brought:
-            fill_bias(bias_desc, mem, use, at, key, T)
-        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
-        use += 1
-        for n in range(seen.end - 1 - seen.first):
-            key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
-            fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
-            if T.brought:
-                fill_bias(bias_desc, mem, use, at, key, T)
-            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
-            use += 1
-
-
-@gluon.jit
-def load_queries(desc, mem, turn, batch, head, row, T: gl.constexpr):
-    """Load the queries of every warpgroup."""
-    GROUPS: gl.constexpr = T.groups
-    PARTS: gl.constexpr = T.parts
-    BYTES: gl.constexpr = desc.block_type.nbytes * PARTS
-    for group in gl.static_range(GROUPS):
-        use = turn * GROUPS + group
-        bar = mem.queries.announce(use, BYTES) if T.staged else mem.queries.acquire(use, BYTES)
-        for part in gl.static_range(PARTS):
-            tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, mem.q.index(group * PARTS + part))
-
-
-@gluon.jit
-def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """Load the tile at `row`, all its parts, into its place in the ring."""
-    bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
-    for part in gl.static_range(PARTS):
-        tma_load(desc, [batch, head, row, part * COLUMNS], bar, tiles.index(channel.at(use) * PARTS + part))
-
-
-@gluon.jit
-def fill_bias(desc, mem, use, at, key, T: gl.constexpr):
-    """Load what T.early adds to the scores of a key tile, for every warpgroup; items or heads may have one for all of them."""
-    GROUPS: gl.constexpr = T.groups
-    bar = mem.biases.acquire(use, desc.block_type.nbytes * GROUPS)
-    batch, head = gl.minimum(at.item.batch, desc.shape[0] - 1), gl.minimum(at.head, desc.shape[1] - 1)
-    for group in gl.static_range(GROUPS):
-        tma_load(desc, [batch, head, at.row + group * T.rows, key], bar, mem.bias.index(group))
-
-
-@gluon.jit
 def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """Role: attention of the GROUP-th 64 queries of every tile."""
-    use = 0
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
-    scale, score_args, region = rest[0], rest[1], rest[2]
-    given = (load_seed(score_args, T), region[2])
-    if T.blocks_q == 0:
-        job = assign(0, whole, region, T)
-    for turn in range(turns(whole, T)):
-        if T.blocks_q > 0:
-            mem.queries.wait(turn * T.groups + GROUP)
-            job = told(mem.job, whole)
-        at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
-        size = sized(whole, at.item)
-        loaded, indices = visit(job, size, region, T)
-        seen = loaded
-        if T.skips:
-            seen = within(walk(at.row, T.rows, size, T), loaded.end)
-            for _ in range(loaded.end - seen.end):
-                skip(mem, use, GROUP, T)
-                use += 1
-        tile = tile_at(indices, seen, seen.end - 1, size, T)
-        following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
-        fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
+    region = rest[2]
+    given = (load_seed(rest[1], T), region[2])
+    if T.ragged:
+        places, turn, use = whole.tiles * whole.heads, gl.to_tensor(0), gl.to_tensor(0)
+        while mem.tickets.read(turn, 4) < places:
+            job = told_job(mem.tickets, turn, T)
+            use, _ = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
+            turn = turn + 1
+    else:
+        use = 0
         if T.blocks_q == 0:
-            mem.queries.wait(turn * T.groups + GROUP)
-        rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
-        use += 1
-        if T.masks_first:
-            for n in range(seen.end - 1 - seen.high):
-                tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
-                following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
-                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
-                use += 1
-        for n in range(seen.high - seen.low):
-            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-            following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
-            use += 1
-        if T.left:
-            for n in range(seen.low - seen.first):
-                tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
-                use += 1
-        if T.unseen and T.left and not T.asks:
-            blank_unseen(mem, use - 1, seen.first, size, T)
-        acc = add_values(rows, mem, use - 1, T)
-        if T.blocks_q == 0:
-            job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
-        acc = settle(acc, T)
-        mem.values.release(use - 1)
-        if T.skips and T.left:
-            for _ in range(seen.first - loaded.first):
-                skip(mem, use, GROUP, T)
-                use += 1
-        finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
-        if not T.staged:
-            store_wait(0)
-            mem.queries.release(turn * T.groups + GROUP)
+            job = assign(0, whole, region, T)
+        for turn in range(turns(whole, T)):
+            if T.blocks_q > 0:
+                mem.queries.wait(turn * T.groups + GROUP)
+                job = told(mem.job, whole)
+            use, job = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
     if T.staged:
         store_wait(0)
+
+
+@gluon.jit
+def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
+           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """(key tiles used, the next turn's Job where that is found here): attention of the GROUP-th 64 queries of a Job."""
+    scale, score_args, region = rest[0], rest[1], rest[2]
+    at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
+    size = sized(whole, at.item)
+    loaded, indices = visit(job, size, region, T)
+    seen = loaded
+    if T.skips:
+        seen = within(walk(at.row, T.rows, size, T), loaded.end)
+        for _ in range(loaded.end - seen.end):
+            skip(mem, use, GROUP, T)
+            use += 1
+    tile = tile_at(indices, seen, seen.end - 1, size, T)
+    following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
+    fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
+    if T.blocks_q == 0:
+        mem.queries.wait(turn * T.groups + GROUP)
+    rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
+    use += 1
+    if T.masks_first:
+        for n in range(seen.end - 1 - seen.high):
+            tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
+            following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            use += 1
+    for n in range(seen.high - seen.low):
+        tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+        following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
+        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+        use += 1
+    if T.left:
+        for n in range(seen.low - seen.first):
+            tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            use += 1
+    if T.unseen and T.left and not T.asks:
+        blank_unseen(mem, use - 1, seen.first, size, T)
+    acc = add_values(rows, mem, use - 1, T)
+    if T.blocks_q == 0 and not T.ragged:
+        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
+    acc = settle(acc, T)
+    mem.values.release(use - 1)
+    if T.skips and T.left:
+        for _ in range(seen.first - loaded.first):
+            skip(mem, use, GROUP, T)
+            use += 1
+    finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
+    if not T.staged:
+        store_wait(0)
+        mem.queries.release(turn * T.groups + GROUP)
+    return use, job
 
 
 @gluon.jit
@@ -445,11 +401,14 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     if T.blocks_q > 0:
         job = make_words(5)
     keys, values = make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS)
+    tickets = Tickets(q, keys, 1)
+    if T.ragged:
+        tickets = make_tickets(GROUPS, 8)
     bias, biases = q, keys
     if T.brought:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
         biases = make_channel(1, GROUPS)
-    mem = Memory(q, k, v, out, bias, job, make_channel(GROUPS, 1), keys, values, biases)
+    mem = Memory(q, k, v, out, bias, job, tickets, make_channel(GROUPS, 1), keys, values, biases)
     fence_async_shared()
     await_stream()
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)

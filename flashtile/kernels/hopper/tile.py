@@ -166,12 +166,12 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
-        zigzag=launch.resident and (band.right is not None or p.lengths.ragged or p.blocks is not None),
+        zigzag=launch.resident and (band.right is not None or p.blocks is not None),
         skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
         staged=launch.staged or (columns, parts) != (columns_v, parts_v),
-        loader_warps=launch.loader_warps,
+        loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
         loader_registers=24,
         registers=consumer_registers(launch),
     )

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flashtile.kernels.hopper.gluon import gl, gluon
-from flashtile.kernels.hopper.ticket import read_word, write_words
+from flashtile.kernels.hopper.ticket import read_word, spread, take, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.mask import key_range
 from flashtile.kernels.lib.varlen import RECORD, Item, slab
@@ -84,19 +84,24 @@ def turns(size, T: gl.constexpr):
 
 @gluon.jit
 def assign(turn, size, region, T: gl.constexpr):
-    """The Job of a block's turn; region = (schedule, its records) where T.ragged.
+    """The Job of a block's turn, unless T.ragged."""
+    return job_at(turn * gl.num_programs(0) + rank(turn, T), size, region, T)
+
+
+@gluon.jit
+def job_at(place, size, region, T: gl.constexpr):
+    """The Job at a place in the order of all tiles; region = (schedule, its records) where T.ragged.
 
     `swizzle` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
     them come first.
     """
     heads = size.items * size.heads
-    place = turn * gl.num_programs(0) + rank(turn, T)
     span = size.tiles * size.swizzle
     first = place // span * size.swizzle
     together = gl.maximum(gl.minimum(heads - first, size.swizzle), 1)
     tile, head = place % span // together, first + place % span % together
     if T.ragged:
-        record = region[0] + gl.minimum(tile, region[1] - 1) * RECORD  # nobody computes the turn behind the last one
+        record = region[0] + tile * RECORD
         item = Item(
             gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
             gl.load(record + 5), gl.load(record + 6), gl.load(record + 7),
@@ -154,6 +159,37 @@ def told(words, size):
     batch, row = read_word(words, 0, 4), read_word(words, 2, 4)
     item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
     return Job(item, batch, read_word(words, 1, 4), row, Listed(read_word(words, 3, 4), read_word(words, 4, 4)))
+
+
+@gluon.jit
+def take_place(region):
+    """Loader: a ticket for a further place, where T.ragged; `place_of` waits for it."""
+    return take(region[0] + region[1] * RECORD + 1)
+
+
+@gluon.jit
+def place_of(ticket):
+    """The place that a ticket stands for. Every block begins with the one of its own number, without."""
+    return gl.num_programs(0) + spread(ticket)
+
+
+@gluon.jit
+def tell_job(tickets, turn, place, at):
+    """Loader: tell a turn's Job where T.ragged, and its place, by which consumers see whether there is one."""
+    values = (place, at.item.batch, at.head, at.row, at.item.first_q, at.item.span_q, at.item.q, at.item.k)
+    tickets.publish(turn, values)
+
+
+@gluon.jit
+def told_job(tickets, turn, T: gl.constexpr):
+    """Consumer: the Job that `tell_job` told, without where its keys lie."""
+    batch, first_q = tickets.number(turn, 1, 4), tickets.number(turn, 4, 4)
+    item = Item(
+        batch, first_q, tickets.number(turn, 5, 4), tickets.number(turn, 6, 4), batch * 0, batch * 0, tickets.number(turn, 7, 4)
+    )
+    job = Job(item, slab(item, T), tickets.number(turn, 2, 4), tickets.number(turn, 3, 4), Listed(0, 0))
+    tickets.finish(turn)
+    return job
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 A schedule lists the tiles of all items, RECORD int32 numbers each. It is made on the device, so that the host never waits
 for lengths: the grid has as many programs as there could be tiles, and those left over find a record of zeros, an item of
-no rows. Items whose tiles take longest come first (Graham's rule: the last to finish is then a short one).
+no rows. Items whose tiles take longest come first (Graham's rule: the last to finish is then a short one), each with all of
+its tiles, so that the L2 cache holds what those under way read.
 """
 
 from __future__ import annotations
@@ -65,30 +66,26 @@ def tiles_and_work(
 
 @jit(do_not_specialize=["seqlen_q", "seqlen_k", "batch", "count"])
 def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr,
-                   REVERSED: tl.constexpr, SLOPED: tl.constexpr, VARLEN: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                   REVERSED: tl.constexpr, VARLEN: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """The schedule of `count` records for tiles of BLOCK queries, or keys if OVER_KEYS. One program per item, and one more.
 
-    lengths_ptrs = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None where absent. An item's tiles stand in order,
-    or in reverse, the longest first: if SLOPED, under a causal mask, each visits BLOCK less than the one before. Program i
-    finds the place of its tiles by counting, item by item, the tiles that take longer. Behind the records stands one number
-    more: how many of them are tiles.
+    lengths_ptrs = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None where absent. An item's tiles stand in order, or
+    in reverse: the longest first. Program i finds their place by counting the tiles of items that take longer, or as long
+    and come before it. Behind the records stand two numbers more: how many of them are tiles, and 0, where those who take
+    them count.
     """
     item = tl.program_id(0)
     first_q, span_q, length_q = bounds(item, lengths_ptrs[0], lengths_ptrs[2], seqlen_q, batch, VARLEN)
     first_k, span_k, length_k = bounds(item, lengths_ptrs[1], lengths_ptrs[3], seqlen_k, batch, VARLEN)
     mine, work = tiles_and_work(item, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
+    longer = item * 0
+    for first in tl.range(0, batch + 1, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        tiles, longest = tiles_and_work(other, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
+        longer += tl.sum(tl.where((longest > work) | (longest == work) & (other < item), tiles, 0))
     for start in tl.range(0, mine, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        before = mine - 1 - tile if REVERSED else tile  # tiles of this item
-        cost = work - before * BLOCK if SLOPED else work + before * 0
-        at = before if not SLOPED else before * 0
-        for first in tl.range(0, batch + 1, CHUNK):
-            other = first + tl.arange(0, CHUNK)
-            tiles, longest = tiles_and_work(other, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
-            gap = longest[None, :] - cost[:, None]
-            gap += tl.where(other < item, 1, 0)[None, :]  # of equals the first item's comes first
-            longer = tl.where(gap > 0, tl.cdiv(gap, BLOCK) if SLOPED else tiles[None, :], 0)
-            at += tl.sum(tl.minimum(longer, tiles[None, :]), 1)
+        at = longer + (mine - 1 - tile if REVERSED else tile)
         here = (tile < mine) & (at < count)
         record = schedule_ptr + at * RECORD
         tl.store(record, tile, mask=here)
@@ -102,6 +99,7 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
             tiles, _ = tiles_and_work(other, lengths_ptrs, seqlen_q, seqlen_k, batch, BLOCK, OVER_KEYS, VARLEN)
             every += tl.sum(tiles)
         tl.store(schedule_ptr + count * RECORD, tl.minimum(every, count))
+        tl.store(schedule_ptr + count * RECORD + 1, item * 0)
         for start in tl.range(every * RECORD, count * RECORD, CHUNK):
             at = start + tl.arange(0, CHUNK)
             tl.store(schedule_ptr + at, at * 0, mask=at < count * RECORD)
@@ -191,12 +189,12 @@ class Schedules:
             count = most_tiles(p.span_k if over_keys else p.span_q, p.batch, block, p.lengths.varlen)
             record = RECORD if isinstance(RECORD, int) else int(RECORD.value)
             self.made[key] = Pointer(f"schedule.{len(self.made)}")
-            self.buffers.append(Buffer(self.made[key].name, (count * record + 1,), "int32", "scratch"))
+            self.buffers.append(Buffer(self.made[key].name, (count * record + 2,), "int32", "scratch"))
             names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
             lengths = tuple(Pointer(n) if n in p.lengths.tensors else None for n in names)
             constants = dict(
                 BLOCK=block, OVER_KEYS=over_keys, REVERSED=p.band.right is not None and not over_keys,
-                SLOPED=p.band.right is not None, VARLEN=p.lengths.varlen, CHUNK=64,
+                VARLEN=p.lengths.varlen, CHUNK=64,
             )  # fmt: skip
             args = (lengths, self.made[key], p.span_q, p.span_k, p.batch, count)
             self.calls.append(KernelCall(schedule_tiles, (p.batch + 1, 1, 1), args, tuple(constants.items()), 4, 1))

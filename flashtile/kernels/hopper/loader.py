@@ -1,0 +1,83 @@
+"""The forward's loading role: queries, keys and values of every tile, by the copy engine."""
+
+from flashtile.kernels.hopper.gluon import gl, gluon, tma_load
+from flashtile.kernels.hopper.work import assign, job_at, place_of, sized, take_place, tell, tell_job, tile_at, turns, visit
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, bias_desc, mem, size, region, T: gl.constexpr):
+    """Role: bring queries, keys and values of every tile into shared memory."""
+    if T.ragged:
+        places, place, turn, use = size.tiles * size.heads, gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
+        while place < places:
+            at = job_at(place, size, region, T)
+            tell_job(mem.tickets, turn, place, at)
+            ticket = take_place(region)
+            use = load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T)
+            place = place_of(ticket)
+            turn = turn + 1
+        mem.tickets.publish(turn, (place,))
+    else:
+        use = 0
+        for turn in range(turns(size, T)):
+            at = assign(turn, size, region, T)
+            use = load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T)
+
+
+@gluon.jit
+def load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T: gl.constexpr):
+    """Bring what a Job needs; `use` counts key tiles."""
+    head_kv = at.head // size.group
+    own = sized(size, at.item)
+    seen, indices = visit(at, own, region, T)
+    key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
+    fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+    # the last products with the old queries are done, and what was told is read, when their last keys are let go of
+    if (T.staged or T.blocks_q > 0) and turn > 0:
+        mem.keys.reclaim(use - 1)
+    if T.blocks_q > 0:  # those that wait for the queries find it
+        tell(mem.job, at, T)
+    load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
+    if T.brought:
+        fill_bias(bias_desc, mem, use, at, key, T)
+    fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+    use += 1
+    for n in range(seen.end - 1 - seen.first):
+        key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
+        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+        if T.brought:
+            fill_bias(bias_desc, mem, use, at, key, T)
+        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+        use += 1
+    return use
+
+
+@gluon.jit
+def load_queries(desc, mem, turn, batch, head, row, T: gl.constexpr):
+    """Load the queries of every warpgroup."""
+    GROUPS: gl.constexpr = T.groups
+    PARTS: gl.constexpr = T.parts
+    BYTES: gl.constexpr = desc.block_type.nbytes * PARTS
+    for group in gl.static_range(GROUPS):
+        use = turn * GROUPS + group
+        bar = mem.queries.announce(use, BYTES) if T.staged else mem.queries.acquire(use, BYTES)
+        for part in gl.static_range(PARTS):
+            tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, mem.q.index(group * PARTS + part))
+
+
+@gluon.jit
+def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
+    """Load the tile at `row`, all its parts, into its place in the ring."""
+    bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
+    for part in gl.static_range(PARTS):
+        tma_load(desc, [batch, head, row, part * COLUMNS], bar, tiles.index(channel.at(use) * PARTS + part))
+
+
+@gluon.jit
+def fill_bias(desc, mem, use, at, key, T: gl.constexpr):
+    """Load what T.early adds to the scores of a key tile, for every warpgroup; items or heads may have one for all of them."""
+    GROUPS: gl.constexpr = T.groups
+    bar = mem.biases.acquire(use, desc.block_type.nbytes * GROUPS)
+    batch, head = gl.minimum(at.item.batch, desc.shape[0] - 1), gl.minimum(at.head, desc.shape[1] - 1)
+    for group in gl.static_range(GROUPS):
+        tma_load(desc, [batch, head, at.row + group * T.rows, key], bar, mem.bias.index(group))
