@@ -1,8 +1,8 @@
 """A product of two 16-bit matrices on Hopper, and GELU or its derivative done to its tiles on their way out.
 
 As many blocks as SMs, each taking several tiles. One warp loads factors through a ring of stages; two consumer warpgroups
-multiply, half of a tile's rows each. For each of them a further warp does the arithmetic behind the product, while the next
-tile is multiplied: a consumer leaves it 16 bits of each sum in shared memory, and that alone keeps the matrix unit waiting.
+multiply, half of a tile's rows each. Three further warps do the arithmetic behind the product, while the next tile is
+multiplied: a consumer leaves them 16 bits of each sum in shared memory, and that alone keeps the matrix unit waiting.
 """
 
 from dataclasses import dataclass
@@ -156,70 +156,77 @@ def load_bias(bias, turn, size, T: gl.constexpr):
 
 
 @gluon.jit
-def finish(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
-    """Role: do to what a consumer leaves what T.ending says."""
-    if T.ending == "gelu":
-        activate(pre_ptr, out_ptr, memory, size, GROUP, T)
-    else:
-        differentiate(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP, T)
-
-
-@gluon.jit
-def activate(pre_ptr, out_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
-    """Store GELU of what a consumer leaves, and, if that is wanted, itself as pre."""
-    HALF: gl.constexpr = T.rows // 2
-    DOWN: gl.constexpr = HALF // STRIP
-    COUNT: gl.constexpr = DOWN * (T.columns // WIDTH)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+def finish(pre_ptr, out_ptr, partial_ptr, memory, size, HELPER: gl.constexpr, T: gl.constexpr):
+    """Role: do to what consumers leave what T.ending says; two do a consumer's all but last columns, the third one these."""
+    LAST: gl.constexpr = T.columns // WIDTH - 1
     for turn in range(turns(size)):
-        row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
-        row, column = row * T.rows + GROUP * HALF, column * T.columns
-        memory.results.wait(2 * turn + GROUP)
-        strips = cut(memory.sums.index(GROUP))
-        for i in range(COUNT):
-            pre = strips.index(i).load(LAYOUT)
-            top, left = corner(row, column, i, DOWN)
-            start, at, inside = whereabouts(top, left, size, LAYOUT)
-            if pre_ptr is not None:
-                gl.store(pre_ptr + start + at, pre, mask=inside)
-            x = pre.to(gl.float32)
-            gl.store(out_ptr + start + at, (x * gelu_gate(x, x * x)).to(out_ptr.dtype.element_ty), mask=inside)
-        memory.results.release(2 * turn + GROUP)
+        if HELPER < 2:
+            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, HELPER, 0, LAST, T)
+        else:
+            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, 0, LAST, 1, T)
+            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, 1, LAST, 1, T)
 
 
 @gluon.jit
-def differentiate(pre_ptr, out_ptr, partial_ptr, memory, size, GROUP: gl.constexpr, T: gl.constexpr):
-    """Multiply what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
+def finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn,
+                GROUP: gl.constexpr, FIRST: gl.constexpr, BANDS: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    """The same of BANDS bands of columns, WIDTH wide, of a consumer's half of a tile, from the FIRST on."""
     HALF: gl.constexpr = T.rows // 2
     DOWN: gl.constexpr = HALF // STRIP
-    COUNT: gl.constexpr = DOWN * (T.columns // WIDTH)
+    row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
+    index = (row * 2 + GROUP).to(gl.int64) * size[4]
+    row, column = row * T.rows + GROUP * HALF, column * T.columns + FIRST * WIDTH
+    if T.ending == "gelu":
+        activate(pre_ptr, out_ptr, memory, 2 * turn + GROUP, row, column, size, GROUP, FIRST * DOWN, BANDS * DOWN, DOWN)
+    else:
+        differentiate(pre_ptr, out_ptr, partial_ptr, memory, 2 * turn + GROUP, index, row, column, size, GROUP, FIRST * DOWN,
+                      BANDS * DOWN, DOWN)  # fmt: skip
+    memory.results.release(2 * turn + GROUP)
+
+
+@gluon.jit
+def activate(pre_ptr, out_ptr, memory, use, row, column, size,
+             GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
+    """Store GELU of COUNT strips of what a consumer leaves, and, if that is wanted, themselves as pre."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    memory.results.wait(use)
+    strips = cut(memory.sums.index(GROUP))
+    for i in range(COUNT):
+        pre = strips.index(FIRST + i).load(LAYOUT)
+        top, left = corner(row, column, i, DOWN)
+        start, at, inside = whereabouts(top, left, size, LAYOUT)
+        if pre_ptr is not None:
+            gl.store(pre_ptr + start + at, pre, mask=inside)
+        x = pre.to(gl.float32)
+        gl.store(out_ptr + start + at, (x * gelu_gate(x, x * x)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column, size,
+                  GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
+    """Multiply COUNT strips of what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     across = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    for turn in range(turns(size)):
-        row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
-        index = (row * 2 + GROUP).to(gl.int64) * size[4]
-        row, column = row * T.rows + GROUP * HALF, column * T.columns
-        here = load_strip(pre_ptr, row, column, size, LAYOUT)  # while the tile is multiplied
-        ahead = load_strip(pre_ptr, row + STRIP, column, size, LAYOUT)
-        total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-        memory.results.wait(2 * turn + GROUP)
-        strips = cut(memory.sums.index(GROUP))
-        for i in range(COUNT):
-            x = here.to(gl.float32)
-            here = ahead
-            if i + 2 < COUNT:
-                top, left = corner(row, column, i + 2, DOWN)
-                ahead = load_strip(pre_ptr, top, left, size, LAYOUT)
-            result = strips.index(i).load(LAYOUT).to(gl.float32) * gelu_slope(x)
-            top, left = corner(row, column, i, DOWN)
-            start, at, inside = whereabouts(top, left, size, LAYOUT)
-            gl.store(out_ptr + start + at, result.to(out_ptr.dtype.element_ty), mask=inside)
-            if partial_ptr is not None:
-                total += fold(result, LAYOUT)  # rows beyond the last are zero
-                if top - row == (DOWN - 1) * STRIP:
-                    gl.store(partial_ptr + index + left + across, gl.sum(total, 0), mask=left + across < size[4])
-                    total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-        memory.results.release(2 * turn + GROUP)
+    here = load_strip(pre_ptr, row, column, size, LAYOUT)  # while the tile is multiplied
+    ahead = load_strip(pre_ptr, row + STRIP, column, size, LAYOUT)
+    total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
+    memory.results.wait(use)
+    strips = cut(memory.sums.index(GROUP))
+    for i in range(COUNT):
+        x = here.to(gl.float32)
+        here = ahead
+        if i + 2 < COUNT:
+            top, left = corner(row, column, i + 2, DOWN)
+            ahead = load_strip(pre_ptr, top, left, size, LAYOUT)
+        result = strips.index(FIRST + i).load(LAYOUT).to(gl.float32) * gelu_slope(x)
+        top, left = corner(row, column, i, DOWN)
+        start, at, inside = whereabouts(top, left, size, LAYOUT)
+        gl.store(out_ptr + start + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+        if partial_ptr is not None:
+            total += fold(result, LAYOUT)  # rows beyond the last are zero
+            if top - row == (DOWN - 1) * STRIP:
+                gl.store(partial_ptr + index + left + across, gl.sum(total, 0), mask=left + across < size[4])
+                total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
 
 
 @gluon.jit
@@ -298,7 +305,7 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [2, HALF, COLUMNS], SUMS)
-    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, 1))
+    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, 2))
     fence_async_shared()
     await_stream()
     m, depth = left_desc.shape[0], left_desc.shape[1]
@@ -310,14 +317,15 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
         (load, (left_desc, right_desc, memory, size, T)),
         (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
         (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
-    ], [4, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 2, T)),
+    ], [4, 1, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
 
 
 # -- launches -------------------------------------------------------------------------------------------------------------
 
 # By what was timed (docs/tuning.md), of an ending and whether columns are summed, which cuBLASLt does in a pass of its own.
 # Of less deep tiles the further warps are not done when the next tile is.
-LEAST_DEPTH = {("gelu", False): 2048, ("derivative", False): 4096, ("derivative", True): 1024}
+LEAST_DEPTH = {("gelu", False): 2048, ("derivative", False): 2048, ("derivative", True): 1024}
 LEAST_ROUNDS = 4
 
 
