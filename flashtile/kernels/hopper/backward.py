@@ -20,7 +20,7 @@ from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
-from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting
+from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
 from flashtile.kernels.hopper.weigh import (
     add_rest,
     added,
@@ -38,8 +38,11 @@ from flashtile.kernels.lib.stream import await_stream
 
 @gluon.jit
 def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
-              FIRST: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum."""
+              FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum.
+
+    Unless ASKS it needs no mask.
+    """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -66,7 +69,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     memory.to.douts.wait(step)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
-    masked = asks(memory, step, place, start, T)
+    masked = asks(memory, step, place, start, ASKS, T)
     raw = warpgroup_mma_wait(1, deps=[raw_token])
     level = 0.0
     delta = 0.0
@@ -150,7 +153,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
-                T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+                ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
 
     For wide heads, whose dk and dv fill the registers of two consumers. Each makes the scores of half of the queries,
@@ -183,7 +186,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
     if T.deterministic:
         if step > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
-    masked = asks(memory, step, place, start, T)
+    masked = asks(memory, step, place, start, ASKS, T)
     level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
@@ -242,17 +245,28 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
         if T.halves:
-            for step in range(begin, place.visits.end):
-                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
+            low, high = plain(place, begin, T)
+            for step in range(begin, low):
+                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
+                                     MASK)  # fmt: skip
+            if T.splits:
+                for step in range(low, high):
+                    dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T,
+                                         SCORE, MASK)  # fmt: skip
             if T.deterministic:
                 if place.visits.end > begin:
                     report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         elif place.visits.end > begin:
-            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
-                               MASK)  # fmt: skip
-            for step in range(begin + 1, place.visits.end):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
-                                   MASK)  # fmt: skip
+            low, high = plain(place, begin + 1, T)
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True, T,
+                               SCORE, MASK)  # fmt: skip
+            for step in range(begin + 1, low):
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, True, T,
+                                   SCORE, MASK)  # fmt: skip
+            if T.splits:
+                for step in range(low, high):
+                    dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, False,
+                                       T, SCORE, MASK)  # fmt: skip
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             memory.to.scores.release(place.visits.end - 1)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)

@@ -96,6 +96,12 @@ class BackwardTile:
         return self.left or self.right or self.pads_keys or self.predicate
 
     @property
+    def splits(self) -> bool:
+        """Whether steps that need no mask are a loop of their own, behind those that do. Elsewhere they gain less (docs/hopper.md)."""
+        others = self.left or self.predicate or self.modified or self.dropout
+        return self.ragged and self.group == 1 and not others
+
+    @property
     def tells(self) -> bool:
         """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
         return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modifiers > 0 or self.dropout

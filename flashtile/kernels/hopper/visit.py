@@ -282,9 +282,21 @@ def meeting(memory, step, place, WARPS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def asks(memory, step, place, start, T: gl.constexpr):
-    """Whether a consumer must ask the mask in a step whose queries, from `start` on, have arrived."""
-    if T.tells:
+def plain(place, begin, T: gl.constexpr):
+    """(first, end) of a tile's steps that need no mask, from `begin` on; all others come before, if T.splits."""
+    end = place.visits.end
+    if T.splits:
+        low = place.visits.begin + gl.cdiv(place.visits.full_lo - place.visits.lo, T.block_q)
+        end = uniform(gl.minimum(gl.maximum(low, begin), end))
+    return end, place.visits.end
+
+
+@gluon.jit
+def asks(memory, step, place, start, ASKS: gl.constexpr, T: gl.constexpr):
+    """Whether a consumer must ask the mask in a step whose queries, from `start` on, have arrived; not unless it ASKS."""
+    if not ASKS:
+        return False
+    elif T.tells:
         return read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4) != 0
     else:
         return place.masked(start)
