@@ -245,7 +245,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
         if T.halves:
-            low, high = plain(place, begin, T)
+            low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
                 dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
                                      MASK)  # fmt: skip
@@ -257,9 +257,9 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 if place.visits.end > begin:
                     report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         elif place.visits.end > begin:
-            low, high = plain(place, begin + 1, T)
             dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True, T,
                                SCORE, MASK)  # fmt: skip
+            low, high = plain(place, sizes, memory, work, begin + 1, T)
             for step in range(begin + 1, low):
                 dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, True, T,
                                    SCORE, MASK)  # fmt: skip

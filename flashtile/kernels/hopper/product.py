@@ -1,8 +1,8 @@
 """A product of two 16-bit matrices on Hopper, and GELU or its derivative done to its tiles on their way out.
 
 As many blocks as SMs, each taking several tiles. One warp loads factors through a ring of stages; two consumer warpgroups
-multiply, half of a tile's rows each. Three further warps do the arithmetic behind the product, while the next tile is
-multiplied: a consumer leaves them 16 bits of each sum in shared memory, and that alone keeps the matrix unit waiting.
+multiply, half of a tile's rows each. Further warps do the arithmetic behind the product, while the next tile is multiplied:
+a consumer leaves them 16 bits of each sum in shared memory, and that alone keeps the matrix unit waiting.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class Tile:
     """Compile-time part: `rows` x `columns` of the product, of which each consumer has half of the rows.
 
     ending: GELU of the product, whose right factor then lies (n, k) in memory, or the product times GELU's derivative at a
-    further matrix. wave: tile rows that are walked together. registers: of a consumer's thread; few_registers: of others'.
+    further matrix. helpers: warps that do it, one for each consumer and perhaps a third. wave: tile rows that are walked
+    together. registers: of a consumer's thread; few_registers: of others'.
     """
 
     ending: Literal["gelu", "derivative"]
@@ -45,6 +46,7 @@ class Tile:
     columns: int = 256
     depth: int = DEPTH
     stages: int = 3
+    helpers: int = 2
     wave: int = 16
     registers: int = 168
     few_registers: int = 168
@@ -157,40 +159,41 @@ def load_bias(bias, turn, size, T: gl.constexpr):
 
 @gluon.jit
 def finish(pre_ptr, out_ptr, partial_ptr, memory, size, HELPER: gl.constexpr, T: gl.constexpr):
-    """Role: do to what consumers leave what T.ending says; two do a consumer's all but last columns, the third one these."""
-    LAST: gl.constexpr = T.columns // WIDTH - 1
+    """Role: do to what consumers leave what T.ending says. A third helper does the last columns of both."""
+    BANDS: gl.constexpr = T.columns // WIDTH
+    THIRDS: gl.constexpr = T.helpers - 2
     for turn in range(turns(size)):
         if HELPER < 2:
-            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, HELPER, 0, LAST, T)
+            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, HELPER, 0, BANDS - THIRDS, T)
         else:
-            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, 0, LAST, 1, T)
-            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, 1, LAST, 1, T)
+            for group in range(2):
+                finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, group, BANDS - 1, 1, T)
 
 
 @gluon.jit
-def finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn,
-                GROUP: gl.constexpr, FIRST: gl.constexpr, BANDS: gl.constexpr, T: gl.constexpr):  # fmt: skip
+def finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, group, FIRST: gl.constexpr, BANDS: gl.constexpr,
+                T: gl.constexpr):  # fmt: skip
     """The same of BANDS bands of columns, WIDTH wide, of a consumer's half of a tile, from the FIRST on."""
     HALF: gl.constexpr = T.rows // 2
     DOWN: gl.constexpr = HALF // STRIP
     row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
-    index = (row * 2 + GROUP).to(gl.int64) * size[4]
-    row, column = row * T.rows + GROUP * HALF, column * T.columns + FIRST * WIDTH
+    index = (row * 2 + group).to(gl.int64) * size[4]
+    row, column = row * T.rows + group * HALF, column * T.columns + FIRST * WIDTH
     if T.ending == "gelu":
-        activate(pre_ptr, out_ptr, memory, 2 * turn + GROUP, row, column, size, GROUP, FIRST * DOWN, BANDS * DOWN, DOWN)
+        activate(pre_ptr, out_ptr, memory, 2 * turn + group, row, column, size, group, FIRST * DOWN, BANDS * DOWN, DOWN)
     else:
-        differentiate(pre_ptr, out_ptr, partial_ptr, memory, 2 * turn + GROUP, index, row, column, size, GROUP, FIRST * DOWN,
+        differentiate(pre_ptr, out_ptr, partial_ptr, memory, 2 * turn + group, index, row, column, size, group, FIRST * DOWN,
                       BANDS * DOWN, DOWN)  # fmt: skip
-    memory.results.release(2 * turn + GROUP)
+    memory.results.release(2 * turn + group)
 
 
 @gluon.jit
-def activate(pre_ptr, out_ptr, memory, use, row, column, size,
-             GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
+def activate(pre_ptr, out_ptr, memory, use, row, column, size, group,
+             FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
     """Store GELU of COUNT strips of what a consumer leaves, and, if that is wanted, themselves as pre."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     memory.results.wait(use)
-    strips = cut(memory.sums.index(GROUP))
+    strips = cut(memory.sums.index(group))
     for i in range(COUNT):
         pre = strips.index(FIRST + i).load(LAYOUT)
         top, left = corner(row, column, i, DOWN)
@@ -202,8 +205,8 @@ def activate(pre_ptr, out_ptr, memory, use, row, column, size,
 
 
 @gluon.jit
-def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column, size,
-                  GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
+def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column, size, group,
+                  FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
     """Multiply COUNT strips of what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     across = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -211,7 +214,7 @@ def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column
     ahead = load_strip(pre_ptr, row + STRIP, column, size, LAYOUT)
     total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
     memory.results.wait(use)
-    strips = cut(memory.sums.index(GROUP))
+    strips = cut(memory.sums.index(group))
     for i in range(COUNT):
         x = here.to(gl.float32)
         here = ahead
@@ -305,20 +308,30 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [2, HALF, COLUMNS], SUMS)
-    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, 2))
+    HELPERS: gl.constexpr = T.helpers
+    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, HELPERS - 1))
     fence_async_shared()
     await_stream()
     m, depth = left_desc.shape[0], left_desc.shape[1]
     n = right_desc.shape[0 if T.ending == "gelu" else 1]
     size = ((m + T.rows - 1) // T.rows, (n + T.columns - 1) // T.columns, (depth + T.depth - 1) // T.depth, m, n)
-    gl.warp_specialize([
-        (multiply, (settled(bias), memory, size, 0, T)),
-        (multiply, (settled(bias), memory, size, 1, T)),
-        (load, (left_desc, right_desc, memory, size, T)),
-        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
-        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
-        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 2, T)),
-    ], [4, 1, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
+    if T.helpers == 2:
+        gl.warp_specialize([
+            (multiply, (settled(bias), memory, size, 0, T)),
+            (multiply, (settled(bias), memory, size, 1, T)),
+            (load, (left_desc, right_desc, memory, size, T)),
+            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
+            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
+        ], [4, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (multiply, (settled(bias), memory, size, 0, T)),
+            (multiply, (settled(bias), memory, size, 1, T)),
+            (load, (left_desc, right_desc, memory, size, T)),
+            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
+            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
+            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 2, T)),
+        ], [4, 1, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
 
 
 # -- launches -------------------------------------------------------------------------------------------------------------
@@ -341,7 +354,7 @@ def parts(m: int, tile: Tile) -> int:
     return 2 * ceil(m / tile.rows)
 
 
-TILES = {"derivative": Tile("derivative"), "gelu": Tile("gelu", registers=200, few_registers=104)}
+TILES = {"derivative": Tile("derivative", helpers=3), "gelu": Tile("gelu", registers=200, few_registers=104)}
 
 
 def derivative_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Device) -> KernelCall:

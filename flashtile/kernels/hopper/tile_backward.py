@@ -97,7 +97,7 @@ class BackwardTile:
 
     @property
     def splits(self) -> bool:
-        """Whether steps that need no mask are a loop of their own, behind those that do. Elsewhere they gain less (docs/hopper.md)."""
+        """Whether steps that need no mask are a loop of their own, behind those that do: it hardly pays elsewhere."""
         others = self.left or self.predicate or self.modified or self.dropout
         return self.ragged and self.group == 1 and not others
 

@@ -282,13 +282,15 @@ def meeting(memory, step, place, WARPS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def plain(place, begin, T: gl.constexpr):
+def plain(place, sizes, memory, work, begin, T: gl.constexpr):
     """(first, end) of a tile's steps that need no mask, from `begin` on; all others come before, if T.splits."""
-    end = place.visits.end
+    first, end = place.visits.end, place.visits.end
     if T.splits:
-        low = place.visits.begin + gl.cdiv(place.visits.full_lo - place.visits.lo, T.block_q)
-        end = uniform(gl.minimum(gl.maximum(low, begin), end))
-    return end, place.visits.end
+        told, _ = again(place, sizes, memory, work, 4, T)
+        end = told.visits.end
+        first = told.visits.begin + gl.cdiv(told.visits.full_lo - told.visits.lo, T.block_q)
+        first = gl.minimum(gl.maximum(first, begin), end)
+    return first, end
 
 
 @gluon.jit
