@@ -182,9 +182,10 @@ def test_a_large_backward_on_hopper_has_its_own_product(
 def test_less_deep_a_backward_has_it_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(_triton, "INTERPRETED", False)
-    given = LARGE.format(8192, 2048, 8192, 2048, "")
-    assert [name for name, _ in backward_of(given, H100)] == ["product", "sum_columns", "fused_gradients"]
-    assert [name for name, _ in backward_of(given, H100, ("x", "weight1"))] == ["fused_gradients"]
+    for depth, without in ((1024, ["fused_gradients"]), (2048, ["product", "fused_gradients"])):
+        given = LARGE.format(8192, depth, 8192, depth, "")
+        assert [name for name, _ in backward_of(given, H100)] == ["product", "sum_columns", "fused_gradients"]
+        assert [name for name, _ in backward_of(given, H100, ("x", "weight1"))] == without
 
 
 @pytest.mark.parametrize(
