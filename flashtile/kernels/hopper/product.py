@@ -315,23 +315,16 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
     m, depth = left_desc.shape[0], left_desc.shape[1]
     n = right_desc.shape[0 if T.ending == "gelu" else 1]
     size = ((m + T.rows - 1) // T.rows, (n + T.columns - 1) // T.columns, (depth + T.depth - 1) // T.depth, m, n)
-    if T.helpers == 2:
-        gl.warp_specialize([
-            (multiply, (settled(bias), memory, size, 0, T)),
-            (multiply, (settled(bias), memory, size, 1, T)),
-            (load, (left_desc, right_desc, memory, size, T)),
-            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
-            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
-        ], [4, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (multiply, (settled(bias), memory, size, 0, T)),
-            (multiply, (settled(bias), memory, size, 1, T)),
-            (load, (left_desc, right_desc, memory, size, T)),
-            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
-            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
-            (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 2, T)),
-        ], [4, 1, 1, 1, 1], [T.registers, T.few_registers, T.few_registers, T.few_registers, T.few_registers])  # fmt: skip
+    THIRDS: gl.constexpr = T.helpers - 2
+    FEW: gl.constexpr = T.few_registers
+    gl.warp_specialize([
+        (multiply, (settled(bias), memory, size, 0, T)),
+        (multiply, (settled(bias), memory, size, 1, T)),
+        (load, (left_desc, right_desc, memory, size, T)),
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 0, T)),
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 1, T)),
+        (finish, (pre_ptr, out_ptr, partial_ptr, memory, size, 2, T)),
+    ][: 5 + THIRDS], [4, 1, 1, 1, 1][: 4 + THIRDS], [T.registers, FEW, FEW, FEW, FEW][: 4 + THIRDS])  # fmt: skip
 
 
 # -- launches -------------------------------------------------------------------------------------------------------------
