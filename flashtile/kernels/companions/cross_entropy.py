@@ -24,6 +24,7 @@ from flashtile.kernels.companions.cross_entropy_kernels import (
     cross_entropy_scale,
 )
 from flashtile.kernels.lib.exchange import MOST_PROGRAMS, talk
+from flashtile.kernels.lib.number import SHORT
 from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -91,6 +92,11 @@ class CrossEntropy(Companion):
     def columns(self) -> int:
         return self["logits"].shape[1]
 
+    @property
+    def wide(self) -> bool:
+        """Whether it is computed in float64."""
+        return self["logits"].dtype == "fp32" and self.columns <= SHORT
+
     def outputs(self) -> dict[str, Described]:
         row = Described((self.rows,), "fp32")
         if self.shard:
@@ -148,7 +154,7 @@ def tile(p: CrossEntropy, launch: Launch, steps: int | None = None) -> Tile:
     return Tile(
         launch.block, line_of(p), p.columns, p.columns % line_of(p) != 0, launch.pieces, steps,
         launch.groups is not None, p.smoothing != 0.0, not p.shard, p.reduction == "mean",
-        p["logits"].dtype == "fp32",
+        p["logits"].dtype == "fp32", p.wide,
     )  # fmt: skip
 
 

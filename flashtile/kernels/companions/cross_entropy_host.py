@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashtile.kernels.companions.host import DTYPES
+
 if TYPE_CHECKING:
     from flashtile.kernels.companions.cross_entropy import CrossEntropy
 
@@ -14,7 +16,8 @@ def _rows(p: CrossEntropy, t: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     counts = labels != p.ignore_index
     column = labels - p.first_class
     here = (column >= 0) & (column < p.columns) & counts
-    return t["logits"].float() * p.logit_scale, column.where(here, 0)[:, None], here, counts
+    logits = t["logits"].double() if p.wide else t["logits"].float()
+    return logits * p.logit_scale, column.where(here, 0)[:, None], here, counts
 
 
 def _share(p: CrossEntropy, x: Any, index: Any, here: Any, counts: Any, labels: Any) -> Any:
@@ -35,13 +38,13 @@ def host_forward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -
     made["loss"] = {"none": loss, "sum": total, "mean": total / made["count"][0]}[p.reduction]
     if p.eager_gradient:
         made["gradient"] = _gradient(p, t, lse, made["count"], lse.new_ones(()), None)
-    return {name: made[name] for name in outputs}
+    return {name: made[name].to(DTYPES[p.outputs()[name].dtype]) for name in outputs}
 
 
 def _gradient(p: CrossEntropy, t: dict[str, Any], lse: Any, count: Any, first: Any, dlse: Any) -> Any:
     x, index, here, counts = _rows(p, t)
     labels, classes = t["labels"], p.columns if p.classes is None else p.classes
-    weight = first.float().expand(p.rows)
+    weight = first.to(x.dtype).expand(p.rows)
     if p.reduction == "mean":
         weight = weight / count
     weight = weight.where((labels >= 0) & (labels < classes), float("nan")).where(counts, 0.0)
@@ -53,7 +56,7 @@ def _gradient(p: CrossEntropy, t: dict[str, Any], lse: Any, count: Any, first: A
         along = along.where(counts, 0.0)
     grad = along[:, None] * (x - lse[:, None]).exp() - (weight * p.smoothing / classes)[:, None]
     grad.scatter_add_(1, index, (-(1.0 - p.smoothing) * weight).where(here, 0.0)[:, None])
-    return (grad * p.logit_scale).where(((along != 0.0) | (weight != 0.0))[:, None], 0.0)
+    return (grad * p.logit_scale).where(((along != 0.0) | (weight != 0.0))[:, None], 0.0).to(t["logits"].dtype)
 
 
 def host_backward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
 from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
+from flashtile.kernels.lib.number import number, ratio
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Tile:
     loss: bool  # rather than a shard's share
     mean: bool
     exact: bool
+    wide: bool
     cut: ClassVar[bool] = False  # exp's other form
 
 
@@ -109,7 +111,7 @@ def add_lines(state, x, T: tl.constexpr):
     """(maximum, sum of exponentials, sum) of each line, after a line more; no thread waits for another."""
     top, total, plain = state
     higher = tl.maximum(top, tl.max(x, 1))
-    pivot = tl.where(higher == float("-inf"), 0.0, higher)
+    pivot = finite(higher)
     total = total * power(top - pivot, T) + tl.sum(power(x - pivot[:, None], T), 1)
     return higher, total, plain
 
@@ -122,32 +124,51 @@ def add_step(state, logits_ptr, base, step, lines, stride, factor, MASKED: tl.co
     top, total, plain = state
     if MASKED:
         there = (line_numbers(T) < lines - step * (T.block // T.line))[:, None]
-        x = tl.load(at, mask=there, other=float("-inf"), eviction_policy=POLICY).to(tl.float32) * factor
-        x = tl.where(there, x, float("-inf"))
+        x = tl.load(at, mask=there, other=float("-inf"), eviction_policy=POLICY)
+        x = tl.where(there, number(x, T) * factor, float("-inf"))
         if T.smooth:
             plain += tl.sum(tl.where(there, x, 0.0), 1)
     else:
-        x = tl.load(at, eviction_policy=POLICY).to(tl.float32) * factor
+        x = number(tl.load(at, eviction_policy=POLICY), T) * factor
         if T.smooth:
             plain += tl.sum(x, 1)
     return add_lines((top, total, plain), x, T)
 
 
 @jit
+def finite(top):
+    """What exponents are measured from: their maximum, where that is one."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@jit
 def join(top, total, plain, T: tl.constexpr):
-    """(logarithm of the sum of exponentials, sum) of all lines."""
+    """(maximum, sum of exponentials, sum) of all lines."""
     highest = tl.max(top, 0)
-    pivot = tl.where(highest == float("-inf"), 0.0, highest)
-    return pivot + logarithm(tl.sum(total * power(top - pivot, T), 0), T), tl.sum(plain, 0)
+    return highest, tl.sum(total * power(top - finite(highest), T), 0), tl.sum(plain, 0)
+
+
+@jit
+def merged(one, other, T: tl.constexpr):
+    """What `join` says of two parts of a row."""
+    highest = tl.maximum(one[0], other[0])
+    pivot = finite(highest)
+    return highest, one[1] * power(one[0] - pivot, T) + other[1] * power(other[0] - pivot, T), one[2] + other[2]
+
+
+@jit
+def lse_of(state, T: tl.constexpr):
+    """The logarithm of the sum of exponentials."""
+    return finite(state[0]) + logarithm(state[1], T)
 
 
 @jit
 def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T: tl.constexpr):
-    """(logarithm of the sum of exponentials, sum) of a piece of a row, of logits times `factor`; the first has the edges."""
+    """(maximum, sum of exponentials, sum) of a piece of a row, of logits times `factor`; the first has the edges."""
     LINES: tl.constexpr = T.block // T.line
     head, base, lines = whole_lines(row, strides, T)
-    top = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
+    top = number(tl.full([LINES], float("-inf"), tl.float32), T)
+    total = tl.zeros_like(top)
     state = (top, total, total)
     whole = lines // LINES
     first = piece * T.steps
@@ -156,43 +177,40 @@ def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T:
     if T.leads or T.columns % T.block:
         if (whole >= first) & (whole < first + T.steps):
             state = add_step(state, logits_ptr, base, whole, lines, strides[1], factor, True, POLICY, T)
-    lse, plain = join(state[0], state[1], state[2], T)
+    joined = join(state[0], state[1], state[2], T)
     if T.leads:
         if piece == 0:
             column, there = edge_columns(head, lines, T)
             at = logits_ptr + row.to(tl.int64) * strides[0] + column * strides[1]
-            x = tl.load(at, mask=there, other=float("-inf")).to(tl.float32) * factor
+            x = number(tl.load(at, mask=there, other=float("-inf")), T) * factor
             x = tl.where(there, x, float("-inf"))
-            edge, rest = join(x, tl.where(there, 1.0, 0.0), tl.where(there, x, 0.0), T)
-            higher = tl.maximum(lse, edge)
-            pivot = tl.where(higher == float("-inf"), 0.0, higher)
-            lse = pivot + logarithm(power(lse - pivot, T) + power(edge - pivot, T), T)
-            plain += rest
-    return lse, plain
+            edge = join(x, number(tl.where(there, 1.0, 0.0), T), tl.where(there, x, 0.0), T)
+            joined = merged(joined, edge, T)
+    return joined
 
 
 @jit
 def of_pieces(words, T: tl.constexpr):
-    """(logarithm of the sum of exponentials, sum) of a row, of its pieces'."""
+    """(maximum, sum of exponentials, sum) of a row, of its pieces' lse and sums."""
     PIECES: tl.constexpr = T.pieces
     lse, plain = pair(words[0])
     top = lse
     for i in tl.static_range(1, PIECES):
         top = tl.maximum(top, pair(words[i])[0])
-    pivot = tl.where(top == float("-inf"), 0.0, top)
+    pivot = finite(top)
     total = power(lse - pivot, T)
     for i in tl.static_range(1, PIECES):
         lse, rest = pair(words[i])
         total += power(lse - pivot, T)
         plain += rest
-    return pivot + logarithm(total, T), plain
+    return top, total, plain
 
 
 @jit
 def gradient(x, labelled, of_row, T: tl.constexpr):
     """Of logits, by what `write_piece` takes of a row; labelled: which of them is the label's, rounded no more than others."""
-    factor, lse, _label, along, at_label, at_all, _alive = of_row
-    return along * power(x.to(tl.float32) * factor - lse, T) + tl.where(labelled, at_all + at_label, at_all)
+    factor, pivot, _label, along, at_label, at_all, _alive = of_row
+    return along * power(number(x, T) * factor - pivot, T) + tl.where(labelled, at_all + at_label, at_all)
 
 
 @jit
@@ -246,8 +264,8 @@ def write_steps(logits_ptr, target_ptr, base, target_base, head, piece, lines, s
 def write_piece(logits_ptr, target_ptr, row, piece, strides, of_row, T: tl.constexpr):
     """The gradient of a piece of a row.
 
-    of_row = (what makes exponents of logits, lse as one, label's column, what multiplies probabilities, what the
-    label's column gets more, what all columns do, whether any of these is not 0).
+    of_row = (what makes exponents of logits, what these are measured from, label's column, what multiplies their
+    exponentials, what the label's column gets more, what all columns do, whether any of these is not 0).
     """
     head, base, lines = whole_lines(row, strides[0], T)
     target_base = row.to(tl.int64) * strides[1][0] + head * strides[1][1]
@@ -277,6 +295,16 @@ def label_of(labels_ptr, row, first_class, ignore_index):
 
 
 @jit
+def portions(smoothing, classes, T: tl.constexpr):
+    """How much of a row's loss is its label's, and how much any class's; T.wide: the former of the smaller, exacter latter."""
+    if T.wide:
+        of_all = tl.cast(smoothing[1], tl.float64)
+        return 1.0 - of_all * classes, of_all
+    else:
+        return smoothing[0], smoothing[1]
+
+
+@jit
 def cross_entropy_forward(inputs, outputs, strides, smoothing, z_loss, scale, whole, rows, T: tl.constexpr):
     """Losses (or shares), lse and gradients: of a row or, where programs walk, of every so many.
 
@@ -300,16 +328,18 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     here = (label >= 0) & (label < T.columns)
     x = tl.load(logits_ptr + row.to(tl.int64) * strides[0][0] + label * strides[0][1], mask=here & counts, other=0.0)
     if gradient_ptr is not None:
-        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_last", T)
+        state = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_last", T)
     else:
-        lse, plain = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_first", T)
+        state = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_first", T)
     if T.pieces > 1:
         words = words_ptr + row.to(tl.int64) * T.pieces
-        hand_out(words + piece, lse, plain, piece < T.pieces)
-        lse, plain = of_pieces(wait_for(words, T.pieces), T)
-    share = -smoothing[0] * x.to(tl.float32) * scale
+        hand_out(words + piece, lse_of(state, T), state[2], piece < T.pieces)
+        state = of_pieces(wait_for(words, T.pieces), T)
+    lse = lse_of(state, T)
+    of_label, of_all = portions(smoothing, whole[0], T)
+    share = -of_label * x.to(tl.float32) * scale
     if T.smooth:
-        share -= smoothing[1] * natural_of(plain, T)
+        share -= of_all * natural_of(state[2], T)
     known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
     share = tl.where(known, share, float("nan"))  # a label that is none of the classes
     natural = natural_of(lse, T)
@@ -320,22 +350,25 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
         tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
         tl.store(lse_ptr + row, natural)
     if gradient_ptr is not None:
-        weight = scale
+        weight = number(tl.cast(scale, tl.float32), T)
         if T.mean:
-            weight = tl.div_rn(weight, tl.load(count_ptr))
+            weight = ratio(scale, tl.load(count_ptr), T)
         weight = tl.where(counts, tl.where(known, weight, float("nan")), 0.0)
-        along = tl.where(counts, weight + 2.0 * z_loss * weight * natural, 0.0)
-        shares = (label, along, -weight * smoothing[0], -weight * smoothing[1])
-        write_piece(logits_ptr, gradient_ptr, row, piece, strides, settled(scale, lse, shares, T), T)
+        along, pivot = weight + 2.0 * z_loss * weight * natural, lse
+        if T.exact:  # lse's own rounding stays out
+            along, pivot = ratio(along, state[1], T), finite(state[0])
+        along = tl.where(counts, along, 0.0)
+        shares = (label, along, -weight * of_label, -weight * of_all)
+        write_piece(logits_ptr, gradient_ptr, row, piece, strides, settled(scale, pivot, shares, T), T)
 
 
 @jit
-def settled(scale, lse, shares, T: tl.constexpr):
+def settled(scale, pivot, shares, T: tl.constexpr):
     """What `write_piece` takes of a row: nothing of a row without a gradient counts, whatever its logits and lse."""
     label, along, at_label, at_all = shares
     alive = (along != 0.0) | (at_label != 0.0) | (at_all != 0.0)
     label = tl.where((label >= 0) & (label < T.columns), label, -1).to(tl.int32)
-    return unit(scale, T), tl.where(alive, lse, 0.0), label, along, at_label, at_all, alive
+    return unit(scale, T), tl.where(alive, pivot, 0.0), label, along, at_label, at_all, alive
 
 
 @jit
@@ -346,9 +379,10 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
     row = tl.program_id(0)
     label, counts = label_of(labels_ptr, row, whole[1], whole[2])
     lse = tl.load(lse_ptr + row)
-    dloss = tl.load(dloss_ptr + row * strides[2][0])
+    of_label, of_all = portions(smoothing, whole[0], T)
+    dloss = number(tl.load(dloss_ptr + row * strides[2][0]), T)
     if T.mean:
-        dloss = tl.div_rn(dloss, tl.load(count_ptr))
+        dloss = ratio(dloss, tl.load(count_ptr), T)
     along = dloss + 2.0 * z_loss * dloss * lse
     if not T.loss:
         lse = tl.where(lse == float("-inf"), 0.0, lse)  # a shard without any finite logit
@@ -360,7 +394,7 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
     weight = tl.where(counts, dloss, 0.0) * scale
     if T.loss:
         along = tl.where(counts, along, 0.0)
-    shares = (label, along * scale, -weight * smoothing[0], -weight * smoothing[1])
+    shares = (label, along * scale, -weight * of_label, -weight * of_all)
     write_piece(logits_ptr, dlogits_ptr, row, tl.program_id(1), strides, settled(scale, unit(lse, T), shares, T), T)
 
 

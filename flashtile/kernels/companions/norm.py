@@ -21,6 +21,7 @@ from flashtile.kernels.companions.norm_kernels import (
 )
 from flashtile.kernels.lib.columns import column_sums
 from flashtile.kernels.lib.exchange import MOST_PROGRAMS, talk
+from flashtile.kernels.lib.number import SHORT
 from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -200,7 +201,7 @@ def tile(p: Norm, launch: Launch) -> Tile:
     return Tile(
         launch.rows, launch.block, p.hidden, chunks, launch.stages, launch.holds, p.kind == "layer",
         p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored, p["x"].dtype == "fp32",
-        "evict_last" if chunks > 1 else "",
+        p["x"].dtype == "fp32" and p.hidden <= SHORT, "evict_last" if chunks > 1 else "",
     )  # fmt: skip
 
 

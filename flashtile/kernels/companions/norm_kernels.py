@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashtile._triton import constexpr, jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
+from flashtile.kernels.lib.number import number
 from flashtile.kernels.lib.random import keep_elements
 
 LINE = constexpr(8)  # columns of which one thread has all: 16 bytes of them in 16 bits
@@ -28,6 +29,7 @@ class Tile:
     centered: bool
     stored: str
     exact: bool  # in fp32: rounded quotients, and a LayerNorm's gradients summed over rows in float64; memory is slow still
+    wide: bool  # a backward's numbers
     first_read: str  # how a forward's first reading of a chunk leaves it in L2: its eviction policy
 
 
@@ -232,8 +234,8 @@ def load_tiles(given, subset_ptr, strides, row, first, rows, T: tl.constexpr):
 
 @jit
 def weighted(tiles, given, weights, held, row, first, rows, T: tl.constexpr):
-    """(normalised h, dout, dout1, gradient of the normalised h) of a tile, in float32; held: `load_weights`'."""
-    h, dout, dout1 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32)
+    """(normalised h, dout, dout1, gradient of the normalised h) of a tile, as `number`s; held: `load_weights`'."""
+    h, dout, dout1 = number(tiles[0], T), number(tiles[1], T), number(tiles[2], T)
     column = first + tl.arange(0, T.block)
     rstd = tl.load(given[5] + row, mask=row < rows, other=0.0)[:, None]
     if T.mean:
@@ -262,7 +264,7 @@ def row_means(along, plain, T: tl.constexpr):
     """Of whole rows' sums. With T.exact equal gradients are their own mean, and leave nothing."""
     if T.exact and T.mean:
         plain = plain.to(tl.float64)
-    return along / T.hidden, (plain / T.hidden).to(tl.float32)
+    return along / T.hidden, number(plain / T.hidden, T)
 
 
 @jit
@@ -319,7 +321,7 @@ def norm_backward(given, weights, source, outputs, sums, strides, rows, scale, d
     first = strip * T.block
     ROWS: tl.constexpr = T.rows
     BLOCK: tl.constexpr = T.block
-    zero = tl.zeros([ROWS, BLOCK], tl.float32)
+    zero = number(tl.zeros([ROWS, BLOCK], tl.float32), T)
     totals = (zero, zero, zero, zero, zero)
     held = load_weights(weights, first, T)
     begin, step = tl.program_id(1) * T.rows, tl.num_programs(1) * T.rows

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.exponential import exp
 from flashtile.plan.call import KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -53,13 +53,15 @@ class Softmax(Companion):
 
 @dataclass(frozen=True)
 class Tile:
-    """Compile-time part: `rows` rows at a time, of `chunks` steps of `block` columns."""
+    """Compile-time part: `rows` rows at a time, of `chunks` steps of `block` columns. exact: for fp32, to its last place."""
 
     rows: int
     block: int
     columns: int
     chunks: int
     causal: bool
+    exact: bool
+    cut: ClassVar[bool] = False  # exp's other form
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------------
@@ -123,8 +125,8 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
         x = scores(x_ptr, mask_ptr, strides, at, 0, rows, scale, fill, T)
         top = tl.max(x, 1)
         blind = (top == fill) | (top == float("-inf"))
-        x = tl.exp2((x - tl.where(blind, 0.0, top)[:, None]) * LOG2E)
-        factor = tl.where(blind, 0.0, 1.0 / tl.sum(x, 1))
+        x = exp(x - tl.where(blind, 0.0, top)[:, None], T)
+        factor = tl.where(blind, 0.0, tl.div_rn(1.0, tl.sum(x, 1)))
         store(y_ptr, strides[1], at, 0, rows, tl.where(blind[:, None], 0.0, x * factor[:, None]), T)
     else:
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -133,33 +135,43 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
             x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
             higher = tl.maximum(top, tl.max(x, 1))
             pivot = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2((top - pivot) * LOG2E) + tl.sum(tl.exp2((x - pivot[:, None]) * LOG2E), 1)
+            total = total * exp(top - pivot, T) + tl.sum(exp(x - pivot[:, None], T), 1)
             top = higher
         blind = (top == fill) | (top == float("-inf"))
-        pivot, factor = tl.where(blind, 0.0, top), tl.where(blind, 0.0, 1.0 / total)
+        pivot, factor = tl.where(blind, 0.0, top), tl.where(blind, 0.0, tl.div_rn(1.0, total))
         for chunk in tl.range(0, T.chunks):  # the second time from L2
             x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
-            x = tl.exp2((x - pivot[:, None]) * LOG2E) * factor[:, None]
+            x = exp(x - pivot[:, None], T) * factor[:, None]
             store(y_ptr, strides[1], at, chunk * T.block, rows, tl.where(blind[:, None], 0.0, x), T)
 
 
 @jit
 def softmax_backward(y_ptr, dy_ptr, dx_ptr, strides, sizes, scale, T: tl.constexpr):
-    """Rows of dx = scale * y * (dy - sum(y * dy)). strides of (y, dy, dx)."""
+    """Rows of dx = scale * y * (dy - sum(y * dy)). strides of (y, dy, dx).
+
+    T.exact: what the rounded sum is wrong by is the sum of y * (dy - it), for y's sum is 1: where all dy are nearly equal
+    nothing else would be left.
+    """
     at, rows = place(sizes, T), sizes[1]
     ROWS: tl.constexpr = T.rows
     if T.chunks == 1:
         y, dy = pair(y_ptr, dy_ptr, strides, at, 0, rows, T)
-        inner = tl.sum(y * dy, 1)
-        store(dx_ptr, strides[2], at, 0, rows, scale * y * (dy - inner[:, None]), T)
+        dy -= tl.sum(y * dy, 1)[:, None]
+        if T.exact:
+            dy -= tl.sum(y * dy, 1)[:, None]
+        store(dx_ptr, strides[2], at, 0, rows, scale * y * dy, T)
     else:
-        inner = tl.zeros([ROWS], tl.float32)
+        inner, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         for chunk in tl.range(0, T.chunks):
             y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
             inner += tl.sum(y * dy, 1)
+        if T.exact:
+            for chunk in tl.range(0, T.chunks):
+                y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
+                rest += tl.sum(y * (dy - inner[:, None]), 1)
         for chunk in tl.range(0, T.chunks):
             y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
-            store(dx_ptr, strides[2], at, chunk * T.block, rows, scale * y * (dy - inner[:, None]), T)
+            store(dx_ptr, strides[2], at, chunk * T.block, rows, scale * y * (dy - inner[:, None] - rest[:, None]), T)
 
 
 @jit
@@ -193,7 +205,7 @@ def choose(p: Softmax, lane: int) -> Launch:
 
 def _call(p: Softmax, kernel: Any, launch: Launch, args: tuple[Any, ...], tail: tuple[Any, ...]) -> Steps:
     batch, heads, rows, columns = p["x"].shape
-    constants = Tile(launch.rows, launch.block, columns, ceil(columns / launch.block), p.causal)
+    constants = Tile(launch.rows, launch.block, columns, ceil(columns / launch.block), p.causal, p["x"].dtype == "fp32")
     grid = (batch * heads * ceil(rows / launch.rows), 1, 1)
     sizes = (heads, rows, columns - rows)
     return Steps((KernelCall(kernel, grid, (*args, sizes, *tail), (("T", constants),), launch.warps, 1),))
