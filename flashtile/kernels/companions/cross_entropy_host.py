@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashtile.kernels.companions.host import DTYPES
-
 if TYPE_CHECKING:
     from flashtile.kernels.companions.cross_entropy import CrossEntropy
 
@@ -30,6 +28,8 @@ def _share(p: CrossEntropy, x: Any, index: Any, here: Any, counts: Any, labels: 
 
 
 def host_forward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
+    from flashtile.kernels.companions.host import DTYPES
+
     x, index, here, counts = _rows(p, t)
     lse = x.logsumexp(1)
     made = {"lse": lse, "share": _share(p, x, index, here, counts, t["labels"]), "count": counts.sum().float()[None]}
