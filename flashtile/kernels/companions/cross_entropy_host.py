@@ -28,8 +28,6 @@ def _share(p: CrossEntropy, x: Any, index: Any, here: Any, counts: Any, labels: 
 
 
 def host_forward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
-    from flashtile.kernels.companions.host import DTYPES
-
     x, index, here, counts = _rows(p, t)
     lse = x.logsumexp(1)
     made = {"lse": lse, "share": _share(p, x, index, here, counts, t["labels"]), "count": counts.sum().float()[None]}
@@ -38,7 +36,7 @@ def host_forward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -
     made["loss"] = {"none": loss, "sum": total, "mean": total / made["count"][0]}[p.reduction]
     if p.eager_gradient:
         made["gradient"] = _gradient(p, t, lse, made["count"], lse.new_ones(()), None)
-    return {name: made[name].to(DTYPES[p.outputs()[name].dtype]) for name in outputs}
+    return {name: made[name] for name in outputs}
 
 
 def _gradient(p: CrossEntropy, t: dict[str, Any], lse: Any, count: Any, first: Any, dlse: Any) -> Any:
@@ -56,7 +54,7 @@ def _gradient(p: CrossEntropy, t: dict[str, Any], lse: Any, count: Any, first: A
         along = along.where(counts, 0.0)
     grad = along[:, None] * (x - lse[:, None]).exp() - (weight * p.smoothing / classes)[:, None]
     grad.scatter_add_(1, index, (-(1.0 - p.smoothing) * weight).where(here, 0.0)[:, None])
-    return (grad * p.logit_scale).where(((along != 0.0) | (weight != 0.0))[:, None], 0.0).to(t["logits"].dtype)
+    return (grad * p.logit_scale).where(((along != 0.0) | (weight != 0.0))[:, None], 0.0)
 
 
 def host_backward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
