@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashtile._triton import constexpr, jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
-from flashtile.kernels.lib.number import number
+from flashtile.kernels.lib.number import number, quotient
 from flashtile.kernels.lib.random import keep_elements
 
 LINE = constexpr(8)  # columns of which one thread has all: 16 bytes of them in 16 bits
@@ -31,15 +31,6 @@ class Tile:
     exact: bool  # in fp32: rounded quotients, and a LayerNorm's gradients summed over rows in float64; memory is slow still
     wide: bool  # a backward's numbers
     first_read: str  # how a forward's first reading of a chunk leaves it in L2: its eviction policy
-
-
-@jit
-def quotient(x, y, T: tl.constexpr):
-    """x / y; Triton's own is up to two units in the last place off, its rounded one takes some instructions more."""
-    if T.exact:
-        return tl.div_rn(x, tl.zeros_like(x) + y)
-    else:
-        return x / y
 
 
 @jit

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.number import quotient
 from flashtile.plan.call import KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -126,7 +127,8 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
         top = tl.max(x, 1)
         blind = (top == fill) | (top == float("-inf"))
         x = exp(x - tl.where(blind, 0.0, top)[:, None], T)
-        factor = tl.where(blind, 0.0, tl.div_rn(1.0, tl.sum(x, 1)))
+        total = tl.sum(x, 1)
+        factor = tl.where(blind, 0.0, quotient(tl.full(total.shape, 1.0, tl.float32), total, T))
         store(y_ptr, strides[1], at, 0, rows, tl.where(blind[:, None], 0.0, x * factor[:, None]), T)
     else:
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -138,7 +140,8 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
             total = total * exp(top - pivot, T) + tl.sum(exp(x - pivot[:, None], T), 1)
             top = higher
         blind = (top == fill) | (top == float("-inf"))
-        pivot, factor = tl.where(blind, 0.0, top), tl.where(blind, 0.0, tl.div_rn(1.0, total))
+        pivot = tl.where(blind, 0.0, top)
+        factor = tl.where(blind, 0.0, quotient(tl.full(total.shape, 1.0, tl.float32), total, T))
         for chunk in tl.range(0, T.chunks):  # the second time from L2
             x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
             x = exp(x - pivot[:, None], T) * factor[:, None]

@@ -17,6 +17,15 @@ def number(x, T: tl.constexpr):
 
 
 @jit
+def quotient(x, y, T: tl.constexpr):
+    """x / y; Triton's own is up to two units in the last place off, its rounded one takes some instructions more."""
+    if T.exact:
+        return tl.div_rn(x, tl.zeros_like(x) + y)
+    else:
+        return x / y
+
+
+@jit
 def ratio(x, y, T: tl.constexpr):
     """x / y of two scalars, rounded: Triton's own quotient of float32 is up to two units in the last place off."""
     if T.wide:
