@@ -109,7 +109,7 @@ class mbarrier:  # noqa: N801 (as Gluon spells it)
 
 
 def fence_async_shared() -> None:
-    here().unfenced.clear()
+    here().fence()
 
 
 def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
@@ -126,6 +126,7 @@ def named_wait(number: int, threads: int) -> None:
 def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: Memory) -> None:
     outside, inside = source.overlap(coordinates)
     target = tile.tensor.view(source.block)
+    tile.check_read()
     target.fill_(float("nan"))
 
     def fill() -> None:

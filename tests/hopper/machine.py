@@ -7,14 +7,15 @@ roles that all wait for one another are known to be a deadlock at once. What is 
 - a bulk load destroys its tile when it is issued and fills it when somebody waits for its barrier;
 - a bulk store reads its tile when it is waited for;
 - a product is computed when it is waited for, and its operands must not have changed since it was issued;
-- what registers wrote into shared memory must be fenced before the matrix unit or a bulk store reads it.
+- what registers wrote into shared memory must be fenced before the matrix unit or a bulk store reads it;
+- so must what they read there before a bulk load overwrites it: a barrier does not wait for loads under way.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,13 @@ class Role:
         self.waits_for = "its start"
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
-        self.unfenced: dict[tuple[int, int], torch.Tensor] = {}  # by where they begin and end
+        self.unfenced: dict[tuple[int, int], torch.Tensor] = {}  # what it wrote, by where that begins and ends
+        self.reads: set[tuple[int, int]] = set()  # and read, since its last fence
+
+    def fence(self) -> None:
+        """Order what registers did with shared memory before what the matrix unit and the copy engine do with it."""
+        self.unfenced.clear()
+        self.reads.clear()
 
     def finish(self) -> None:
         """A role may leave nothing behind."""
@@ -230,6 +237,7 @@ class Memory:
         return Memory(self.tensor.narrow(dim, start, length))
 
     def load(self, layout: object = None) -> torch.Tensor:
+        here().reads.add(_extent(self.tensor))
         return self.tensor.clone().as_subclass(Register)
 
     def store(self, value: torch.Tensor) -> None:
@@ -240,10 +248,17 @@ class Memory:
 
     def check_fenced(self) -> None:
         """Before the matrix unit or the bulk copy engine reads: they do not see what registers wrote without a fence."""
+        self._check("reads", "wrote", lambda role: role.unfenced)
+
+    def check_read(self) -> None:
+        """Before a bulk load overwrites it: somebody's registers may still be on their way."""
+        self._check("overwrites", "read", lambda role: role.reads)
+
+    def _check(self, does: str, did: str, places: Callable[[Role], Iterable[tuple[int, int]]]) -> None:
         first, end = _extent(self.tensor)
         for role in here().block.all_roles:
-            for low, high in role.unfenced:
-                assert high <= first or end <= low, f"{here().name} reads what {role.name} wrote and has not fenced"
+            for low, high in places(role):
+                assert high <= first or end <= low, f"{here().name} {does} what {role.name} {did} and has not fenced"
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

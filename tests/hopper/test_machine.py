@@ -82,11 +82,24 @@ def test_writes_must_be_fenced() -> None:
         shared = tile()
         shared.store(torch.zeros(16, 16, dtype=torch.float16))
         if fenced:
-            here().unfenced.clear()
+            here().fence()
         Product(shared, shared, torch.zeros(16, 16), True).finish()
 
     run(lambda: role(True))
     with pytest.raises(AssertionError, match="has not fenced"):
+        run(lambda: role(False))
+
+
+def test_reads_must_be_fenced_before_a_load_overwrites() -> None:
+    def role(fenced: bool) -> None:
+        shared = tile()
+        shared.load()
+        if fenced:
+            here().fence()
+        shared.index(0).check_read()
+
+    run(lambda: role(True))
+    with pytest.raises(AssertionError, match=r"overwrites what .* read and has not fenced"):
         run(lambda: role(False))
 
 

@@ -90,6 +90,26 @@ def test_the_host_never_waits(step: Step) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeated_calls_agree_bit_for_bit(head_dim: int, device: torch.device, backend: str, variant: Variant) -> None:
+    """What no order of sums may change: as once where a bias tile was overwritten while it was read."""
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 333, 2, head_dim, device=device, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 128, 2, head_dim, device=device, dtype=torch.float16) for _ in range(2))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    score = (flashtile.Bias(torch.randn(1, 2, 333, 128, device=device, dtype=torch.float16)),)
+
+    def once() -> list[torch.Tensor]:
+        out = flashtile.attention(q, k, v, score=score, options=Options(backend=backend, backward=variant))
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]  # of one key tile dq, too, is one product
+
+    runs = [once() for _ in range(200)]
+    for run in runs:
+        for one, other in zip(run, runs[0], strict=True):
+            assert torch.equal(one, other)
+
+
+@EVERY
 def test_work_goes_to_the_current_stream(given: list[torch.Tensor], step: Step) -> None:
     """The inputs arrive late, on the side stream alone: whoever ran elsewhere would have read what was there before."""
     expected = step()

@@ -89,4 +89,4 @@ def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl
             for part in gl.static_range(PARTS_V):
                 strip = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
                 strip.store(gl.where(wanted, strip.load(LAYOUT), 0.0))
-        fence_async_shared()
+    fence_async_shared()

@@ -1,6 +1,6 @@
 """A tile of shared memory of which some rows belong to another item: what the copy engine may not write whole."""
 
-from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
 from flashtile.kernels.lib.memory import head_offset, row_offset
 
 
@@ -15,3 +15,4 @@ def store_part(tile, column, ptr, strides, slab, head, row, rows, WIDTH: gl.cons
     first = ptr + head_offset(slab, head, strides)
     at = first + row_offset(row + index, strides) + column * strides[3]
     gl.store(at, tile.load(LAYOUT), mask=(index < rows) & (column < WIDTH))
+    fence_async_shared()

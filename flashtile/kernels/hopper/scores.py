@@ -1,7 +1,7 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
@@ -82,6 +82,7 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
             if T.brought:
                 mem.biases.wait(use)
                 loaded = widened(mem.bias.index(GROUP).reshape([ROWS, BLOCK_K]).load(matrix_layout(BLOCK_K)))
+                fence_async_shared()
                 mem.biases.release(use)
             else:
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)

@@ -50,7 +50,7 @@ def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constex
                         some = gl.maximum(some, gl.max(keep.to(gl.int32), 1))
             wanted = gl.convert_layout(some, gl.SliceLayout(1, LAYOUT))[:, None] > 0
             k.store(gl.where(wanted, k.load(LAYOUT), 0.0))
-            fence_async_shared()
+        fence_async_shared()
 
 
 @gluon.jit
@@ -114,6 +114,7 @@ def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, 
     if T.early >= 0:
         memory.to.biases.wait(step)
         loaded = memory.bias.index(W).reshape([raw.shape[1], 64]).permute((1, 0)).load(matrix_layout(raw.shape[1]))
+        fence_async_shared()
         memory.to.biases.release(step)
         raw = SCORE[T.adds](raw, widened(loaded), 1.0 / scale)
     if not T.late:
