@@ -71,8 +71,13 @@ def draw(number: int, seed: int) -> Case:
 
 
 def as_hopper_has_it(case: Case) -> Case:
-    """The case with the one backward there is, and slopes that want no gradient."""
-    return replace(case, backward="fused", fixed_slopes=bool(case.score))
+    """The case with the one backward there is, slopes that want no gradient and, now and then, a bias that may."""
+    made, dice = replace(case, backward="fused", fixed_slopes=bool(case.score)), random.Random(case.name)
+    bias = dice.choice(("", "", "bias", "bias-heads"))  # of every score, or of every head
+    if not bias or "softcap30" in case.score:
+        return made
+    keys, gradient = -(-case.seqlen_k // 8) * 8, not case.score and dice.random() < 0.7
+    return replace(made, score=(*case.score, bias), score_dtype=case.dtype, fixed_slopes=not gradient, seqlen_k=keys)
 
 
 def refused(case: Case, device: torch.device) -> list[str]:

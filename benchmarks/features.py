@@ -104,7 +104,7 @@ def contestants(
 
     q, k, v = (normal(BATCH, SEQLEN, HEADS, HEAD_DIM).requires_grad_() for _ in range(3))
     bias, learned = normal(1, HEADS, SEQLEN, SEQLEN), normal(1, HEADS, SEQLEN, SEQLEN).requires_grad_()
-    keys = normal(BATCH, 1, 1, SEQLEN).requires_grad_()
+    keys, own = normal(BATCH, 1, 1, SEQLEN).requires_grad_(), normal(BATCH, HEADS, SEQLEN, SEQLEN).requires_grad_()
     sink = normal(HEADS).float().requires_grad_()
     slopes = torch.rand(HEADS, device=device, generator=generator).requires_grad_()
     leaves, made = [q, k, v], {}
@@ -121,6 +121,7 @@ def contestants(
     ours("dropout", dropout=Dropout(0.1))
     ours("bias", score=(Bias(bias),))
     ours("bias, gradient", more=(learned,), score=(Bias(learned),))
+    ours("bias of every score, gradient", more=(own,), score=(Bias(own),))
     ours("bias of keys, gradient", more=(keys,), score=(Bias(keys),))
 
     heads_first = [t.transpose(1, 2) for t in leaves]

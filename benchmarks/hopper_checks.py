@@ -49,8 +49,13 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=128, dropout=0.2, causal=True), dict(head_dim=128, mask="table"), dict(head_dim=192, head_dim_v=128),
     dict(head_dim=192, head_dim_v=128, causal=True), dict(head_dim=256), dict(head_dim=256, causal=True, dtype="fp16"),
     dict(head_dim=256, heads_q=4, heads_kv=2, window=(64, 0)),
+    dict(head_dim=128, score=("bias",), seqlen_k=776, fixed_slopes=False), dict(head_dim=256, score=("bias",), seqlen_k=776),
+    dict(head_dim=64, score=("bias-heads",), seqlen_k=776, fixed_slopes=False, causal=True),
+    dict(head_dim=128, score=("bias-heads",), seqlen_k=776),
 )  # fmt: skip
-COMMON: dict[str, Any] = dict(batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, heads_kv=4, dtype="bf16", fixed_slopes=True)
+COMMON: dict[str, Any] = dict(
+    batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, heads_kv=4, dtype="bf16", fixed_slopes=True, score_dtype="bf16"
+)
 CONFIGURATIONS = {
     " ".join(f"{key}={value}" for key, value in shape.items()): Case("hopper-checks", **{**COMMON, **shape}) for shape in SHAPES
 }

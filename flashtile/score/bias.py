@@ -63,7 +63,7 @@ class Bias(Score):
     add = bias_add
     load = bias_load
     join = bias_join
-    captured = (Captured(bias_contribution, broadcast=True),)
+    captured = (Captured(bias_contribution, broadcast=True, identity=True),)
 
     def __post_init__(self) -> None:
         if not is_tensor(self.bias):

@@ -69,11 +69,13 @@ class Captured:
     Without `index` the tensor must be (batch, heads_q): contributions are summed per head in a fixed order. With `broadcast`
     it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position
     receives what the score sends, summed in a fixed order. Kernels get None for its stride along an axis of size 1.
+    `identity`: `contribution` returns `grad`, as where the tensor is added.
     """
 
     contribution: Callable[..., Any]
     index: Callable[..., Any] | None = None
     broadcast: bool = False
+    identity: bool = False
 
     def __post_init__(self) -> None:
         if self.broadcast and self.index is not None:

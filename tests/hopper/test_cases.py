@@ -30,6 +30,8 @@ RUN = {
         "longer-mask-table",
         "longer-mask-holes",
         "longer-bias-full",
+        "longer-bias-gradient",
+        "longer-bias-gradient-pair",
     ),
 }
 

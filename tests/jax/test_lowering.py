@@ -66,10 +66,15 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
          (*QKV, array(4, dtype=jnp.float32)), None),
         (jax.grad(lambda q, k, v, b: dot_product_attention(q, k, v, b).astype(jnp.float32).sum(), (0, 3)),
          (*QKV, array(1, 4, 256, 256)), None),
+        (jax.grad(lambda q, k, v, b: dot_product_attention(q, k, v, b, is_causal=True).astype(jnp.float32).sum(), (0, 3)),
+         (*QKV, array(2, 4, 256, 256)), None),
         (jax.grad(lambda q, k, v, cu: dot_product_attention_varlen(q, k, v, cu, is_causal=True).astype(jnp.float32).sum()),
          (*(array(*x.shape[1:]) for x in QKV), array(4, dtype=jnp.int32)), None),
     ],
-    ids=["forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias", "varlen"],
+    ids=[
+        *("forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias"),
+        *("causal-bias", "varlen"),
+    ],
 )  # fmt: skip
 def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:
     found = lowered(function, *arrays).count(HANDLER)

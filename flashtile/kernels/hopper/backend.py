@@ -8,10 +8,12 @@ from typing import Any
 from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.hopper.choose import choose_forward, forward_grid
-from flashtile.kernels.hopper.tile import GROUP_ROWS, ForwardLaunch, make_forward_tile
+from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, sums, zeros
+from flashtile.kernels.hopper.tile import COPIED_KEYS, GROUP_ROWS, ForwardLaunch, make_forward_tile
 from flashtile.kernels.hopper.tile_backward import (
     PADDED_ROWS,
     BackwardLaunch,
+    BackwardTile,
     backward_tiles,
     choose_backward,
     make_backward_tile,
@@ -85,11 +87,14 @@ class HopperBackend:
             reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
             reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
-        for spec in p.score:
+        if stored(p) is None:
             reasons += [
-                f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels only"
-                for tensor in spec.tensors
-                if tensor.grad
+                f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels; here it is that of one bias for "
+                f"every query and key, {p.dtype.value} as the problem, of head dims up to 128, of keys that are a multiple of "
+                f"{COPIED_KEYS}, of one length; where batch entries or heads share it, all scores take at most "
+                f"{STORED_BYTES >> 30} GiB"
+                for spec in p.score
+                if spec.wants_grad
             ]
         return reasons
 
@@ -144,8 +149,9 @@ class HopperBackend:
 
         p = problem.listed
         launch = launch or choose_backward(p, device)
-        form, schedules = form_of(p, gradients=True), Schedules(p)
+        form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
+        ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
         score, biased = chain(p, device, form), None
         if tile.early >= 0:
             score = JitTuple((*score, p.score[tile.early].kind.join))
@@ -202,6 +208,7 @@ class HopperBackend:
                 Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
                 Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                 biased,
+                ds and Descriptor(ds, (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                 *(counts[n] for n in ("left", "right")),
                 (
                     ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
@@ -212,7 +219,7 @@ class HopperBackend:
             launch.num_warps,
             early=True,
         )
-        calls = [*schedules.calls, rows, keys]
+        calls = [*schedules.calls, *ds_zeros, rows, keys, *ds_sums]
         if "q" in gradients.wanted:
             sums = Pointer("dq_sum"), None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
@@ -220,12 +227,32 @@ class HopperBackend:
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
-        buffers = (*backward_buffers(p, gradients), *scratch, *schedules.buffers)
+        buffers = (
+            *backward_buffers(p, gradients),
+            *ds_buffers,
+            *scratch,
+            *schedules.buffers,
+        )
         notes = ("backward fused", f"keys pass tile {launch.spell()}")
         return Plan(p, self.name, "fused", buffers, tuple(calls), notes)
 
 
 BACKEND = HopperBackend()
+
+
+def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None, list[Buffer], list[list[KernelCall]]]:
+    """(where all scores' gradients are stored, None unless T.stores_ds; that buffer, where the plan has none such; what is
+    launched before it, and after).
+    """
+    given = stored(p)
+    if given is None:
+        return None, [], [[], []]
+    name, shape, whole = f"dscore.{given}.0", p.score[given].tensors[0].shape, scores_shape(p)
+    scratch, after = list[Buffer](), list[KernelCall]()
+    if not (shape == whole or tile.pairs_ds):
+        scratch, after = [Buffer("ds", whole, p.dtype.value, "scratch")], [sums("ds", name, whole, shape)]
+        name, shape = "ds", whole
+    return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.gaps else [], after]
 
 
 def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:

@@ -11,6 +11,7 @@ from flashtile.kernels.hopper.gluon import (
     recast,
     settled,
     store_wait,
+    tma_add,
     tma_store,
     uniform,
     warpgroup_mma,
@@ -18,6 +19,7 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
+from flashtile.kernels.hopper.order import adds_done
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
@@ -37,11 +39,11 @@ from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
+def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum.
 
-    Unless ASKS it needs no mask.
+    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
@@ -97,9 +99,11 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
 
     ds = ds.to(dtype)
     memory.to.scores.claim(step)
-    memory.ds.index(2 * W + step % 2).store(ds)
+    ds_of(memory, 2 * W + step % 2, T).store(ds)
     fence_async_shared()
     memory.to.scores.hand_over(step)
+    if T.stores_ds:
+        give_ds(ds_desc, memory.ds.index(2 * W + step % 2), head, start, first_key, place, T)
     if not FIRST:
         dq_token = multiply_dq(memory, step - 1, W, T)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
@@ -109,11 +113,40 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     else:
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         memory.to.douts.release(step)
-        memory.to.scores.release(step - 1)
+        release_ds(memory, step - 1, 1, T)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     memory.to.queries.release(step)
     return dk, dv
+
+
+@gluon.jit
+def ds_of(memory, place, T: gl.constexpr):
+    """A consumer's ds of a step, keys x queries."""
+    if T.stores_ds:
+        return memory.ds.index(place).reshape([T.block_q, 64]).permute((1, 0))
+    else:
+        return memory.ds.index(place)
+
+
+@gluon.jit
+def give_ds(ds_desc, ds, head, start, first_key, place, T: gl.constexpr):
+    """Store ds among all scores' gradients; where T.pairs_ds that of a second batch entry is added to the first's."""
+    if T.pairs_ds:
+        if place.batch == 0:
+            tma_store(ds_desc, [0, head, start, first_key], ds)
+        else:
+            tma_add(ds_desc, [0, head, start, first_key], ds)
+    else:
+        tma_store(ds_desc, [place.batch, head, start, first_key], ds)
+
+
+@gluon.jit
+def release_ds(memory, step, SINCE: gl.constexpr, T: gl.constexpr):
+    """Let go of both consumers' ds of a step; a consumer has stored its own of SINCE steps since."""
+    if T.stores_ds:
+        store_wait(SINCE)
+    memory.to.scores.release(step)
 
 
 @gluon.jit
@@ -141,7 +174,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
     memory.to.scores.wait(step)
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
-        share = memory.ds.index(2 * i + step % 2)
+        share = ds_of(memory, 2 * i + step % 2, T)
         keys = memory.k.index(i).reshape([64, T.columns])
         if T.block_q == 64:
             keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
@@ -223,7 +256,7 @@ def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
     COLUMNS: gl.constexpr = T.columns_own
@@ -244,6 +277,8 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         if T.predicate:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
+        if T.pairs_ds:
+            adds_done(0)  # and all of ds that is to be added to
         if T.halves:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
@@ -257,18 +292,18 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 if place.visits.end > begin:
                     report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         elif place.visits.end > begin:
-            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True, T,
-                               SCORE, MASK)  # fmt: skip
+            dk, dv = step_keys(dk, dv, ds_desc, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
+                               T, SCORE, MASK)  # fmt: skip
             low, high = plain(place, sizes, memory, work, begin + 1, T)
             for step in range(begin + 1, low):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, True, T,
-                                   SCORE, MASK)  # fmt: skip
+                dk, dv = step_keys(dk, dv, ds_desc, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False,
+                                   True, T, SCORE, MASK)  # fmt: skip
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, False,
-                                       T, SCORE, MASK)  # fmt: skip
+                    dk, dv = step_keys(dk, dv, ds_desc, memory, sums, step, place, sizes, work, scale, score_args, seed, W,
+                                       False, False, T, SCORE, MASK)  # fmt: skip
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
-            memory.to.scores.release(place.visits.end - 1)
+            release_ds(memory, place.visits.end - 1, 0, T)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
         memory.to.keys.release(turn)
         begin = place.visits.end
@@ -324,13 +359,14 @@ def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.conste
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
-def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, bias_desc, left, right, rest,
-                       T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows_desc, sum_desc, bias_desc, ds_desc, left,
+                       right, rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, count
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
-    where T.varlen; region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None.
+    where T.varlen; region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None;
+    ds_desc: where T.stores_ds, its gradient.
     """
     grads, region, scale = settled(rest[0]), settled(rest[1]), rest[2]
     mask_args, lists = settled(rest[4]), settled(rest[5])
@@ -342,19 +378,19 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
-    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, T)
+    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
     await_stream()
     if T.halves:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),

@@ -15,7 +15,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     if T.resident:
-        ticket = spread(take(counter_ptr))
+        ticket = spread(take(counter_ptr)) * T.tiles_taken
     else:
         ticket = gl.program_id(0)
     if not T.tells:
@@ -31,7 +31,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
             tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = work.tiles
         if T.resident and not T.takes_late:
-            taken = take(counter_ptr)
+            taken = following(ticket, counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         if T.tells:
             for member in range(T.group):
@@ -49,13 +49,25 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
                                   edges, T)  # fmt: skip
                 step = step + 1
         if T.resident and T.takes_late:
-            taken = take(counter_ptr)
+            taken = following(ticket, counter_ptr, T)
         ticket = spread(taken) if T.resident else taken
         turn = turn + 1
         if not T.tells:
             memory.to.tickets.publish(turn, (ticket,))
     if T.tells:
         memory.to.tickets.publish(turn, (ticket,))
+
+
+@gluon.jit
+def following(ticket, counter_ptr, T: gl.constexpr):
+    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once."""
+    if T.tiles_taken == 1:
+        return take(counter_ptr)
+    else:
+        taken = ticket + 1
+        if taken % T.tiles_taken == 0:
+            taken = take(counter_ptr) * T.tiles_taken
+        return taken
 
 
 @gluon.jit

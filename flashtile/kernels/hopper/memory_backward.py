@@ -41,7 +41,7 @@ class Memory:
     dout: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor  # level and delta of every stage
     p: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # of two steps, for each consumer: as `backward.ds_of` says
     shares: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
@@ -63,14 +63,17 @@ class Memory:
 
 
 @gluon.jit
-def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, T: gl.constexpr):
+def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T: gl.constexpr):
     """Memory of a block. Fence before specialising warps."""
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
     DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+    if T.stores_ds:  # as it is stored: queries x keys
+        ds = gl.allocate_shared_memory(dtype, [DS_TILES, 1, 1, BLOCK_Q, 64], ds_desc.layout)
+    else:
+        ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
     p = ds
     if T.halves:
         p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from flashtile.kernels.hopper.stored import paired, stored
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, copied, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form, shares_items
@@ -78,6 +79,8 @@ class BackwardTile:
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
     halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    stores_ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
+    pairs_ds: bool = False  # two batch entries share it: a block takes a tile of both, and adds the second's to the first's
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
@@ -94,6 +97,16 @@ class BackwardTile:
     @property
     def masks(self) -> bool:
         return self.left or self.right or self.pads_keys or self.predicate
+
+    @property
+    def tiles_taken(self) -> int:
+        """How many tiles a ticket stands for."""
+        return 2 if self.pairs_ds else 1
+
+    @property
+    def gaps(self) -> bool:
+        """Whether there are scores whose tile nobody visits."""
+        return self.left or self.right or self.blocks_q > 0
 
     @property
     def splits(self) -> bool:
@@ -238,6 +251,8 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         halves=launch.halves,
+        stores_ds=stored(p) is not None,
+        pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,
         wave=0 if p.deterministic else WAVE // p.group,
     )

@@ -172,7 +172,12 @@ def walk(ticket, begin, work, T: gl.constexpr):
     if T.blocks_q > 0 and not T.deterministic:
         tile, head_kv, item = longest_first(ticket, span // BLOCK_K, heads_kv, work, T)
     else:
-        tile, head_kv, item, _ = tile_of(ticket, work.tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
+        number, tiles = ticket, work.tiles
+        if T.pairs_ds:  # two batch entries' tiles one behind the other
+            number, tiles = ticket // 2, work.tiles // 2
+        tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
+        if T.pairs_ds:
+            item = Item(ticket % 2, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
