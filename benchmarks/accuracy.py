@@ -82,7 +82,7 @@ def as_hopper_has_it(case: Case) -> Case:
 
 def refused(case: Case, device: torch.device) -> list[str]:
     """Why the hopper backend does not run a case."""
-    tensors = case.tensors(device)
+    tensors = captured(case, case.tensors(device))
     arguments = {**case.given(tensors), **case.masks(device)}
     problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=case.options("hopper"))
     hopper = dispatch.backend_named("hopper")
@@ -111,12 +111,18 @@ def describe(case: Case) -> dict[str, Any]:
 
 def prepared(case: Case, tensors: Tensors, backend: str) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
     """The prepared call of a case, and the tensors besides q, k, v."""
-    for name, tensor in tensors.items():
-        if is_captured(name):
-            tensor.requires_grad_(not case.fixed_slopes)
+    tensors = captured(case, tensors)
     q, k, v = (tensors[n] if case.cu_q is None else tensors[n][None] for n in "qkv")
     arguments = {**case.given(tensors), **case.masks(q.device), "given": given_lengths(**case.lengths(q.device))}
     return prepare(q, k, v, **arguments, options=case.options(backend))
+
+
+def captured(case: Case, tensors: Tensors) -> Tensors:
+    """The same, where those besides q, k, v want a gradient as the case says."""
+    for name, tensor in tensors.items():
+        if is_captured(name):
+            tensor.requires_grad_(not case.fixed_slopes)
+    return tensors
 
 
 def is_captured(name: str) -> bool:

@@ -64,7 +64,7 @@ class Softcap(Score):
     name = "softcap"
     forward = softcap_forward
     backward = softcap_backward
-    curve = Curve(tanh, tanh_derivative, softcap_width, tanh_approximate)
+    curve = Curve(tanh, tanh_derivative, softcap_width, tanh_approximate, largest=lambda scalars: scalars[0])
 
     def __post_init__(self) -> None:
         Softcap.check((self.cap,))

@@ -52,12 +52,14 @@ class Curve:
 
     `width(args)`: a positive scalar. `derivative(y)`: function's derivative where its value is y. `approximate`: as
     `function`, on NVIDIA's GPUs, to 2^-11, which rounding scores to 16 bits costs too: used where the caller does not see lse.
+    `largest(scalars)`: in Python, of a function from -1 to 1 its width; scores between known bounds need no maximum.
     """
 
     function: Callable[..., Any]
     derivative: Callable[..., Any]
     width: Callable[..., Any]
     approximate: Callable[..., Any] | None = None
+    largest: Callable[[tuple[float, ...]], float] | None = None
 
 
 @dataclass(frozen=True)

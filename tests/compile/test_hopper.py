@@ -11,6 +11,7 @@ from tests.compile.conftest import NEWEST, Compiled
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+HALF = ",fp16"  # instead of bfloat16
 SOFTCAP, ALIBI, BIAS = ",score=softcap(30.0)", ",score=alibi(4x16:fp32)", ",score=bias(1x16x4096x4096:bf16)"
 KEYS, BIAS_GRADIENT = ",score=bias(4x1x1x4096:bf16)", ",score=bias(4x16x4096x4096:bf16:grad)"
 DROPOUT, VARLEN, BLOCKS = ",dropout=0.1", ",varlen=16384x16384", ",where=block_table(128;128;4x16x32x32:bool),blocks=128x128"
@@ -21,7 +22,8 @@ TUNED = {
     (64, ""): 407, (64, ",band=:0"): 410, (128, ""): 448, (128, ",band=:0"): 465,
     (192, ""): 405, (192, ",band=:0"): 401, (256, ""): 404, (256, ",band=:0"): 414,
     # 127 of softcap's are polynomials, which spare the slow unit: more of them, and yet faster
-    (64, SOFTCAP): 671, (128, SOFTCAP): 714, (128, f",band=:0{SOFTCAP}"): 729, (64, ALIBI): 541, (128, ALIBI): 583,
+    (64, SOFTCAP): 552, (128, SOFTCAP): 561, (128, f",band=:0{SOFTCAP}"): 579, (128, f"{HALF}{SOFTCAP}"): 714,
+    (64, ALIBI): 541, (128, ALIBI): 583,
     (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 631, (128, DROPOUT): 683,
     (64, BIAS): 555, (96, BIAS): 637, (128, BIAS): 595, (128, f",band=:0{BIAS}"): 613, (256, BIAS): 494, (128, KEYS): 587,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
@@ -43,7 +45,8 @@ TUNED_BACKWARD = {
 
 
 def spell(head_dim: int, rest: str) -> str:
-    return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim},bf16{rest})"
+    dtype = "" if rest.startswith(HALF) else ",bf16"
+    return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim}{dtype}{rest})"
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +70,15 @@ def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[i
         # The wait for the values' product stands before most exponentials: rescaling, sums and packing hide under them.
         late = [place for place in loop["exponentials"] if place > max(loop["waits"])]
         assert 2 * len(late) > len(loop["exponentials"])
-        # A curve is evaluated before it, while the values are being added; two of them are of row maxima.
-        assert len(loop["curves"]) == (66 if SOFTCAP in which[1] else 0)
-        assert all(place < max(loop["waits"]) for place in loop["curves"])
+        # A curve is evaluated before it, while the values are being added; two of them are of row maxima. In bfloat16 there are
+        # no maxima to wait for, and curve and exponentials take turns.
+        if SOFTCAP not in which[1]:
+            assert not loop["curves"]
+        elif HALF in which[1]:
+            assert len(loop["curves"]) == 66
+            assert all(place < max(loop["waits"]) for place in loop["curves"])
+        else:
+            assert len(loop["curves"]) == 64
         # A bias of every score lies in shared memory, before both products.
         if BIAS in which[1]:
             assert not loop["loads"]

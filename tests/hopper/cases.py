@@ -62,6 +62,11 @@ def _longer() -> Iterator[Case]:
     yield replace(given, name="bias-gradient-batch", batch=3, score=("bias-heads",), deterministic=True)
     yield replace(given, name="bias-gradient-heads", causal=True, score=("bias-batch",))
     yield replace(given, name="bias-gradient-plane", score=("bias-plane",))
+    # scores between bounds, which no maximum is asked of: rows whose scores are all at the lower one, or at the upper one
+    capped = Case("softcap-widest", head_dim=64, seqlen_q=200, seqlen_k=200, scale=10.0, dtype="bf16", score=("softcap50",))
+    yield replace(capped, causal=True, upstream="out")
+    yield replace(capped, name="softcap-few", seqlen_k=3, head_dim=128)
+    yield replace(capped, name="softcap-sink", causal=True, sink="fp32", seqlen_q=300, score=("alibi", "softcap30"), scale=-1.0)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-bias", head_dim=128, causal=True, score=("bias",), score_dtype="fp16", fixed_slopes=True)

@@ -28,7 +28,7 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.loader import load
-from flashtile.kernels.hopper.scores import exponentials, fetch, lane_sums, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import exponentials, fetch, lane_sums, lowest, pivot, row_max, shape_scores, starts
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import (
     Job,
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
     acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
-    top: gl.tensor  # maximum score, in units of `unit`
+    top: gl.tensor  # maximum score, in units of `unit`; where T.bounded of the first key tile, or more
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
 
@@ -208,6 +208,8 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
+    if T.bounded:
+        top = gl.maximum(top, lowest(factor))
     p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
     total = lane_sums(p, T)
     drawn = ()
@@ -245,21 +247,33 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     score = warpgroup_mma_wait(T.parts_v, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
-    top = row_max(score, T)
-    if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
-        top = bent(top, scale, score_args, T, SCORE)
-        score = bent(score, scale, score_args, T, SCORE)
-    top = gl.maximum(rows.top, top)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    shift = pivot(top, factor, MASKED, T)
-    decay = gl.exp2(rows.top * factor - shift)
-    if T.curved:
-        mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
-    acc = settle(acc, T)
-    mem.values.release(use - 1)
-    p = exponentials(score * factor - shift[:, None], T)
-    total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-    acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
+    if (
+        T.bounded
+    ):  # nothing is rescaled: the curve and the exponentials need not wait for the values' product, nor for a maximum
+        top = rows.top
+        if not MASKED:
+            score = bent(score, scale, score_args, T, SCORE)
+        p = exponentials(score * factor - (top * factor)[:, None], T)
+        total = rows.total + lane_sums(p, T)
+        weights = weigh(p, drawn, given[0], mem, T)
+        acc = settle(acc, T)
+        mem.values.release(use - 1)
+    else:
+        top = row_max(score, T)
+        if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
+            top = bent(top, scale, score_args, T, SCORE)
+            score = bent(score, scale, score_args, T, SCORE)
+        top = gl.maximum(rows.top, top)
+        shift = pivot(top, factor, MASKED, T)
+        decay = gl.exp2(rows.top * factor - shift)
+        if T.curved:
+            mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
+        acc = settle(acc, T)
+        mem.values.release(use - 1)
+        p = exponentials(score * factor - shift[:, None], T)
+        total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+        acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
     return Rows(acc, weights, top, total, fetched)

@@ -178,8 +178,14 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def lowest(factor):
+    """Where T.bounded: what scores of up to `factor` are measured from at least, in units of it: no exponent is above 64."""
+    return 1.0 - 64.0 / factor
+
+
+@gluon.jit
 def exponentials(x, T: gl.constexpr):
-    """2^x of a tile, x <= 0; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
+    """2^x of a tile; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
     if T.mixes:
         ROWS: gl.constexpr = T.rows
         BLOCK_K: gl.constexpr = T.block_k
@@ -195,7 +201,7 @@ def exponentials(x, T: gl.constexpr):
 
 @gluon.jit
 def polynomial(x):
-    """2^x, x <= 0, to 7.5e-5: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
+    """2^x to 7.5e-5: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
     x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
     whole = x + 12582912.0  # 1.5 * 2^23: the last of the sum's bits are the nearest integer
     rest = x - (whole - 12582912.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import e, log2
 
 from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form, early, form_of, shares_items
 from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.dtype import DType
 
 WARPGROUP = 128  # threads that issue one matrix instruction
 GROUP_ROWS = 64  # query rows of a consumer warpgroup: the height of its matrix instruction
@@ -74,6 +76,7 @@ class ForwardTile:
     early: int  # which of those that add is loaded a key tile ahead; -1 if none
     brought: bool  # by the copy engine, to shared memory; otherwise into registers
     together: bool  # as `shares_items` says: see `work.counted`
+    bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -163,6 +166,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         early=loads_ahead(p, launch, form),
         brought=brought(p, launch, form),
         together=shares_items(p),
+        bounded=bounded(p, form),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
@@ -175,6 +179,17 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         loader_registers=24,
         registers=consumer_registers(launch),
     )
+
+
+def bounded(problem: AttentionProblem, form: Form) -> bool:
+    """T.bounded: where a last curve has bounds, and bfloat16 has exponents enough for whatever lies between them."""
+    curve = problem.score[-1].kind.curve if form.curved else None
+    if curve is None or curve.largest is None or problem.dtype is not DType.BF16:
+        return False
+    return curve.largest(problem.score[-1].scalars) * log2(e) <= WIDEST
+
+
+WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
 
 
 def copied(problem: AttentionProblem, form: Form) -> int:
