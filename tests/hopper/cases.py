@@ -66,6 +66,7 @@ def _longer() -> Iterator[Case]:
     capped = Case("softcap-widest", head_dim=64, seqlen_q=200, seqlen_k=200, scale=10.0, dtype="bf16", score=("softcap50",))
     yield replace(capped, causal=True, upstream="out")
     yield replace(capped, name="softcap-few", seqlen_k=3, head_dim=128)
+    yield replace(capped, name="softcap-least", seqlen_q=40, seqlen_k=8, causal=True, score=("softcap30",), scale=2.0)
     yield replace(capped, name="softcap-sink", causal=True, sink="fp32", seqlen_q=300, score=("alibi", "softcap30"), scale=-1.0)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
