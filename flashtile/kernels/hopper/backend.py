@@ -227,12 +227,7 @@ class HopperBackend:
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
-        buffers = (
-            *backward_buffers(p, gradients),
-            *ds_buffers,
-            *scratch,
-            *schedules.buffers,
-        )
+        buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
         notes = ("backward fused", f"keys pass tile {launch.spell()}")
         return Plan(p, self.name, "fused", buffers, tuple(calls), notes)
 

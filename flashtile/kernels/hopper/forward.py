@@ -248,9 +248,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    if (
-        T.bounded
-    ):  # nothing is rescaled: the curve and the exponentials need not wait for the values' product, nor for a maximum
+    if T.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
             score = bent(score, scale, score_args, T, SCORE)
