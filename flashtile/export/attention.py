@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 from flashtile.dispatch import BACKENDS, first_of
@@ -29,6 +30,7 @@ GPU_BACKENDS = tuple(b for b in BACKENDS if b.name != "cpu")
 # Lengths that meet every decision of the planners: the smallest, multiples of every tile's size and none, each also from the
 # length on at which fp32 is multiplied otherwise (kernels/triton/tile.py: wants_parts).
 LENGTHS = (1, 2, 48, 96, 100, 192, 256, 1040, 1056, 1088, 1100, 1152, 4096)
+DRAWN = 2000  # sizes besides, where a modifier's gradient has ways of its own for products of them
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class AttentionExport:
         lengths = sorted({*LENGTHS, *self._band_lengths()})
         pairs = [(n, n) for n in lengths] if self.layout == "llmc" else list(product(lengths, lengths))
         found: list[dict[str, int]] = []
-        for batch, seqlen_q, seqlen_k, heads in _ordered(pairs):
+        drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
+        for batch, seqlen_q, seqlen_k, heads in chain(_ordered(pairs), _drawn(drawn)):
             given = (batch, seqlen_q, heads) if self.layout == "llmc" else (batch, seqlen_q, seqlen_k, heads)
             sizes = {**dict(zip(self.sizes, given, strict=True)), "sm_count": device.sm_count}
             choices = schedule.feasible(self.at(sizes)) if self.scheduled and device.arch == 90 else [1]
@@ -158,6 +161,17 @@ def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]
     for batch, heads in ((3, 5), (1, 1), (200, 5), (4096, 4096)):
         for seqlen_q, seqlen_k in sorted(pairs, key=lambda pair: (pair != (4096, 4096), pair)):
             yield batch, seqlen_q, seqlen_k, heads
+
+
+def _drawn(count: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same at random, from 1 to 8,192: small ones, whole tiles and any others."""
+    dice = random.Random(0)
+    for _ in range(count):
+        batch, heads = (dice.choice((1, 2, 3, round(2 ** dice.uniform(0, 13)))) for _ in range(2))
+        seqlen_q, seqlen_k = (
+            dice.choice((1, 2, 128 * round(2 ** dice.uniform(0, 6)), round(2 ** dice.uniform(0, 13)))) for _ in range(2)
+        )
+        yield batch, seqlen_q, seqlen_k, heads
 
 
 def entries(name: str, export: AttentionExport) -> list[Entry]:

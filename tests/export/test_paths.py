@@ -18,6 +18,7 @@ CASES = [
     ("bhsd", "attention(q=2x128x4x128,kv=128x1x128,fp16,band=100:0,score=softcap(30.0))"),
     ("bshd", "attention(q=2x128x4x80,kv=128x2x96,bf16,score=alibi(2x4:fp32:grad),sink=4:fp32:grad)"),
     ("bshd", "attention(q=2x128x4x64,kv=128x2x64,bf16,score=bias(1x4x128x128:bf16:grad),dropout=0.1)"),
+    ("bhsd", "attention(q=2x128x4x64,kv=128x2x64,bf16,band=:0,score=bias(2x1x128x128:bf16:grad))"),
     ("bhsd", "attention(q=2x128x4x64,kv=128x4x64,bf16,band=:0,deterministic)"),
     ("", "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)"),
     ("", "norm(x=1x70000:fp32,weight=70000:fp32;kind='rms')"),
