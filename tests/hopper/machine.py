@@ -44,12 +44,12 @@ class Role:
         self.waits_for = "its start"
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
-        self.unfenced: dict[tuple[int, int], torch.Tensor] = {}  # what it wrote, by where that begins and ends
-        self.reads: set[tuple[int, int]] = set()  # and read, since its last fence
+        self.writes: set[tuple[int, int]] = set()  # since its last fence: where each begins and ends
+        self.reads: set[tuple[int, int]] = set()
 
     def fence(self) -> None:
         """Order what registers did with shared memory before what the matrix unit and the copy engine do with it."""
-        self.unfenced.clear()
+        self.writes.clear()
         self.reads.clear()
 
     def finish(self) -> None:
@@ -244,11 +244,11 @@ class Memory:
         assert value.dtype == self.dtype
         assert value.shape == self.shape
         self.tensor.copy_(value)
-        here().unfenced[_extent(self.tensor)] = self.tensor
+        here().writes.add(_extent(self.tensor))
 
     def check_fenced(self) -> None:
         """Before the matrix unit or the bulk copy engine reads: they do not see what registers wrote without a fence."""
-        self._check("reads", "wrote", lambda role: role.unfenced)
+        self._check("reads", "wrote", lambda role: role.writes)
 
     def check_read(self) -> None:
         """Before a bulk load overwrites it: somebody's registers may still be on their way."""
