@@ -206,10 +206,8 @@ class PreparedCall:
     def backward(
         self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
     ) -> Tensors:
-        parts: list[Any] = [wanted, deterministic]
-        for tensor in tensors.values():  # a hook of saved tensors may have laid also those otherwise that the forward kept
-            parts += (tensor.stride(), tensor.data_ptr() & 15)
-        key = tuple(parts)
+        given = tensors.values()  # a hook of saved tensors may have laid also those otherwise that the forward kept
+        key = wanted, deterministic, *[t.stride() for t in given], *[t.data_ptr() & 15 for t in given]
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem

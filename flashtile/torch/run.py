@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getclosurevars
-from math import prod
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from flashtile import _triton
 from flashtile.plan.call import Buffer, Descriptor, HostCall, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import NAMED, Device
 from flashtile.spec.dtype import DType
-from flashtile.torch.descriptor import MOST_ADDRESSES, DescribedBuffer, addressable, staged_strides
+from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_strides
 from flashtile.torch.packing import PackedGradient
+from flashtile.torch.replay import Replay
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
 TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,
     "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
-
-SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
 DIRECT_LAUNCH = (
@@ -84,6 +82,7 @@ class Bound:
         self.over: list[tuple[str, str]] = []
         self.shared: list[tuple[str, str]] = []
         self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
+        self.alike: dict[str, str] = {}  # of these the outputs that lie as an input does
         self.staged = [
             (name, staged_strides(inputs[name].shape, inputs[name].element_size())) for name in staged_inputs(plan, inputs)
         ]
@@ -103,7 +102,11 @@ class Bound:
                 self.zeroed += [buffer.name] * buffer.zeroed
             if buffer.name in returned or buffer.name in within:
                 continue
-            self.allocations.append((buffer.name, buffer.shape, strides, TORCH_DTYPES[buffer.dtype], buffer.zeroed))
+            shape, dtype, zeroed = tuple(buffer.shape), TORCH_DTYPES[buffer.dtype], buffer.zeroed
+            lies = like is not None and (like.shape, like.stride(), like.dtype) == (shape, strides, dtype)
+            if lies and buffer.role == "output" and not zeroed and buffer.like not in dict(self.staged):
+                self.alike[buffer.name] = str(buffer.like)
+            self.allocations.append((buffer.name, shape, strides, dtype, zeroed))
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | None = None  # once every kernel is compiled
@@ -117,6 +120,9 @@ class Bound:
             tensors.update(gradient.allocate(self.device))
         for name in self.zeroed:
             tensors[name].zero_()
+        if self.replay:
+            for name, source in self.replay.alike:
+                tensors[name] = torch.empty_like(tensors[source])
         for name, shape, strides, dtype, zeroed in self.replay.allocations if self.replay else self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
@@ -126,6 +132,10 @@ class Bound:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
         return self.launch(tensors)
+
+    def kernel_launches(self) -> list[KernelLaunch]:
+        """Those that launch anything."""
+        return [launch for launch in self.launches if isinstance(launch, KernelLaunch) and not launch.empty]
 
     def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.replay:
@@ -138,46 +148,6 @@ class Bound:
         for name, source in self.shared:
             tensors[name] = tensors[source]
         return tensors
-
-
-class Replay:
-    """The launches of a bound plan whose kernels are compiled: all that changes from call to call are addresses.
-
-    Scratch is one allocation. Argument lists are remembered by stream and the addresses in them: a training loop meets few.
-    """
-
-    def __init__(self, bound: Bound):
-        scratch = {b.name for b in bound.plan.named("scratch")}
-        self.device, self.known = bound.device, dict[tuple[int, ...], list[tuple[Callable[..., None], tuple[Any, ...]]]]()
-        self.launches = [launch for launch in bound.launches if isinstance(launch, KernelLaunch) and not launch.empty]
-        self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
-        self.offsets, self.scratch_bytes = dict[str, int](), 0
-        for name, shape, _, dtype, zeroed in bound.allocations:
-            if name in scratch and not zeroed:
-                self.offsets[name] = self.scratch_bytes
-                self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
-        used = {name: None for launch in self.launches for name in launch.names}
-        self.names = [name for name in used if name not in self.offsets]
-
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[tensors[name].data_ptr() for name in self.names]]
-        if self.offsets:
-            scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
-            places.append(scratch.data_ptr())
-        key = tuple(places)
-        for launch, args in self.known.get(key) or self.fill(key):
-            launch(*args)
-
-    def fill(self, places: tuple[int, ...]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-        """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""
-        if len(self.known) >= MOST_ADDRESSES:
-            self.known.clear()
-        stream, *addresses = places
-        by_name = dict(zip(self.names, addresses, strict=False))
-        by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
-        filled = [(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches]
-        self.known[places] = filled
-        return filled
 
 
 def compiling() -> Any:

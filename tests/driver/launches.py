@@ -21,6 +21,7 @@ torch.cuda.current_device = lambda: 0
 torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # pyright: ignore[reportAttributeAccessIssue]
 torch._C._cuda_getCurrentRawStream = lambda device: 0
+torch.cuda.is_current_stream_capturing = lambda: False
 torch._C._cuda_getDevice = lambda: 0  # pyright: ignore[reportAttributeAccessIssue]
 active: Any = CudaDriver()
 active.get_current_stream = lambda device: 0
@@ -43,8 +44,8 @@ class Address:
         self.data_ptr = lambda: address
 
 
-def replayed(plan: Any, file: Path) -> tuple[list[str], list[str]]:
-    """What the driver gets from a plan's replay, and from its launches one by one on the same addresses."""
+def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
+    """What the driver gets from a plan's replay, from its graph, and from its launches one by one on the same addresses."""
     inputs = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.named("input")}
     bound = Bound(plan, inputs, torch.device("cpu"))
     bound.device = Card  # pyright: ignore
@@ -56,8 +57,15 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str]]:
         bound.run(dict(inputs))
         replays = file.read_text().splitlines()
     assert bound.replay is not None
-    (((_, *addresses), _),) = bound.replay.known.items()  # after the stream
+    (((_, *addresses), met),) = bound.replay.known.items()  # after the stream
     places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
+    bound.replay.graphs_left = 1
+    with patch.object(torch, "empty_strided", lambda *_, **__: Address(addresses[-1])):  # the scratch
+        while met.graph is None:
+            bound.replay(places)  # pyright: ignore
+        file.write_text("")
+        bound.replay(places)  # pyright: ignore
+        graphs = file.read_text().splitlines()
     ends = [0]
     for name, offset in bound.replay.offsets.items():
         assert offset >= ends[-1]
@@ -69,7 +77,7 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str]]:
     file.write_text("")
     for launch in bound.launches:
         launch(places)  # pyright: ignore
-    return replays, file.read_text().splitlines()
+    return replays, graphs, file.read_text().splitlines()
 
 
 EMPTY_STRIDED = torch.empty_strided
@@ -108,8 +116,8 @@ def main() -> None:
             early = EARLY.read_text().split() == [ahead.metadata.name] * 2 * call.early
             print(plan.backend, call.kernel.fn.__name__, direct, known and early, file.read_text().splitlines(), sep="|")
         os.environ["PARAMETERS"] = str(min(counts))
-        replays, launches = replayed(plan, file)
-        print(plan.backend, "replay", replays, "", launches, sep="|")
+        replays, graphs, launches = replayed(plan, file)
+        print(plan.backend, "replay", replays, graphs, launches, sep="|")
 
 
 if __name__ == "__main__":

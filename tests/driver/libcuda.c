@@ -6,7 +6,8 @@
    " name=number" for every kernel. Filling appends "fill",
    the address' lower half, the words in a row, the rows and the bytes between their beginnings. The GPU is an H100, or what
    $CAPABILITY says; $CONTEXT=0: no context is current; $FAIL: the name of a function that fails. $EARLY: where the names of
-   kernels go that may be launched before those before them are done. */
+   kernels go that may be launched before those before them are done. A graph is the lines of the launches that it captured,
+   and appends them when it is launched. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,8 +63,12 @@ static int parameters_of(const char *name) {
   return atoi(strstr(text, word) + strlen(word));
 }
 
-static int record(const void *function, const uint32_t *config, unsigned shared_bytes, void **parameters) {
-  FILE *file = fopen(getenv("LAUNCHES"), "a");
+static char *captured; /* lines of launches on the stream that is captured, which alone is made by cuStreamCreate */
+static size_t captured_bytes;
+static FILE *capturing;
+
+static int record(const void *function, const uint32_t *config, unsigned shared_bytes, void **parameters, int captures) {
+  FILE *file = captures ? capturing : fopen(getenv("LAUNCHES"), "a");
   fprintf(file, "%s %u %u %u %u %u", (const char *)function, config[0], config[1], config[2], config[3], shared_bytes);
   for (int i = 0, count = parameters_of(function); i < count; i++) {
     uint32_t word;
@@ -71,7 +76,7 @@ static int record(const void *function, const uint32_t *config, unsigned shared_
     fprintf(file, " %08x", word);
   }
   fprintf(file, "\n");
-  return fclose(file);
+  return captures ? 0 : fclose(file);
 }
 
 struct launch_config { uint32_t sizes[7]; void *stream; const int *attributes; uint32_t count; };
@@ -86,14 +91,36 @@ int cuLaunchKernelEx(const struct launch_config *config, void *function, void **
       fclose(file);
     }
   }
-  return failed ? failed : record(function, config->sizes, config->sizes[6], parameters);
+  return failed ? failed : record(function, config->sizes, config->sizes[6], parameters, config->stream == (void *)&capturing);
 }
 
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                    unsigned threads_z, unsigned shared_bytes, void *stream, void **parameters, void **extra) {
   const uint32_t config[] = {x, y, z, threads};
   const int failed = fails("cuLaunchKernel");
-  return failed ? failed : record(function, config, shared_bytes, parameters);
+  return failed ? failed : record(function, config, shared_bytes, parameters, 0);
+}
+
+int cuStreamCreate(void **stream, unsigned flags) { *stream = &capturing; return fails("cuStreamCreate"); }
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+  capturing = open_memstream(&captured, &captured_bytes);
+  return fails("cuStreamBeginCapture_v2");
+}
+int cuStreamEndCapture(void *stream, void **graph) {
+  fclose(capturing);
+  *graph = captured;
+  return fails("cuStreamEndCapture");
+}
+int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags) {
+  *executable = strdup(graph);
+  return fails("cuGraphInstantiateWithFlags");
+}
+int cuGraphDestroy(void *graph) { free(graph); return 0; }
+int cuGraphExecDestroy(void *executable) { free(executable); return 0; }
+int cuGraphLaunch(void *executable, void *stream) {
+  FILE *file = fopen(getenv("LAUNCHES"), "a");
+  fputs(executable, file);
+  return fclose(file) || fails("cuGraphLaunch");
 }
 
 int cuMemsetD2D32Async(uint64_t at, size_t pitch, unsigned value, size_t width, size_t height, void *stream) {

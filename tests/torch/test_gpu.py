@@ -10,6 +10,9 @@ import torch
 import flashtile
 from flashtile import Options, Softcap, dispatch
 from flashtile.spec.options import Variant
+from flashtile.torch import replay
+from flashtile.torch.attention import prepare
+from flashtile.torch.graph import LaunchGraph
 from flashtile.torch.run import device_of
 from tests.backends import OF_KERNELS, PLAIN
 
@@ -176,6 +179,47 @@ def test_a_cuda_graph_waits_for_another_stream(given: list[torch.Tensor], step: 
                 tensor.fill_(float("nan"))
         graph.replay()
         agree(captured, expected)
+
+
+@EVERY
+def test_launches_on_the_same_memory_become_a_graph(
+    given: list[torch.Tensor], step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what is there when it is launched, and work behind it waits for it."""
+    made: list[LaunchGraph] = []
+    monkeypatch.setattr(replay, "LaunchGraph", lambda *given: made.append(LaunchGraph(*given)) or made[-1])
+    sources, expected = [t.detach().clone() for t in given], dict[float, list[torch.Tensor]]()
+    for _ in range(replay.MEETINGS):
+        for factor in (1.0, 0.5, 2.0):
+            with torch.no_grad():
+                for tensor, source in zip(given, sources, strict=True):
+                    tensor.copy_(source).mul_(factor)
+            found = [t.clone() for t in step()]
+            agree(found, expected.setdefault(factor, found))
+    assert len(made) >= 2  # of a forward and a backward
+
+
+@EVERY
+def test_a_capture_is_given_kernels_not_graphs(device: torch.device, backend: str, variant: Variant) -> None:
+    q, k, v = (torch.randn(1, 200, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
+    options, side = Options(backend=backend, backward=variant), torch.cuda.Stream()
+    call, _ = prepare(q, k, v, options=options)
+    call.forward((q, k, v), ())
+    assert call.bound_forward is not None
+    tensors = call.bound_forward.run({"q": q, "k": k, "v": v})
+    repeat = call.bound_forward.replay
+    assert repeat is not None
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(replay.MEETINGS + 1):
+            repeat(tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        repeat(tensors)
+    q.normal_()
+    graph.replay()
+    torch.testing.assert_close(tensors["out"], flashtile.attention(q, k, v, options=options), rtol=0, atol=0)
 
 
 @PORTABLE

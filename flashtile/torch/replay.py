@@ -1,0 +1,89 @@
+"""The launches of a plan whose kernels are compiled: all that changes from call to call are addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtile.plan.call import Plan
+from flashtile.spec.attention import AttentionProblem
+from flashtile.torch.descriptor import MOST_ADDRESSES
+from flashtile.torch.graph import LaunchGraph, check
+
+if TYPE_CHECKING:
+    from flashtile.torch.run import Bound
+
+SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
+MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
+MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
+BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
+
+
+class Replay:
+    """A bound plan's launches, by the addresses of its tensors.
+
+    Scratch is one allocation. Argument lists are remembered by stream and the addresses in them: a training loop meets few.
+    """
+
+    def __init__(self, bound: Bound):
+        scratch = {b.name for b in bound.plan.named("scratch")}
+        self.device, self.known = bound.device, dict[tuple[int, ...], Met]()
+        self.launches = bound.kernel_launches()
+        self.alike = tuple(bound.alike.items())  # made by `empty_like`, which takes half as long
+        self.allocations = [a for a in bound.allocations if (a[0] not in scratch or a[4]) and a[0] not in bound.alike]
+        self.offsets, self.scratch_bytes = dict[str, int](), 0
+        for name, shape, _, dtype, zeroed in bound.allocations:
+            if name in scratch and not zeroed:
+                self.offsets[name] = self.scratch_bytes
+                self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
+        used = {name: None for launch in self.launches for name in launch.names}
+        self.names = [name for name in used if name not in self.offsets]
+        self.graphs_left = MOST_GRAPHS if pays(bound.plan, len(self.launches)) else 0
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[tensors[name].data_ptr() for name in self.names]]
+        if self.offsets:
+            scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
+            places.append(scratch.data_ptr())
+        key = tuple(places)
+        met = self.known.get(key) or self.fill(key)
+        # nobody can capture the default stream, which is 0
+        if met.graph is not None and not (key[0] and torch.cuda.is_current_stream_capturing()):
+            status = met.graph.launch()
+            if status:
+                check(status)
+            return
+        for launch, args in met.launches:
+            launch(*args)
+        met.times += 1
+        if met.times >= MEETINGS and self.graphs_left and not torch.cuda.is_current_stream_capturing():
+            met.graph = LaunchGraph(met.launches, key[0], self.device.index)
+            self.graphs_left -= 1
+
+    def fill(self, places: tuple[int, ...]) -> Met:
+        """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""
+        if len(self.known) >= MOST_ADDRESSES:
+            self.graphs_left += sum(met.graph is not None for met in self.known.values())
+            self.known.clear()
+        stream, *addresses = places
+        by_name = dict(zip(self.names, addresses, strict=False))
+        by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+        self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
+        return self.known[places]
+
+
+class Met:
+    """Launches with all their arguments, how often they were made one by one, and their graph, if that was often."""
+
+    def __init__(self, launches: list[tuple[Callable[..., None], tuple[Any, ...]]]):
+        self.launches, self.times, self.graph = launches, 0, None
+
+    graph: LaunchGraph | None
+
+
+def pays(plan: Plan, launches: int) -> bool:
+    """Whether a graph saves time: the host's always, but the device takes 1.2 us more to begin one than a single kernel."""
+    return launches > 1 or (isinstance(plan.problem, AttentionProblem) and plan.problem.flops() <= BRIEF_FLOPS)
