@@ -34,7 +34,7 @@ from flashtile.torch.attention import PreparedCall, make_problem, prepare
 from flashtile.torch.lengths import given_lengths
 from flashtile.torch.run import device_of
 from tests.cases import DTYPES, Case, Tensors
-from tests.judge import breaches, expected, measure, measure_lse, run
+from tests.judge import breaches, expected, measure, measure_lse, run, wants_gradient
 
 DIMS = ((64, 64), (128, 128), (80, 80), (16, 16), (256, 256), (192, 128), (64, 128), (5, 40), (8, 128))
 MASKS = ({}, {"causal": True}, {"window": (33, 17)}, {"window": (100, None)})
@@ -121,7 +121,7 @@ def captured(case: Case, tensors: Tensors) -> Tensors:
     """The same, where those besides q, k, v want a gradient as the case says."""
     for name, tensor in tensors.items():
         if is_captured(name):
-            tensor.requires_grad_(not case.fixed_slopes)
+            tensor.requires_grad_(wants_gradient(case, name))
     return tensors
 
 

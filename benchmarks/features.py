@@ -4,11 +4,12 @@
                                   [--budget 420] [--without flex] [--output features.csv]
 
 pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py, in
-parallel processes. costs: each feature beside the same call without it, and beside PyTorch's own way to it, all in one
-rotation, compiled first in parallel processes. dropout: that the kernels keep what `dropout_mask` says, bit for bit, and how
-often. tiles (not by default): candidates for each feature's passes, the tile in use first; those whose results differ from its
-are failures and not timed; the fastest go into a file for `flashtile.use_tuning`, beside the output. A section begins no case
-after its share of what is left of the budget. The exit status is 1 if anything failed.
+parallel processes; with --backend hopper those of tests/pairwise_hopper.py, and a row of the section "refused" for each pair
+that this backend does not run (chosen: triton's). costs: each feature beside the same call without it, and beside PyTorch's
+own way to it, all in one rotation, compiled first in parallel processes. dropout: that the kernels keep what `dropout_mask`
+says, bit for bit, and how often. tiles (not by default): candidates for each feature's passes, the tile in use first; those
+whose results differ from its are failures and not timed; the fastest go into a file for `flashtile.use_tuning`, beside the
+output. A section begins no case after its share of what is left of the budget. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from flashtile.kernels.triton.tile import Launch, Pass
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import device_of
 from flashtile.tune import measure, random_inputs, write_table
+from tests import pairwise_hopper
 from tests.cases import Case
 from tests.judge import breaches, expected, run
-from tests.pairwise import all_pairs, case_of, choices, pairs_of
+from tests.pairwise import TABLE, Meeting, cover
 
 Row = dict[str, Any]
 BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 4096, 16, 128
@@ -53,13 +55,8 @@ ROUNDS, REPEATS = 15, 3
 
 def drawn_cases(numbers: Iterable[int]) -> list[Case]:
     """Cases of few kernels: choices that cover every pair once, again and again with other lengths."""
-    missing, base = all_pairs(), []
-    for choice in choices(1000):
-        base.append(choice)
-        missing -= set(pairs_of(choice))
-        if not missing:
-            break
-    assert not missing, missing
+    base, refused = cover(TABLE, TABLE.pairs())
+    assert not refused
     return [draw(number, base[number % len(base)]) for number in numbers]
 
 
@@ -73,7 +70,7 @@ def draw(number: int, choice: dict[str, str]) -> Case:
         "one-query": (1, seqlen_q),
     }[choice["lengths"]]
     name = f"features-{number}-" + "-".join(choice.values())
-    return case_of(name, choice, seqlen_q=lengths[0], seqlen_k=lengths[1], batch=dice.randint(1, 3))
+    return TABLE.case_of(name, choice, seqlen_q=lengths[0], seqlen_k=lengths[1], batch=dice.randint(1, 3))
 
 
 def checked(case: Case, backend: str) -> Row:
@@ -84,10 +81,36 @@ def checked(case: Case, backend: str) -> Row:
     return {"backend": backend, "backward": case.backward, "failure": failure, "problem": spelled}
 
 
-def pairs(numbers: Iterable[int], until: float, record: Record) -> Iterator[Row]:
-    """A row per case."""
-    for row in check_all(checked, drawn_cases(numbers), "triton", record, until):
+def checked_hopper(case: pairwise_hopper.HopperCase, backend: str) -> Row:
+    """The same of what Hopper returns for a case: forwards alone too, and out without lse."""
+    tensors = case.tensors(torch.device("cuda", 0))
+    problem = pairwise_hopper.problem_of(case)
+    result, (truth, plain) = pairwise_hopper.results(case, tensors), expected(case, tensors)
+    failure = "; ".join(breaches(case, result, {name: truth[name] for name in result}, plain))
+    backward = ("deterministic" if case.deterministic else case.backward) if case.gradients else "none"
+    return {"backend": backend, "backward": backward, "failure": failure, "problem": problem.spell()}
+
+
+def refused(pairs: dict[Meeting, str], what: str) -> Iterator[Row]:
+    """A row for each pair of features that Hopper refuses."""
+    for pair, reasons in sorted(pairs.items(), key=lambda item: sorted(item[0])):
+        name = ", ".join(f"{axis} {value}" for axis, value in sorted(pair))
+        print(f"REFUSED {name} ({what}): {reasons}", flush=True)
+        yield {"section": "refused", "backend": "hopper", "name": name, "failure": "", "note": what, "refused": reasons}
+
+
+def pairs(numbers: Iterable[int], until: float, record: Record, backend: str) -> Iterator[Row]:
+    """A row per case; of Hopper one per pair that it refuses, too."""
+    if backend == "hopper":
+        rows = check_all(checked_hopper, pairwise_hopper.cases(numbers), backend, record, until)
+    else:
+        rows = check_all(checked, drawn_cases(numbers), backend, record, until)
+    for row in rows:
         yield {"section": "pairs", **row}
+    if backend == "hopper":
+        covered = pairwise_hopper.covered()
+        yield from refused(covered.refused, "forward or backward")
+        yield from refused(covered.refused_backward, "backward; forwards alone are checked")
 
 
 # -- costs ------------------------------------------------------------------------------------------------------
@@ -355,7 +378,9 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=(*usual, "tiles"), default=usual)
     parser.add_argument("--cases", type=at_least_one, default=1100)
     parser.add_argument("--numbers", type=int, nargs="+", help="the pairs of these numbers alone, which are in their names")
-    parser.add_argument("--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured")
+    parser.add_argument(
+        "--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured, and whose pairs"
+    )
     parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
     options(parser, "bench-output/features.csv", 420)
     chosen = parser.parse_args()
@@ -365,7 +390,7 @@ def main() -> int:
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
         "dropout": lambda until: dropout(device),
         "costs": lambda until: costs(until, record, measured, not chosen.without),
-        "pairs": lambda until: pairs(chosen.numbers or range(chosen.cases), until, record),
+        "pairs": lambda until: pairs(chosen.numbers or range(chosen.cases), until, record, measured or "triton"),
         "tiles": lambda until: tiles(until, device, chosen.output.with_suffix(".json")),
     }
     for name, until in record.parts(chosen.sections):

@@ -128,8 +128,8 @@ class Case:
     """One call of `flashtile.attention`, with what flows back into it.
 
     `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    and sinks need no gradient. `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are seqlen_q and
-    seqlen_k; batch is then 1. `used_q`, `used_k`: seqused; with `holes` as masks that keep so many, here and there.
+    need no gradient, nor do sinks unless "score". `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are
+    seqlen_q and seqlen_k; batch is then 1. `used_q`, `used_k`: seqused; with `holes` as masks that keep so many of them.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Case:
     deterministic: bool | None = None
     precision: Literal["tf32x3", "ieee", "tf32"] = "tf32x3"
     upstream: Literal["both", "out", "lse"] = "both"
-    fixed_slopes: bool = False
+    fixed_slopes: bool | Literal["score"] = False
     sink: str | None = None  # its dtype
     dropout: float | None = None
     refused: tuple[str, ...] = ()  # the portable backends that refuse it

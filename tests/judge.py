@@ -21,7 +21,7 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
     """out, lse and the gradient of every leaf, by name ("dq", "dscore.0", ...)."""
     leaves = {name: t.detach() for name, t in tensors.items() if name not in ("dout", "dlse")}
     for name, leaf in leaves.items():
-        leaf.requires_grad_(not (case.fixed_slopes and name.startswith(("score", "sink"))))
+        leaf.requires_grad_(wants_gradient(case, name))
     inputs = (leaves["q"], leaves["k"], leaves["v"])
     place = leaves["q"].device
     out, lse = function(*inputs, **{**case.given(leaves), **case.masks(place), **case.lengths(place), **extra})
@@ -35,6 +35,12 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
         # v does not influence lse: no path (None, from the references) and a path of zeros mean the same
         made[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad
     return made
+
+
+def wants_gradient(case: Case, name: str) -> bool:
+    """Whether a case asks for the gradient of this one of its tensors."""
+    fixed = {False: (), True: ("score", "sink"), "score": ("score",)}[case.fixed_slopes]
+    return not name.startswith(("dout", "dlse", *fixed))
 
 
 def run(backend: str, case: Case, tensors: Tensors) -> Tensors:

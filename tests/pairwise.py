@@ -1,14 +1,16 @@
 """Cases in which every two features meet: an all-pairs generator over a table of features.
 
 A feature is an entry of AXES: an axis, a name, and what it changes in a `Case`. Two values of one axis exclude each other;
-any two of different axes meet in some case, unless `possible` says that they cannot.
+any two of different axes meet in some case, unless IMPOSSIBLE says that they cannot. `Table` is what the generator takes
+of it; tests/pairwise_hopper.py has another one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.cases import Case
 
 Choice = dict[str, str]  # axis -> the name of its value
 Pair = tuple[tuple[str, str], tuple[str, str]]
+Meeting = frozenset[tuple[str, str]]  # a pair, whose order does not matter
 
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "dtype": {name: {"dtype": name} for name in ("fp32", "fp16", "bf16")},
@@ -93,55 +96,122 @@ IMPOSSIBLE: tuple[Pair, ...] = (
     # the table's gradient is added atomically: a refusal of its own (tests/test_user_modifier.py)
     (("score", "table"), ("backward", "deterministic")),
 )
-_FORBIDDEN = {frozenset(pair) for pair in IMPOSSIBLE}
-_CLASHES = {value: set().union(*(pair - {value} for pair in _FORBIDDEN if value in pair)) for value in set().union(*_FORBIDDEN)}
 
 
-def pairs_of(choice: Choice) -> Iterator[frozenset[tuple[str, str]]]:
+@dataclass(frozen=True)
+class Table:
+    """Axes of features, the pairs that cannot meet, and what else stands against a choice of theirs."""
+
+    axes: dict[str, dict[str, dict[str, Any]]]
+    impossible: frozenset[Meeting]
+    refusals: Callable[[Choice], Sequence[str]] = lambda choice: ()
+    make: Callable[..., Case] = Case
+
+    @cached_property
+    def clashes(self) -> dict[tuple[str, str], set[tuple[str, str]]]:
+        """The values that each value cannot meet."""
+        values = frozenset[tuple[str, str]]().union(*self.impossible)
+        return {value: set().union(*(pair - {value} for pair in self.impossible if value in pair)) for value in values}
+
+    def possible(self, choice: Choice, value: tuple[str, str]) -> bool:
+        """Whether a possible choice may have this value too."""
+        return self.clashes.get(value, set()).isdisjoint(choice.items())
+
+    def pairs(self) -> set[Meeting]:
+        """Every pair of values of different axes that can meet."""
+        values = [(axis, name) for axis, names in self.axes.items() for name in names]
+        found = {frozenset(pair) for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
+        return found - self.impossible
+
+    def complete(self, must: Choice, dice: random.Random) -> Choice:
+        """A possible choice that holds `must`, whose other values are drawn axis by axis."""
+        choice = dict(must)
+        for axis in dice.sample(list(self.axes), len(self.axes)):
+            if axis not in must:
+                choice[axis] = dice.choice([name for name in self.axes[axis] if self.possible(choice, (axis, name))])
+        return {axis: choice[axis] for axis in self.axes}
+
+    def drawn(self, must: Choice, missing: set[Meeting], dice: random.Random, tries: int) -> list[Choice]:
+        """`tries` choices that hold `must`, those with most missing pairs first."""
+        made = [self.complete(must, dice) for _ in range(tries)]
+        return sorted(made, key=lambda choice: -sum(pair in missing for pair in pairs_of(choice)))
+
+    def plainest(self, choice: Choice) -> Choice:
+        """What begins so, with the first value of every other axis that is possible."""
+        for axis, names in self.axes.items():
+            if axis not in choice:
+                choice = {**choice, axis: next(name for name in names if self.possible(choice, (axis, name)))}
+        return {axis: choice[axis] for axis in self.axes}
+
+    def refused_part(self, choice: Choice) -> frozenset[tuple[str, str]]:
+        """Of a refused choice the values that are refused with the plainest ones beside them; none of them can be left out."""
+        part = dict(choice)
+        for axis in self.axes:
+            less = {other: name for other, name in part.items() if other != axis}
+            if self.refusals(self.plainest(less)):
+                part = less
+        return frozenset(part.items())
+
+    def case_of(self, name: str, choice: Choice, **sizes: int) -> Case:
+        """The case of a choice; `sizes`: what to change of its lengths and batch."""
+        changes: dict[str, Any] = {}
+        for axis, value in choice.items():
+            changes |= self.axes[axis][value]
+        return with_items(self.make(name, **{**changes, **sizes}), choice["items"])
+
+
+TABLE = Table(AXES, frozenset(map(frozenset, IMPOSSIBLE)))
+
+
+def pairs_of(choice: Choice) -> Iterator[Meeting]:
     return (frozenset(pair) for pair in combinations(choice.items(), 2))
 
 
-def possible(choice: Choice, value: tuple[str, str]) -> bool:
-    """Whether a possible choice may have this value too."""
-    return _CLASHES.get(value, set()).isdisjoint(choice.items())
-
-
-def all_pairs() -> set[frozenset[tuple[str, str]]]:
-    """Every pair of values of different axes that can meet."""
-    values = [(axis, name) for axis, names in AXES.items() for name in names]
-    found = {frozenset(pair) for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
-    return found - _FORBIDDEN
+def drawn_from(missing: set[Meeting], dice: random.Random) -> Choice:
+    """One of the pairs, as a choice of two axes."""
+    return dict(dice.choice(sorted(map(sorted, missing))))
 
 
 def choices(count: int, seed: int = 0, tries: int = 30) -> Iterator[Choice]:
-    """`count` choices: first enough to cover every pair, then again with other companions, and so on."""
+    """`count` choices of TABLE: first enough to cover every pair, then again with other companions, and so on."""
     dice = random.Random(seed)
-    missing: set[frozenset[tuple[str, str]]] = set()
+    missing: set[Meeting] = set()
     for _ in range(count):
         if not missing:
-            missing = all_pairs()
-        must = dict(dice.choice(sorted(map(sorted, missing))))
-        drawn = [complete(must, dice) for _ in range(tries)]
-        best = max(drawn, key=lambda choice: sum(pair in missing for pair in pairs_of(choice)))
+            missing = TABLE.pairs()
+        best = TABLE.drawn(drawn_from(missing, dice), missing, dice, tries)[0]
         missing -= set(pairs_of(best))
         yield best
 
 
-def complete(must: Choice, dice: random.Random) -> Choice:
-    """A possible choice that holds `must`, whose other values are drawn axis by axis."""
-    choice = dict(must)
-    for axis in dice.sample(list(AXES), len(AXES)):
-        if axis not in must:
-            choice[axis] = dice.choice([name for name in AXES[axis] if possible(choice, (axis, name))])
-    return {axis: choice[axis] for axis in AXES}
-
-
-def case_of(name: str, choice: Choice, **sizes: int) -> Case:
-    """The case of a choice; `sizes`: what to change of its lengths and batch."""
-    changes: dict[str, Any] = {}
-    for axis, value in choice.items():
-        changes |= AXES[axis][value]
-    return with_items(Case(name, **{**changes, **sizes}), choice["items"])
+def cover(table: Table, wanted: set[Meeting], seed: int = 0, tries: int = 30) -> tuple[list[Choice], dict[Meeting, str]]:
+    """Choices that cover every wanted pair, and those pairs that are refused in whatever choice was tried, with the reasons."""
+    dice, missing, found = random.Random(seed), set(wanted), list[Choice]()
+    refused = dict[frozenset[tuple[str, str]], str]()  # values that do not meet
+    while missing:
+        must = drawn_from(missing, dice)
+        for choice in [*table.drawn(must, missing, dice, tries), table.plainest(must)]:
+            if any(part.issubset(choice.items()) for part in refused):
+                continue
+            if not table.refusals(choice):
+                found.append(choice)
+                missing -= set(pairs_of(choice))
+                break
+            part = table.refused_part(choice)
+            reasons = table.refusals(table.plainest(dict(part)))
+            if len(part) == 2 and all(table.refusals(table.complete(dict(part), dice)) for _ in range(5)):
+                table = replace(table, impossible=table.impossible | {part})
+                missing.discard(part)
+            elif len(part) == 2:  # with other companions they do meet
+                part = frozenset(choice.items())
+            refused[part] = "; ".join(reasons)
+            if part.issubset(must.items()):
+                break
+        else:
+            pair = frozenset(must.items())
+            missing.remove(pair)
+            refused[pair] = "; ".join(table.refusals(table.plainest(must)))
+    return found, {part: reasons for part, reasons in refused.items() if part in wanted}
 
 
 def with_items(case: Case, items: str) -> Case:
@@ -168,4 +238,4 @@ def with_items(case: Case, items: str) -> Case:
 def cases(count: int, seed: int = 0) -> Iterator[Case]:
     """The cases of `choices`."""
     for number, choice in enumerate(choices(count, seed)):
-        yield case_of(f"pairwise-{seed}-{number}-" + "-".join(choice.values()), choice)
+        yield TABLE.case_of(f"pairwise-{seed}-{number}-" + "-".join(choice.values()), choice)

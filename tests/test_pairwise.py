@@ -10,7 +10,7 @@ from flashtile.torch.run import device_of
 from tests.backends import PORTABLE
 from tests.cases import Case
 from tests.judge import expected, judge, run
-from tests.pairwise import AXES, all_pairs, cases, choices, pairs_of
+from tests.pairwise import AXES, TABLE, cases, choices, pairs_of
 from tests.test_attention import problem_of
 
 COUNT = 320
@@ -18,7 +18,7 @@ COUNT = 320
 
 def test_every_pair_is_covered() -> None:
     covered = {pair for choice in choices(COUNT) for pair in pairs_of(choice)}
-    assert covered >= all_pairs()
+    assert covered >= TABLE.pairs()
     assert all(any((axis, name) in pair for pair in covered) for axis, names in AXES.items() for name in names)
 
 

@@ -19,6 +19,10 @@ def _longer() -> Iterator[Case]:
         yield replace(wide, name=f"{wide.name}-window", window=(70, 30))
         yield replace(wide, name=f"{wide.name}-dropout", causal=True, dropout=0.3)
     yield replace(uneven, name="varlen-full", heads_q=3, heads_kv=3)
+    # of tokens behind the last item no tensor has anything
+    each = replace(uneven, name="varlen-each-item", score=("bias-each-item", "alibi-per-batch"), fixed_slopes=True)
+    yield each
+    yield replace(each, name="varlen-each-item-document", mask="document", dtype="bf16", causal=True)
     masked = Case("mask", batch=2, seqlen_q=300, seqlen_k=400, heads_q=2, heads_kv=1, head_dim=64, dtype="fp16")
     masks = (64, "table"), (128, "table"), (256, "table"), (64, "holes"), (96, "document-causal"), (128, "holes")
     for head_dim, mask in masks:

@@ -79,10 +79,11 @@ def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl
             largest = gl.maximum(largest, v.slice(first, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
     if gl.max(gl.max(largest, 1), 0) >= INFINITE:
         sizes = Sizes(size.seqlen_q, size.seqlen_k, size.heads, size.group)
+        places = Sizes(gl.maximum(size.seqlen_q, 1), gl.maximum(size.seqlen_k, 1), size.heads, size.group)  # tensors have some
         row = at.row - GROUP * T.rows + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))[:, None]
         for first in gl.static_range(0, BLOCK_K, STRIP):
             key = tile * BLOCK_K + first + gl.arange(0, STRIP, gl.SliceLayout(0, SCORES))[None, :]
-            position = locate(at.item.batch, at.head, row, key, sizes)
+            position = locate(at.item.batch, at.head, row, key, places)
             keep = seen(position, row, key, sizes, (size.left, size.right, mask_args), True, T, MASK)
             keep = (keep & (row < at.row + (T.groups - GROUP) * T.rows)).to(gl.int32)
             wanted = gl.convert_layout(gl.max(keep, 0), gl.SliceLayout(1, LAYOUT))[:, None] > 0

@@ -183,9 +183,11 @@ def tell_job(tickets, turn, place, at):
 @gluon.jit
 def told_job(tickets, turn, T: gl.constexpr):
     """Consumer: the Job that `tell_job` told, without where its keys lie."""
-    batch, first_q = tickets.number(turn, 1, 4), tickets.number(turn, 4, 4)
+    batch, q = tickets.number(turn, 1, 4), tickets.number(turn, 6, 4)
+    if T.varlen:
+        batch = gl.where(q > 0, batch, 0)  # no tensor has anything for what lies behind the last item
     item = Item(
-        batch, first_q, tickets.number(turn, 5, 4), tickets.number(turn, 6, 4), batch * 0, batch * 0, tickets.number(turn, 7, 4)
+        batch, tickets.number(turn, 4, 4), tickets.number(turn, 5, 4), q, batch * 0, batch * 0, tickets.number(turn, 7, 4)
     )
     job = Job(item, slab(item, T), tickets.number(turn, 2, 4), tickets.number(turn, 3, 4), Listed(0, 0))
     tickets.finish(turn)

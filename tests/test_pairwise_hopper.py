@@ -1,0 +1,52 @@
+"""What the all-pairs run of Hopper's kernels on a GPU checks (`benchmarks/features.py`), found without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtile import _triton
+from flashtile.kernels.hopper import backend
+from tests.pairwise import pairs_of
+from tests.pairwise_hopper import ALONE, AXES, BOTH, Covered, cases, covered, refusals
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# Pairs that a backward must be among: a refusal of one would go unnoticed otherwise.
+MUST = (
+    "dropout 0.1, items varlen", "dropout 0.5, score bias", "dropout 0.1, score bias-gradient", "score softcap, sink fp32",
+    "heads gqa, where table-blocks", "items varlen, where document", "backward deterministic, where strangers-blocks",
+    "dims 256, dropout 0.5", "score softcap-bounded, upstream out-alone", "sink bf16, where table-blocks",
+    "items padded, score bias", "dims 192-128, items varlen-used", "heads mqa, score bias-heads-gradient",
+    "backward deterministic, score bias-plane-gradient", "items varlen, score bias-number", "scale negative, score alibi",
+)  # fmt: skip
+
+
+@pytest.fixture
+def found(monkeypatch) -> Covered:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
+    return covered()
+
+
+def test_what_hopper_does_not_refuse_is_covered(found) -> None:
+    both, alone = ({pair for choice in choices for pair in pairs_of(choice)} for choices in (found.both, found.alone))
+    assert both.isdisjoint({**found.refused, **found.refused_backward})
+    assert both | set(found.refused) | set(found.refused_backward) >= BOTH.pairs()
+    assert alone >= set(found.refused_backward)
+    assert {frozenset({("sink", sink), ("where", "document")}) for sink in ("fp32", "bf16")} <= set(found.refused_backward)
+    assert all(any((axis, name) in pair for pair in both) for axis, names in AXES.items() for name in names)
+    for must in MUST:
+        assert frozenset((axis, name) for axis, name in map(str.split, must.split(", "))) in both, must
+    refused = [*found.refused.values(), *found.refused_backward.values()]
+    assert all(refused)
+    assert len(refused) < 70
+    assert len(found.both) + len(found.alone) < 170, "each is a forward and a backward more to compile"
+
+
+def test_lengths_are_drawn_that_hopper_takes(found) -> None:
+    base = len(found.choices)
+    drawn = cases(range(0, 3 * base, 11))
+    assert not [case.name for case in drawn if refusals(case)]
+    assert max(case.seqlen_k for case in drawn) > 512
+    assert {case.backward for case in drawn} == {"fused", "auto"}
+    assert [table for table, _ in found.choices] == [BOTH] * len(found.both) + [ALONE] * len(found.alone)
