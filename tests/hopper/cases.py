@@ -74,6 +74,8 @@ def _longer() -> Iterator[Case]:
     yield replace(wide, name="lags-fp16", dtype="fp16", heads_q=4, heads_kv=2, seqlen_q=260, seqlen_k=260)
     yield replace(wide, name="lags-empty-rows", seqlen_q=333, seqlen_k=200)
     yield replace(wide, name="lags-window", dtype="fp16", window=(100, 30), causal=False, head_dim=200)
+    yield replace(wide, name="lags-sink", sink="fp32", seqlen_q=333, seqlen_k=200)
+    yield replace(wide, name="lags-sink-fp16", sink="fp16", dtype="fp16", scale=0.25)
     for scale in (0.25, 0.5, 4.0):
         for dtype in ("fp16", "bf16"):
             yield replace(wide, name=f"lags-{dtype}-scale{scale}", dtype=dtype, scale=scale, batch=1)

@@ -197,7 +197,7 @@ WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 
 def lags(problem: AttentionProblem, form: Form) -> bool:
     """T.lags: where it was measured to gain (docs/hopper.md)."""
     p = problem
-    plain = not (form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None or p.sink is not None)
+    plain = not (form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None)
     wide = cut(p.head_dim) == cut(p.head_dim_v) == (256, 1)
     return wide and plain and p.band.right is not None and not p.lengths.ragged
 
