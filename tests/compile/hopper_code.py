@@ -45,6 +45,9 @@ for argument in sys.argv[1:]:
             "wide_loads": loop.places("LDG.E.128"),
             "spreads": loop.places("STS"),
             "turns": loop.places("LDSM"),
+            "votes": loop.places("VOTE"),
+            "jumps": loop.places("BRA"),
+            "multiplications": loop.places("FMUL"),
         }
         for loop in matrix_loops(disassemble(compiled))
     ]

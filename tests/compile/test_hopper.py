@@ -24,10 +24,12 @@ TUNED = {
     # 127 of softcap's are polynomials, which spare the slow unit: more of them, and yet faster
     (64, SOFTCAP): 552, (128, SOFTCAP): 561, (128, f",band=:0{SOFTCAP}"): 579, (128, f"{HALF}{SOFTCAP}"): 714,
     (64, ALIBI): 541, (128, ALIBI): 583,
-    (128, ",band=:0,sink=16:fp32"): 460, (64, DROPOUT): 631, (128, DROPOUT): 683,
+    (128, ",band=:0,sink=16:fp32"): 460, (256, ",band=:0,sink=16:fp32"): 413, (64, DROPOUT): 631, (128, DROPOUT): 683,
     (64, BIAS): 555, (96, BIAS): 637, (128, BIAS): 595, (128, f",band=:0{BIAS}"): 613, (256, BIAS): 494, (128, KEYS): 587,
     (64, f",band=:0{VARLEN}"): 411, (128, VARLEN): 460, (128, f",band=:0{VARLEN}"): 460, (128, BLOCKS): 465,
 }  # fmt: skip
+# Of these 128 are jumped over by a warp whose maxima have not risen far: so many are left.
+LAGGING = {(256, ",band=:0"): 301, (256, ",band=:0,sink=16:fp32"): 285}
 
 
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
@@ -79,6 +81,15 @@ def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[i
             assert all(place < max(loop["waits"]) for place in loop["curves"])
         else:
             assert len(loop["curves"]) == 64
+        # The sum of values is rescaled behind a vote and a jump, after all exponentials.
+        if which in LAGGING:
+            (vote,) = loop["votes"]
+            jump = max(place for place in loop["jumps"] if place < loop["length"] - 1)
+            assert max(*loop["exponentials"], vote) < jump
+            assert sum(place > jump for place in loop["multiplications"]) == 128
+            assert loop["length"] - 128 < 1.1 * LAGGING[which]
+        else:
+            assert not loop["votes"]
         # A bias of every score lies in shared memory, before both products.
         if BIAS in which[1]:
             assert not loop["loads"]
@@ -133,7 +144,8 @@ def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, A
 
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
 def test_it_compiles_under_the_newest_triton(compiled: Compiled) -> None:
-    some = spell(64, ",band=:0"), spell(128, ""), f"backward:{spell(128, '')}", f"backward:{spell(128, BIAS)}"
+    causal = [spell(head_dim, ",band=:0") for head_dim in (64, 256)]
+    some = *causal, spell(128, ""), f"backward:{spell(128, '')}", f"backward:{spell(128, BIAS)}"
     for found in compiled("hopper_code.py", *some, packages=NEWEST):
         assert found["wgmma"]
         assert found["bulk"]

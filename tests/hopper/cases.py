@@ -72,6 +72,17 @@ def _longer() -> Iterator[Case]:
     yield replace(capped, name="softcap-few", seqlen_k=3, head_dim=128)
     yield replace(capped, name="softcap-least", seqlen_q=40, seqlen_k=8, causal=True, score=("softcap30",), scale=2.0)
     yield replace(capped, name="softcap-sink", causal=True, sink="fp32", seqlen_q=300, score=("alibi", "softcap30"), scale=-1.0)
+    # head_dim 256, causal: a row's maximum lags behind; in some of these one key has nearly all of a row's weight
+    wide = Case("lags", batch=2, seqlen_q=200, seqlen_k=333, heads_q=2, head_dim=256, dtype="bf16", causal=True)
+    yield wide
+    yield replace(wide, name="lags-fp16", dtype="fp16", heads_q=4, heads_kv=2, seqlen_q=260, seqlen_k=260)
+    yield replace(wide, name="lags-empty-rows", seqlen_q=333, seqlen_k=200)
+    yield replace(wide, name="lags-window", dtype="fp16", window=(100, 30), causal=False, head_dim=200)
+    yield replace(wide, name="lags-sink", sink="fp32", seqlen_q=333, seqlen_k=200)
+    yield replace(wide, name="lags-sink-fp16", sink="fp16", dtype="fp16", scale=0.25)
+    for scale in (0.25, 0.5, 4.0):
+        for dtype in ("fp16", "bf16"):
+            yield replace(wide, name=f"lags-{dtype}-scale{scale}", dtype=dtype, scale=scale, batch=1)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-bias", head_dim=128, causal=True, score=("bias",), score_dtype="fp16", fixed_slopes=True)

@@ -3,8 +3,8 @@
 python -m tests.hopper.emulated CASE ...
 
 A case is JSON: {"problem": its spelling, "pass": "forward" or "backward", "dlse": whether lse has a gradient, "launch":
-fields of the tile that is not the chosen one}. A line is {"errors": {name: largest error / largest element}}, or
-{"failure": ...} where the run ended early.
+fields of the tile that is not the chosen one, "drift": by how much each key's scores exceed those of the key before}. A line
+is {"errors": {name: largest error / largest element}}, or {"failure": ...} where the run ended early.
 """
 
 # ruff: noqa: E402 (kernels are imported once the emulator stands under them)
@@ -48,11 +48,14 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     return BACKEND.backward(problem, few, Gradients(dlse=case.get("dlse", False)), "fused", launch)
 
 
-def draw(problem: AttentionProblem) -> Tensors:
+def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:
     """Random tensors under the names of a plan's inputs."""
     torch.manual_seed(0)
     size, dtype = shapes(problem), TORCH_DTYPES[problem.dtype.value]
     made = {name: torch.randn(size[name]).to(dtype) for name in "qkv"}
+    if drift:
+        made["q"][..., 0] = 1.0 / problem.scale_value
+        made["k"][..., 0] = drift * torch.arange(problem.seqlen_k)[:, None]
     made["dout"], made["dlse"] = torch.randn(size["out"]).to(dtype), torch.randn(size["lse"])
     for i, spec in enumerate(problem.score):
         for j, tensor in enumerate(spec.tensors):
@@ -87,7 +90,7 @@ EMPTY_STRIDED = torch.empty_strided
 def assess(case: dict[str, Any]) -> dict[str, Any]:
     """The errors of a case's results."""
     problem = AttentionProblem.parse(case["problem"])
-    tensors = draw(problem)
+    tensors = draw(problem, case.get("drift", 0.0))
     exact = expect(problem, tensors, case.get("dlse", False))
     tensors["out"], tensors["lse"] = exact["out"].to(tensors["q"].dtype).contiguous(), exact["lse"].float().contiguous()
     plan = plan_of(case, problem)

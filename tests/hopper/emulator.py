@@ -263,6 +263,7 @@ def install(seed: int = 0) -> None:
         choose_bytes=choose_bytes,
         keep_pairs=keep_pairs,
         keep_singles=keep_singles,
+        scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,

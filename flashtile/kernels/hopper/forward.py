@@ -21,6 +21,7 @@ from flashtile.kernels.hopper.gluon import (
     named_arrive,
     named_wait,
     pack,
+    scale_unless_one,
     settled,
     store_wait,
     warpgroup_mma,
@@ -28,7 +29,17 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.loader import load
-from flashtile.kernels.hopper.scores import exponentials, fetch, lane_sums, lowest, pivot, row_max, shape_scores, starts
+from flashtile.kernels.hopper.scores import (
+    exponentials,
+    fetch,
+    lagging,
+    lane_sums,
+    lowest,
+    pivot,
+    row_max,
+    shape_scores,
+    starts,
+)
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import (
     Job,
@@ -81,7 +92,7 @@ class Rows(NamedTuple):
 
     acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
-    top: gl.tensor  # maximum score, in units of `unit`; where T.bounded of the first key tile, or more
+    top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded; `lagging` where T.lags
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
 
@@ -230,7 +241,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
 
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
-    add is where the product starts from; a curve is evaluated while the values are being added.
+    add is where the product starts from; a curve is evaluated while the values are being added. Where T.lags nothing but a
+    jump is left of most rescaling.
     """
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
@@ -262,16 +274,23 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
-        top = gl.maximum(rows.top, top)
-        shift = pivot(top, factor, MASKED, T)
-        decay = gl.exp2(rows.top * factor - shift)
+        if T.lags:
+            top, decay, shift = lagging(rows.top, top, factor, MASKED, T)
+        else:
+            top = gl.maximum(rows.top, top)
+            shift = pivot(top, factor, MASKED, T)
+            decay = gl.exp2(rows.top * factor - shift)
         if T.curved:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         acc = settle(acc, T)
         mem.values.release(use - 1)
         p = exponentials(score * factor - shift[:, None], T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-        acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
+        if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump
+            weights = weigh(p, drawn, given[0], mem, T)
+            acc = scaled(acc, decay, T)
+        else:
+            acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
         blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
     return Rows(acc, weights, top, total, fetched)
@@ -362,7 +381,10 @@ def scaled(acc, decay, T: gl.constexpr):
     column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
     result = ()
     for part in gl.static_range(PARTS_V):
-        result = result + (acc[part] * column,)  # noqa: RUF005
+        if T.lags:
+            result = result + (scale_unless_one(acc[part], column, COLUMNS),)  # noqa: RUF005
+        else:
+            result = result + (acc[part] * column,)  # noqa: RUF005
     return result
 
 

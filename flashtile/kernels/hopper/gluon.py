@@ -92,6 +92,35 @@ def pack(x, DTYPE: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _scale_unless_one(columns: int) -> str:
+    count = columns // 2  # of a thread: two neighbours of one row, two of another, and so on
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};\n" for i in range(count))
+    return f"""{{
+        .reg .pred p, q;
+        setp.neu.f32 p, ${2 * count}, 0f3F800000;
+        setp.neu.f32 q, ${2 * count + 2}, 0f3F800000;
+        or.pred p, p, q;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra.uni done;
+        {products}done:
+    }}"""
+
+
+@gluon.constexpr_function
+def _in_place(columns: int) -> str:
+    count = columns // 2
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scale_unless_one(acc, factor, COLUMNS: gl.constexpr):
+    """acc (64 x COLUMNS, in `matrix_layout`) times its rows' factors: a vote and a jump where those of a warp are all 1."""
+    return gl.inline_asm_elementwise(
+        _scale_unless_one(COLUMNS), _in_place(COLUMNS), [acc, factor], dtype=gl.float32, is_pure=False, pack=COLUMNS // 2
+    )
+
+
+@gluon.constexpr_function
 def _choose(selector: int) -> str:
     return f"prmt.b32 $0, $1, $2, {selector};"
 
@@ -173,6 +202,6 @@ def uniform(x):
 
 __all__ = [
     "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier",
-    "named_arrive", "named_wait", "pack", "recast", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store",
-    "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "named_arrive", "named_wait", "pack", "recast", "scale_unless_one", "settled", "stay", "store_wait", "tma_add",
+    "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

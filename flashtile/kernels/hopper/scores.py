@@ -7,6 +7,8 @@ from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
 
+LAG = gl.constexpr(8.0)  # probabilities stay far below float16's largest number
+
 
 @gluon.jit
 def fetch(tile, at, size, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
@@ -175,6 +177,20 @@ def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
     if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
         shift = gl.where(top == float("-inf"), 0.0, shift)
     return shift
+
+
+@gluon.jit
+def lagging(top, found, factor, MASKED: gl.constexpr, T: gl.constexpr):
+    """Where T.lags: (what exponents are measured from, 2^ of how far it fell behind that, its `pivot`).
+
+    It is a row's maximum of before, and the factor 1, until a score passes it by more than 2^LAG. A row that saw nothing
+    before passes it by infinity or, if it still sees nothing, by NaN, which is not far.
+    """
+    raised = gl.maximum(top, found)
+    far = (raised - top) * factor > LAG
+    raised = gl.where(far, raised, top)
+    shift = pivot(raised, factor, MASKED, T)
+    return raised, gl.where(far, gl.exp2(top * factor - shift), 1.0), shift
 
 
 @gluon.jit

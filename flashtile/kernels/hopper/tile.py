@@ -77,6 +77,7 @@ class ForwardTile:
     brought: bool  # by the copy engine, to shared memory; otherwise into registers
     together: bool  # as `shares_items` says: see `work.counted`
     bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
+    lags: bool  # exponents are measured from an earlier maximum until scores pass it by far: until then O is not rescaled
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -167,6 +168,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         brought=brought(p, launch, form),
         together=shares_items(p),
         bounded=bounded(p, form),
+        lags=lags(p, form),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
@@ -190,6 +192,14 @@ def bounded(problem: AttentionProblem, form: Form) -> bool:
 
 
 WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
+
+
+def lags(problem: AttentionProblem, form: Form) -> bool:
+    """T.lags: where it was measured to gain (docs/hopper.md)."""
+    p = problem
+    plain = not (form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None)
+    wide = cut(p.head_dim) == cut(p.head_dim_v) == (256, 1)
+    return wide and plain and p.band.right is not None and not p.lengths.ragged
 
 
 def copied(problem: AttentionProblem, form: Form) -> int:
