@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,18 @@ class Replay:
             launch(*args)
         met.times += 1
         if met.times >= MEETINGS and self.graphs_left and not torch.cuda.is_current_stream_capturing():
-            met.graph = LaunchGraph(met.launches, key[0], self.device.index)
+            self.capture(met, key[0])
+
+    def capture(self, met: Met, stream: int) -> None:
+        """Give the launches their graph. A driver that makes none leaves them as they are, and says so."""
+        try:
+            met.graph = LaunchGraph(met.launches, stream, self.device.index)
             self.graphs_left -= 1
+        except RuntimeError as problem:
+            self.graphs_left = 0
+            warnings.warn(
+                f"flashtile launches kernels one by one, not as a CUDA graph: {problem}", RuntimeWarning, stacklevel=2
+            )
 
     def fill(self, places: tuple[int, ...]) -> Met:
         """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
@@ -34,6 +35,7 @@ from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall  # noqa: E402
 from flashtile.plan.device import H100  # noqa: E402
 from flashtile.spec.attention import AttentionProblem  # noqa: E402
+from flashtile.torch.replay import MEETINGS  # noqa: E402
 from flashtile.torch.run import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
 
 
@@ -61,8 +63,14 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
     places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
     bound.replay.graphs_left = 1
     with patch.object(torch, "empty_strided", lambda *_, **__: Address(addresses[-1])):  # the scratch
-        while met.graph is None:
+        met.times = MEETINGS
+        with patch.dict(os.environ, FAIL="cuGraphInstantiateWithFlags"), pytest.warns(RuntimeWarning, match="recorded driver"):
             bound.replay(places)  # pyright: ignore
+        assert met.graph is None
+        assert bound.replay.graphs_left == 0
+        bound.replay.graphs_left = 1
+        bound.replay(places)  # pyright: ignore
+        assert met.graph is not None
         file.write_text("")
         bound.replay(places)  # pyright: ignore
         graphs = file.read_text().splitlines()
