@@ -133,7 +133,7 @@ def in_directory(output: Path, suites: Sequence[str]) -> Path:
     if output.suffix == ".csv":
         return output
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return output / f"{'+'.join(suites)}-{stamp}.csv"
+    return output / f"{'_'.join(suites)}-{stamp}.csv"
 
 
 def _headline(rows: Sequence[Result]) -> str:
