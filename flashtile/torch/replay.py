@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashtile.plan.call import Plan
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.descriptor import MOST_ADDRESSES
-from flashtile.torch.graph import LaunchGraph, check
+from flashtile.torch.graph import Launches, LaunchGraph, check
 
 if TYPE_CHECKING:
     from flashtile.torch.run import Bound
@@ -86,13 +86,13 @@ class Replay:
         return self.known[places]
 
 
+@dataclass
 class Met:
     """Launches with all their arguments, how often they were made one by one, and their graph, if that was often."""
 
-    def __init__(self, launches: list[tuple[Callable[..., None], tuple[Any, ...]]]):
-        self.launches, self.times, self.graph = launches, 0, None
-
-    graph: LaunchGraph | None
+    launches: Launches
+    times: int = 0
+    graph: LaunchGraph | None = None
 
 
 def pays(plan: Plan, launches: int) -> bool:
