@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,30 @@ SOME = [case for case in CASES if case.name in NAMES]
 
 def test_all_are_cases() -> None:
     assert {case.name for case in SOME} == set(NAMES)
+
+
+@pytest.fixture(autouse=True)
+def _terms_are_added_up_as_a_matrix_unit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen products and the sum so far, rounded once. numpy's order of a sum is another on every kind of CPU."""
+    if not _triton.INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from tests.interpreter import widen
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        if total.data.dtype != np.float32:
+            return multiply(self, a, b, total, *rest)
+        left, right = ((widen(t.data) if t.data.dtype == np.uint16 else t.data).astype(np.float64) for t in (a, b))
+        made = total.data
+        for first in range(0, left.shape[-1], 16):
+            terms = slice(first, first + 16)
+            made = (made + np.matmul(left[..., terms], right[..., terms, :])).astype(np.float32)
+        return TensorHandle(made, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(params=["unit", "cut", "aligned"])
