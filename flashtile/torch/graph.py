@@ -22,10 +22,10 @@ _capturing = threading.Lock()
 
 
 class LaunchGraph:
-    """Launches, captured in order. `launch` puts them on the stream, in the current context; it returns the driver's status.
+    """Launches, captured in order. `launch` puts them on the stream, in the current context.
 
     launches: Triton's launchers and their arguments, of which the fourth is the stream. `device`: its index, of the current
-    context. The graph is freed with this object; what of it is still to run then does.
+    context. The graph is freed with this object; what of it is still to run then does. RuntimeError has the driver's words.
     """
 
     def __init__(self, launches: Launches, stream: int, device: int):
@@ -46,8 +46,8 @@ class LaunchGraph:
         weakref.finalize(self, driver.cuGraphExecDestroy, executable).atexit = False
         self._function, self._executable, self._stream = driver.cuGraphLaunch, executable, ctypes.c_void_p(stream)
 
-    def launch(self) -> int:
-        return self._function(self._executable, self._stream)
+    def launch(self) -> None:
+        check(self._function(self._executable, self._stream))
 
 
 def check(status: int) -> None:
