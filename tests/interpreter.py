@@ -28,6 +28,11 @@ def narrow(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def factor(tensor: Any) -> Any:
+    """A factor of a product as numpy multiplies it: bfloat16 as float32."""
+    return interpreter.TensorHandle(widen(tensor.data), tl.float32) if tensor.dtype.scalar == tl.bfloat16 else tensor
+
+
 def mend() -> None:
     """Patch the interpreter of this process; doing it twice is harmless."""
     builder = interpreter.InterpreterBuilder
@@ -45,8 +50,7 @@ def mend() -> None:
         return convert(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (interpreter.TensorHandle(widen(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
-        return multiply(self, a, b, *rest)
+        return multiply(self, factor(a), factor(b), *rest)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)

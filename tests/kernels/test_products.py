@@ -40,14 +40,14 @@ def _terms_are_added_up_as_a_matrix_unit_does(monkeypatch: pytest.MonkeyPatch) -
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from tests.interpreter import widen
+    from tests.interpreter import factor
 
     multiply = InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
         if total.data.dtype != np.float32:
             return multiply(self, a, b, total, *rest)
-        left, right = ((widen(t.data) if t.data.dtype == np.uint16 else t.data).astype(np.float64) for t in (a, b))
+        left, right = (factor(t).data.astype(np.float64) for t in (a, b))
         made = total.data
         for first in range(0, left.shape[-1], 16):
             terms = slice(first, first + 16)

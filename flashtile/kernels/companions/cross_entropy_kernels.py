@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
-from flashtile.kernels.lib.exponential import LN2, LOG2E, exp
+from flashtile.kernels.lib.exponential import LN2, LOG2E, exp, finite
 from flashtile.kernels.lib.number import number, ratio
 
 
@@ -133,12 +133,6 @@ def add_step(state, logits_ptr, base, step, lines, stride, factor, MASKED: tl.co
         if T.smooth:
             plain += tl.sum(x, 1)
     return add_lines((top, total, plain), x, T)
-
-
-@jit
-def finite(top):
-    """What exponents are measured from: their maximum, where that is one."""
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @jit
@@ -385,7 +379,7 @@ def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_los
         dloss = ratio(dloss, tl.load(count_ptr), T)
     along = dloss + 2.0 * z_loss * dloss * lse
     if not T.loss:
-        lse = tl.where(lse == float("-inf"), 0.0, lse)  # a shard without any finite logit
+        lse = finite(lse)  # a shard without any finite logit
         along = tl.zeros_like(dloss)
         if dlse_ptr is not None:
             along += tl.load(dlse_ptr + row * strides[3][0])

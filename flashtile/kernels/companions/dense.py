@@ -20,6 +20,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.kernels.hopper.backend import gluon_refusal
 from flashtile.kernels.lib.columns import column_sums
 from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.gelu import CUBIC, RISE
 from flashtile.plan.call import Buffer, HostCall, KernelCall, Pointer
 from flashtile.plan.companion import Op, Steps
 from flashtile.plan.device import Device
@@ -105,10 +106,10 @@ class Tile:
 def activate(x, T: tl.constexpr):
     """(activation, its derivative)."""
     if T.activation == "gelu_tanh":
-        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # (1 + tanh(u)) / 2 = sigmoid(2 u), which cancels nothing
+        inner = RISE * (x + CUBIC * x * x * x)
         decay = tl.exp2(-tl.maximum(inner, -80.0) * LOG2E)
         gate = 1.0 / (1.0 + decay)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        slope = RISE * (1.0 + 3.0 * CUBIC * x * x)
         return x * gate, gate + x * gate * (decay * gate) * slope
     else:
         positive = tl.where(x > 0.0, x, 0.0)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.exponential import exp, finite
 from flashtile.kernels.lib.number import quotient
 from flashtile.plan.call import KernelCall, Pointer, Strides
 from flashtile.plan.companion import Op, Steps
@@ -136,7 +136,7 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
         for chunk in tl.range(0, T.chunks):
             x = scores(x_ptr, mask_ptr, strides, at, chunk * T.block, rows, scale, fill, T)
             higher = tl.maximum(top, tl.max(x, 1))
-            pivot = tl.where(higher == float("-inf"), 0.0, higher)
+            pivot = finite(higher)
             total = total * exp(top - pivot, T) + tl.sum(exp(x - pivot[:, None], T), 1)
             top = higher
         blind = (top == fill) | (top == float("-inf"))

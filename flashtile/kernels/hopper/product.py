@@ -24,6 +24,7 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout
 from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.gelu import CUBIC, RISE
 from flashtile.kernels.lib.stream import await_stream
 from flashtile.plan.call import Descriptor, KernelCall, Pointer, Strides
 from flashtile.plan.device import Device
@@ -278,8 +279,8 @@ def reciprocal(x):
 
 @gluon.jit
 def gelu_gate(x, square):
-    """GELU's tanh form, over x: (1 + tanh(u)) / 2 = sigmoid(2 u), of which nothing cancels."""
-    return reciprocal(1.0 + gl.exp2(x * (-1.5957691216057308 * LOG2E - 0.07135481627260025 * LOG2E * square)))
+    """GELU's tanh form, over x."""
+    return reciprocal(1.0 + gl.exp2(x * (-RISE * LOG2E - RISE * CUBIC * LOG2E * square)))
 
 
 @gluon.jit
@@ -287,7 +288,7 @@ def gelu_slope(x):
     """Its derivative."""
     square = x * x
     gate = gelu_gate(x, square)
-    return gate + x * (1.5957691216057308 + 0.21406444881780076 * square) * (gate - gate * gate)
+    return gate + x * (RISE + 3.0 * RISE * CUBIC * square) * (gate - gate * gate)
 
 
 @gluon.jit

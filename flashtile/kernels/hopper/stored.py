@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
@@ -22,6 +23,7 @@ def scores_shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
     return problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
 
 
+@lru_cache(maxsize=1024)
 def stored(problem: AttentionProblem) -> int | None:
     """Which modifier's tensor gets its gradient from the pass over keys: where one alone wants it, and every query and key of a
     head have an element. There it is the score's, of which dq and dk are made; what batch entries or heads share is summed of

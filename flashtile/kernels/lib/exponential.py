@@ -1,4 +1,4 @@
-"""The exponential, to the accuracy that a problem can use."""
+"""The exponential, to the accuracy that a problem can use, and what its exponents are measured from."""
 
 from __future__ import annotations
 
@@ -37,3 +37,9 @@ def exp(x, T: tl.constexpr):
         return p
     else:
         return tl.exp2(x * LOG2E)
+
+
+@jit
+def finite(top):
+    """What exponents are measured from: their maximum, where that is one; 0 where nothing is seen."""
+    return tl.where(top == float("-inf"), 0.0, top)

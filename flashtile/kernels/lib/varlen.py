@@ -114,19 +114,18 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOC
     unit counts tiles: those of one head, and of one item where all are alike, stand together. T.together: the items' tiles
     of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
     """
+    per_head = tiles // heads if T.ragged else tl.cdiv(seqlen, BLOCK)
+    together = tl.maximum(T.wave // per_head, T.swizzle)
     if T.ragged:
-        slots = tiles // heads
-        slot, head = seat(number, slots, heads, tl.maximum(T.wave // slots, T.swizzle), False)
+        slot, head = seat(number, per_head, heads, together, False)
         record = schedule_ptr + slot * RECORD
         tile = tl.load(record)
         item = Item(
             tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
             tl.load(record + 5), tl.load(record + 6), tl.load(record + 7),
         )  # fmt: skip
-        return tile, head, item, head * slots + slot
+        return tile, head, item, head * per_head + slot
     else:
-        per_head = tl.cdiv(seqlen, BLOCK)
-        together = tl.maximum(T.wave // per_head, T.swizzle)
         tile, batch_head = seat(number, per_head, tiles // per_head, together, T.last_first)
         if T.together:
             batches = tiles // per_head // heads
