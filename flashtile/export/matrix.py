@@ -111,7 +111,8 @@ def problems() -> Iterator[str]:
     yield "attention(q=9x2048x8x64,kv=2048x2x64,fp32,band=:0,tf32x3,varlen=9000x9000)"
     documents = "document(2048;2048;2x2048:int32;2x2048:int32)"
     for head_dim in (64, 128, 256):
-        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,where={documents},blocks=128x128)"
+        for block in (128, 32):
+            yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,where={documents},blocks={block}x{block})"
         yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,where={documents})"
     shared = "score=bias(1x8x2048x2048:bf16:grad),sink=8:fp32:grad,dropout=0.1"
     yield f"attention(q=2x2048x8x64,kv=2048x2x64,bf16,{shared},where={documents},blocks=128x128)"

@@ -6,10 +6,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flashtile import _triton
 from flashtile.kernels.triton import choose
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.tile import Launch
-from flashtile.plan.device import A100, H100
+from flashtile.plan.device import A100, H100, named
 from flashtile.spec.attention import AttentionProblem
 
 
@@ -65,3 +66,25 @@ def test_a_bias_is_priced_as_a_third_stream(which: choose.Pass) -> None:
     assert keys == plain
     assert shared_bytes(problem(",score=bias(1x4x256x256:bf16)"), launch, which) == plain + 2 * 64 * 32 * 2
     assert shared_bytes(problem(",score=bias(1x4x256x256:fp32)"), launch, which) == plain + 2 * 64 * 32 * 4
+
+
+def test_what_amd_s_compiler_cannot_pipeline_it_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    documents = "where=document(256;256;2x256:int32;2x256:int32),blocks={}"
+    small, large = (
+        AttentionProblem.parse(f"attention(q=2x256x4x64,kv=256x4x64,bf16,{documents.format(block)})")
+        for block in ("32x32", "64x64")
+    )
+    assert choose.choose(small, named("gfx942"), "fused").num_stages == 1
+    assert choose.choose(small, H100, "fused").num_stages > 1
+    assert choose.choose(large, named("gfx942"), "fused").num_stages > 1
+
+
+@pytest.mark.parametrize("which", ["keys", "queries", "fused"])
+def test_modifiers_take_room_from_narrow_tiles_in_float64(which: choose.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    plain, narrow, wide = (
+        AttentionProblem.parse(f"attention(q=1x200x8x{columns},kv=200x8x{columns},fp32,band=:0{rest},tf32x3)")
+        for columns, rest in ((32, ""), (32, ",score=softcap(30.0)"), (64, ",score=softcap(30.0)"))
+    )
+    assert [choose.choose(p, H100, which).block_q for p in (plain, narrow, wide)] == [32, 16, 32]

@@ -140,7 +140,11 @@ BIASED: dict[tuple[Pass, int], Launch] = {
 # With predicates, whose answers wait in registers beside dk and dv: by spills (636 bytes a thread at most, 4,232 in the dense
 # problem's tile), not timed.
 ASKED: dict[tuple[Pass, int], Launch] = {
+    ("keys", 64): Launch(32, 128, 8, 3, 8),
+    ("keys", 128): Launch(64, 32, 8, 3, 8),
     ("keys", 256): Launch(64, 32, 8, 2, 8),
+    ("fused", 64): Launch(32, 128, 8, 2, 8),
+    ("fused", 128): Launch(64, 32, 8, 2, 8),
     ("fused", 256): Launch(32, 32, 8, 2, 8),
 }
 
@@ -192,7 +196,10 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     launch, blocks = _choose(problem, device, which), problem.blocks
     if blocks is None:
         return launch
-    return replace(launch, block_q=min(launch.block_q, blocks.block_q), block_k=min(launch.block_k, blocks.block_k))
+    launch = replace(launch, block_q=min(launch.block_q, blocks.block_q), block_k=min(launch.block_k, blocks.block_k))
+    if device.kind == "hip" and which == "fused" and launch.block_q == launch.block_k == 32:
+        return replace(launch, num_stages=1)  # of two Triton 3.6.0 makes a cast that it cannot translate
+    return launch
 
 
 def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
@@ -209,11 +216,10 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         rules = FP32[which][width]
         if kind == "float64":
             tile = replace(FLOAT64[width], products=kind)
-            # with modifiers 32 x 32 spills 2.7 KB a thread where tiles have 32 columns (0.3 with 64 of them), 16 x 32 0.2; with
+            # with modifiers 32 x 32 spills 2.7 KB a thread where tiles have 32 columns (0.9 with 64 of them), 16 x 32 0.2; with
             # dropout 2.3 KB where they have 16
-            columns = max(padded(problem))
-            spills = (problem.score and columns == 32) or (problem.dropout is not None and columns <= 32)
-            return replace(tile, block_q=16) if spills and which in ("keys", "fused") else tile
+            spills = (problem.score or problem.dropout is not None) and max(padded(problem)) <= 32
+            return replace(tile, block_q=16) if spills and which in ("keys", "fused", "queries") else tile
         if kind != "unit":
             rules = OWN_TILES[kind].get((which, width), rules)
         elif problem.precision == "ieee":
