@@ -1,9 +1,9 @@
 """Runs cases of the one case list on Hopper's kernels in the emulator and prints, as JSON, what breaks the accuracy rule.
 
-python -m tests.hopper.emulated_cases FORWARD|BACKWARD NAME ...
+python -m tests.hopper.emulated_cases NAME ...
 
-A line is {"case": name, "breaches": [...]}, {"case": name, "refusal": reasons} or, where the run ended early, {"case": name,
-"failure": ...}. FORWARD: out and lse alone; BACKWARD: these too, with the gradients or, where they are refused, by themselves.
+A line is {"case": name, "breaches": [...]} of out, lse and the gradients; where the backward is refused, with "refusal": its
+reasons, and breaches of out and lse alone unless they are refused as well; where the run ended early, with "failure" instead.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ def judged(case: Case, backward: bool) -> list[str]:
 def main() -> None:
     torch.set_num_threads(1)
     cases = {case.name: case for case in CASES_HERE}
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         found: dict[str, Any] = {"case": name}
         try:
             try:
-                found["breaches"] = judged(cases[name], sys.argv[1] == "BACKWARD")
+                found["breaches"] = judged(cases[name], True)
             except NotSupported as refusal:
                 found["refusal"] = refusal.reasons["hopper"]
-                if sys.argv[1] == "BACKWARD":
-                    with suppress(NotSupported):
-                        found["breaches"] = judged(cases[name], False)
+                with suppress(NotSupported):
+                    found["breaches"] = judged(cases[name], False)
         except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
             found["failure"] = f"{type(problem).__name__}: {problem}"
             traceback.print_exc()
