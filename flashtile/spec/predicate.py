@@ -133,16 +133,12 @@ class PredicateSpec:
 
     @staticmethod
     def parse(text: str) -> PredicateSpec:
-        name, opened, rest = text.partition("(")
-        if not opened or not rest.endswith(")"):
-            raise InvalidProblem(f"predicate is spelled {text!r}; it must be 'name(...)'.")
-        parts = [p for p in rest[:-1].split(";") if p]
+        kind, numbers, described = PREDICATES.read(text)
         tensors: list[tuple[tuple[int, ...], str]] = []
-        for part in parts:
-            if ":" in part:
-                shape, dtype = part.split(":")
-                tensors.append((tuple(int(n) for n in shape.split("x")) if shape else (), dtype))
-        return PredicateSpec(PREDICATES.named(name), tuple(int(p) for p in parts if ":" not in p), tuple(tensors))
+        for part in described:
+            shape, dtype = part.split(":")
+            tensors.append((tuple(int(n) for n in shape.split("x")) if shape else (), dtype))
+        return PredicateSpec(kind, tuple(int(n) for n in numbers), tuple(tensors))
 
 
 Where = tuple[tuple[PredicateSpec, ...], ...]

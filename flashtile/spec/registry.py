@@ -43,3 +43,11 @@ class Registry(Generic[Kind]):
         if name not in self.known:
             raise InvalidProblem(f"{self.kind} is {name!r}; known are {', '.join(sorted(self.known))}.")
         return self.known[name]
+
+    def read(self, text: str) -> tuple[type[Kind], list[str], list[str]]:
+        """What 'name(part;part)' names: (class, parts without a colon, parts with one). Raises InvalidProblem."""
+        name, opened, rest = text.partition("(")
+        if not opened or not rest.endswith(")"):
+            raise InvalidProblem(f"{self.kind} is spelled {text!r}; it must be 'name(...)'.")
+        parts = [part for part in rest[:-1].split(";") if part]
+        return self.named(name), [part for part in parts if ":" not in part], [part for part in parts if ":" in part]

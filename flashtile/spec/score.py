@@ -207,10 +207,5 @@ class ScoreSpec:
 
     @staticmethod
     def parse(text: str) -> ScoreSpec:
-        name, opened, rest = text.partition("(")
-        if not opened or not rest.endswith(")"):
-            raise InvalidProblem(f"score modifier is spelled {text!r}; it must be 'name(...)'.")
-        kind = SCORES.named(name)
-        parts = [p for p in rest[:-1].split(";") if p]
-        scalars = tuple(float(p) for p in parts if ":" not in p)
-        return ScoreSpec(kind, scalars, tuple(TensorSpec.parse(p) for p in parts if ":" in p))
+        kind, numbers, tensors = SCORES.read(text)
+        return ScoreSpec(kind, tuple(float(n) for n in numbers), tuple(TensorSpec.parse(t) for t in tensors))

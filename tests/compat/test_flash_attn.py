@@ -35,6 +35,16 @@ def close(mine: Any, theirs: Any) -> None:
     torch.testing.assert_close(mine, theirs.to(mine), rtol=2e-4, atol=2e-5)
 
 
+def agree(packs: list[torch.Tensor], out: torch.Tensor, true: torch.Tensor) -> None:
+    """out and the gradients of packs are the formula's."""
+    close(out, true)
+    dout = torch.randn_like(out)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
+    ):
+        close(mine, theirs)
+
+
 def draw(*shapes: tuple[int, ...], place: torch.device) -> list[torch.Tensor]:
     return [torch.randn(shape).to(place).requires_grad_() for shape in shapes]
 
@@ -66,15 +76,10 @@ def test_dense(through: str, place: torch.device, case: str, form: str) -> None:
         parts, call = tuple(packs), fa.flash_attn_func
     out, lse, signs = call(*packs, return_attn_probs=True, **how)
     true, true_lse, _ = attend(*parts, visible(parts[0].shape[1], parts[1].shape[1], *window), **rules)
-    close(out, true)
+    agree(packs, out, true)
     close(lse, true_lse)
     assert lse.dtype == torch.float32
     assert signs.numel() == 0
-    dout = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
-    ):
-        close(mine, theirs)
     close(call(*packs, **how), true)
 
 
@@ -122,14 +127,9 @@ def test_dropout_is_what_its_signs_say(through: str, place: torch.device, case: 
     assert 0.2 < (signs[:, :, :9, :14] < 0).float().mean() < 0.4 or window != (-1, -1)
     shown = signs[:, :, :9, :14]
     true, true_lse, made = attend(*packs, visible(9, 14, *window), dropped=shown < 0, p=0.3, **rules)
-    close(out, true)
+    agree(packs, out, true)
     close(lse, true_lse)
     close(shown.abs() / shown.abs().sum(-1, keepdim=True), made)
-    dout = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
-    ):
-        close(mine, theirs)
 
 
 def test_dropout_varlen(through: str, place: torch.device) -> None:

@@ -11,16 +11,7 @@ from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import flash_attn_3 as fa3
 from flashtile.compat import flash_attn_4 as fa4
 from tests.compat.formula import attend, visible
-from tests.compat.test_flash_attn import close, draw
-
-
-def agree(packs: list[torch.Tensor], out: torch.Tensor, true: torch.Tensor) -> None:
-    close(out, true)
-    dout = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
-    ):
-        close(mine, theirs)
+from tests.compat.test_flash_attn import agree, close, draw
 
 
 @pytest.mark.parametrize("how", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (3, -1), "softmax_scale": 0.3}], ids=str)

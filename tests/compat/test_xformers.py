@@ -11,7 +11,7 @@ from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import xformers_bias as xb
 from flashtile.compat.xformers import memory_efficient_attention
 from tests.compat.formula import attend, visible
-from tests.compat.test_flash_attn import close, draw
+from tests.compat.test_flash_attn import agree, draw
 
 LENGTHS = ((3, 5), (4, 4), (2, 6), (5, 3))  # queries and keys of items
 DENSE: dict[str, tuple[Any, tuple[int, int, bool]]] = {
@@ -21,15 +21,6 @@ DENSE: dict[str, tuple[Any, tuple[int, int, bool]]] = {
     "lower-local": (xb.LowerTriangularFromBottomRightMask().make_local_attention(3), (2, 0, False)),
     "local": (xb.LocalAttentionFromBottomRightMask(2, 1), (2, 1, False)),
 }
-
-
-def agree(packs: list[torch.Tensor], out: torch.Tensor, true: torch.Tensor) -> None:
-    close(out, true)
-    dout = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, packs, dout), torch.autograd.grad(true, packs, dout.double()), strict=True
-    ):
-        close(mine, theirs)
 
 
 @pytest.mark.parametrize("name", DENSE)
