@@ -88,3 +88,15 @@ def test_modifiers_take_room_from_narrow_tiles_in_float64(which: choose.Pass, mo
         for columns, rest in ((32, ""), (32, ",score=softcap(30.0)"), (64, ",score=softcap(30.0)"))
     )
     assert [choose.choose(p, H100, which).block_q for p in (plain, narrow, wide)] == [32, 16, 32]
+
+
+@pytest.mark.parametrize("which", ["keys", "fused"])
+def test_dropout_takes_room_from_wide_tiles(which: choose.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    plain, dropped, scored = (
+        AttentionProblem.parse(f"attention(q=2x256x4x256,kv=256x4x256,bf16{rest},band=:0)")
+        for rest in ("", ",dropout=0.1", ",score=softcap(2.0),dropout=0.1")
+    )
+    assert choose.choose(dropped, H100, which) == choose.ROOMY[which, 256]
+    assert choose.choose(plain, H100, which) == choose.measured(plain, H100, which)
+    assert choose.choose(scored, H100, which) != choose.ROOMY[which, 256]

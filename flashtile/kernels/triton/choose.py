@@ -137,9 +137,9 @@ BIASED: dict[tuple[Pass, int], Launch] = {
     ("pairs", 128): Launch(64, 128, 8, 2),
 }
 
-# With predicates, whose answers wait in registers beside dk and dv: by spills (636 bytes a thread at most, 4,232 in the dense
-# problem's tile), not timed.
-ASKED: dict[tuple[Pass, int], Launch] = {
+# With predicates, whose answers wait in registers beside dk and dv, and of 256 columns with dropout, whose words do: by spills
+# (636 bytes a thread at most, 4,232 in the dense problem's tile), not timed.
+ROOMY: dict[tuple[Pass, int], Launch] = {
     ("keys", 64): Launch(32, 128, 8, 3, 8),
     ("keys", 128): Launch(64, 32, 8, 3, 8),
     ("keys", 256): Launch(64, 32, 8, 2, 8),
@@ -247,7 +247,7 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
 
 def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
     """The tile that was tuned for such a problem; dropout takes the plain problem's if it has none of its own."""
-    if scattered(problem) or asked(problem, device, which):
+    if scattered(problem) or roomy(problem, device, which):
         return None
     if problem.where and which == "queries" and is_mended(problem):
         return None  # the dense problem's tile, walked twice, spills 1 KB a thread at head_dim 256
@@ -263,19 +263,24 @@ def scattered(problem: AttentionProblem) -> bool:
     return bool(problem.head_dim % 16 or problem.head_dim_v % 16)
 
 
-def asked(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
-    """The tile that has room for a 16-bit problem's predicates, where the dense problem's has not."""
-    if device.target != "sm90" or problem.dtype is DType.FP32 or not problem.where:
+def roomy(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
+    """The tile that has room for a 16-bit problem's predicates or dropout, where the dense problem's has not."""
+    if device.target != "sm90" or problem.dtype is DType.FP32:
         return None
-    return ASKED.get((which, max(padded(problem))))
+    width = max(padded(problem))
+    if width == 256 and scattered(problem):  # whose addresses need that room: lists spill 15.6 KB a thread
+        return None
+    crowded = problem.where or (problem.dropout is not None and not problem.score and width == 256)
+    return ROOMY.get((which, width)) if crowded else None
 
 
 def modified(problem: AttentionProblem, device: Device, which: Pass, width: int) -> Launch | None:
     """The tile that has room for a 16-bit problem's modifiers, predicates, scattered or unequal rows, where that is known."""
     if device.target != "sm90" or problem.dtype is DType.FP32:
         return None
-    if problem.where:
-        return asked(problem, device, which)
+    room = roomy(problem, device, which)
+    if room is not None or problem.where:
+        return room
     if not problem.score:
         wide, wide_v = padded(problem)
         known = SCATTERED if scattered(problem) else UNEQUAL if wide > wide_v else {}
