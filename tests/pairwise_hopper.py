@@ -98,7 +98,7 @@ IMPOSSIBLE = frozenset(
         *(  # packed tensors are of one shape
             (("layout", "packed"), (axis, name))
             for axis, fitting in (("lengths", ("equal",)), ("heads", ("mha",)), ("dims", ("64", "128", "96", "256")))
-            for name in AXES[axis]
+            for name in FORWARD[axis]
             if name not in fitting
         ),
         *((("where", "prefix"), ("mask", name)) for name in ("causal", "left")),  # whose keys beyond the diagonal are hidden
