@@ -100,3 +100,6 @@ def test_dropout_takes_room_from_wide_tiles(which: choose.Pass, monkeypatch: pyt
     assert choose.choose(dropped, H100, which) == choose.ROOMY[which, 256]
     assert choose.choose(plain, H100, which) == choose.measured(plain, H100, which)
     assert choose.choose(scored, H100, which) != choose.ROOMY[which, 256]
+    own = Launch(16, 32)
+    monkeypatch.setattr(choose, "tiles_of", lambda target: {choose.family(dropped, which): own})
+    assert choose.choose(dropped, H100, which) == own

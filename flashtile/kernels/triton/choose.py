@@ -246,8 +246,9 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
 
 
 def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
-    """The tile that was tuned for such a problem; dropout takes the plain problem's if it has none of its own."""
-    if scattered(problem) or roomy(problem, device, which):
+    """The tile that was tuned for such a problem; dropout takes the plain problem's if it has no own one and room there."""
+    room = roomy(problem, device, which)
+    if scattered(problem) or (room and problem.where):
         return None
     if problem.where and which == "queries" and is_mended(problem):
         return None  # the dense problem's tile, walked twice, spills 1 KB a thread at head_dim 256
@@ -255,7 +256,7 @@ def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch |
         return None  # the dense problem's tile, of 4 warps, spills 540 bytes a thread where items differ in length
     tuned = tiles_of(device.target)
     own = tuned.get(family(problem, which))
-    return tuned.get(plain_family(problem, which)) if own is None and not problem.score else own
+    return tuned.get(plain_family(problem, which)) if own is None and not problem.score and room is None else own
 
 
 def scattered(problem: AttentionProblem) -> bool:
