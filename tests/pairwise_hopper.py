@@ -195,13 +195,15 @@ def draw(number: int, table: Table, choice: Choice) -> HopperCase:
 def sizes(choice: Choice, dice: random.Random) -> dict[str, int]:
     """Lengths of up to several tiles, and a batch. What decides about a kernel beside the choice hardly changes: no window is
     wider than all keys, a causal mask has two queries, and a fixed order, whose kernel knows the number of key tiles, four.
+    Items one after another have more queries than there are items: Hopper refuses the backward of fewer.
     """
-    least = 48 if choice["mask"] in ("window", "left") else 4
+    fewest = 8 if choice["items"].startswith("varlen") else 2
+    least = 48 if choice["mask"] in ("window", "left") else 2 * fewest
     spans = ((385, 512),) if choice["backward"] == "deterministic" else ((least, 128), (129, 700))
     keys, more = dice.randint(*dice.choice(spans)), dice.randint(1, 300)
     if choice["score"].startswith("bias") and choice["score"] != "bias-odd-keys":  # what the copy engine brings, and stores
         keys += -keys % 8
-    queries = {"equal": keys, "more-keys": max(keys - more, 2), "more-queries": keys + more, "one-query": 1}
+    queries = {"equal": keys, "more-keys": max(keys - more, fewest), "more-queries": keys + more, "one-query": 1}
     return {"seqlen_q": queries[choice["lengths"]], "seqlen_k": keys, "batch": dice.randint(1, 3)}
 
 

@@ -63,6 +63,7 @@ def test_the_one_key_that_a_mask_leaves(
     Case("decided-bias", 1, 183, 14, 1, head_dim=64, head_dim_v=5, score=("bias",), causal=True, mask="holes-and-documents"),
     Case("decided-alibi", 1, 77, 180, 3, head_dim=64, head_dim_v=5, score=("alibi",), window=(12, 5), mask="document"),
     Case("decided-sink", 1, 60, 20, 2, head_dim=64, head_dim_v=5, sink="fp32", dropout=0.1),
+    Case("decided-item", 1, 2, 114, 1, head_dim=64, mask="prefix", dropout=0.1, cu_q=(0, 0, 0, 1, 1), cu_k=(0, 38, 38, 57, 99)),
 ], ids=lambda case: case.name)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rows_that_one_key_decides(

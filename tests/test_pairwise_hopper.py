@@ -6,6 +6,8 @@ import pytest
 
 from flashtile import _triton
 from flashtile.kernels.hopper import backend
+from flashtile.plan.device import H100
+from flashtile.spec.attention import AttentionProblem
 from tests.pairwise import pairs_of
 from tests.pairwise_hopper import ALONE, AXES, BOTH, Covered, cases, covered, refusals
 
@@ -22,10 +24,26 @@ MUST = (
 
 
 @pytest.fixture
-def found(monkeypatch) -> Covered:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernels are not refused for being interpreted."""
     monkeypatch.setattr(_triton, "INTERPRETED", False)
     monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
+
+
+@pytest.fixture
+def found(compiled: None) -> Covered:
     return covered()
+
+
+@pytest.mark.parametrize(("sizes", "runs"), [
+    ("q=2x2x4x64,kv=9x4x64,bf16", True),
+    ("q=2x1x4x64,kv=9x4x64,bf16", False),
+    ("q=4x9x4x64,kv=9x4x64,bf16,varlen=5x36", True),
+    ("q=4x9x4x64,kv=9x4x64,bf16,varlen=4x36", False),
+])  # fmt: skip
+def test_gradients_of_lone_queries_are_left_to_kernels_that_correct_delta(compiled: None, sizes: str, runs: bool) -> None:
+    refusals = backend.BACKEND.unsupported_backward(AttentionProblem.parse(f"attention({sizes})"), H100, "fused")
+    assert [refusal.startswith("there are no more queries than items") for refusal in refusals] == [True] * (not runs)
 
 
 def test_what_hopper_does_not_refuse_is_covered(found) -> None:

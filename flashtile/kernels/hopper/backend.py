@@ -76,8 +76,10 @@ class HopperBackend:
         reasons: list[str] = []
         if p.lone:
             reasons.append("no query sees more than one key, so that dp - delta is 0; here both are rounded, and do not cancel")
-        elif p.seqlen_q == 1:
-            reasons.append("there is one query, whose dq and dk show what out was rounded by; more of them average it")
+        elif p.seqlen_q == 1 or (p.lengths.varlen and p.span_q <= p.batch):
+            reasons.append(
+                "there are no more queries than items: dq and dk show what out was rounded by, which more would average"
+            )
         if p.where and p.sink is not None:
             reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")
         if p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
