@@ -66,6 +66,8 @@ NEW = [
 BEFORE = "head_dim=64 window=(100, 0) dtype=fp16"  # another one
 SANITIZED = [
     "head_dim=64 causal=True", "head_dim=128", "head_dim=128 causal=True", "head_dim=128 mask=table", "head_dim=256",
+    "head_dim=128 dropout=0.2 causal=True", "head_dim=128 score=('bias',) seqlen_k=776 fixed_slopes=False",
+    "head_dim=64 score=('bias-heads',) seqlen_k=776 fixed_slopes=False causal=True",
 ]  # fmt: skip
 
 
