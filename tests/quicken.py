@@ -3,7 +3,8 @@
 Everything here is bookkeeping that it does again at every operation (Triton 3.6): it searches triton.language for builtins at
 each call of a `@jit` function, spells the type of every tuple, checks and names the shape of every block, builds the table
 of numpy's types at every look into it, forms the terms of an overflow check that without debug=True it leaves out, looks for
-a common type of operands that have one, and makes the same blocks of the same numbers.
+a common type of operands that have one, and makes the same blocks of the same numbers. What is left of an operator is
+tests/operators.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
+
+from tests.operators import operators, quick_where
 
 
 def quicken() -> None:
@@ -102,7 +105,9 @@ def _shapes() -> None:
 
     def describe_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.__dict__.update(type.of_tensor if type.is_block() else scalar)
+
+    def described(name: str) -> property:
+        return property(lambda self: (self.type.of_tensor if self.type.is_block() else scalar)[name])
 
     def filled(self: Any, value: Any, like: Any) -> Any:
         block = np.empty(like.handle.data.shape, value.handle.data.dtype)
@@ -118,6 +123,7 @@ def _shapes() -> None:
         return (filled(self, lhs, rhs), rhs) if b.is_block() else (lhs, rhs)
 
     core.block_type.__init__, core.tensor.__init__ = describe_block, describe_tensor
+    core.tensor.shape, core.tensor.numel = described("shape"), described("numel")
     core.block_type.with_element_ty = with_element_ty
     semantic.TritonSemantic.broadcast_impl_value = alike
 
@@ -131,9 +137,15 @@ def _builtins() -> None:
             kwargs["_semantic"] = semantics
             return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        scope.set_attr(obj, name, quick[name](call) if obj is core.tensor and name in quick else call)
 
-    interpreter._patch_attr = patch
+    quick, convert = operators(), semantic.TritonSemantic.to_tensor
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else convert(self, x, check_type)
+
+    interpreter._patch_attr, semantic.TritonSemantic.to_tensor = patch, to_tensor
+    semantic.TritonSemantic.where = quick_where(semantic.TritonSemantic.where)
 
 
 def _operands() -> None:
