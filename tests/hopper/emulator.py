@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.hopper import language
-from tests.hopper.machine import Barrier, Block, Memory, NamedBarrier, Product, here
+from tests.hopper.machine import Barrier, Block, Memory, NamedBarrier, Product, extend_tensors, here
 
 _DICE = random.Random(0)
 
@@ -51,7 +51,7 @@ class Described:
     def __init__(self, descriptor: Any):
         base = descriptor.base
         self.tensor = base.as_strided(descriptor.shape, descriptor.strides, base.storage_offset())
-        self.shape = [language.to_tensor(n) for n in descriptor.shape]
+        self.shape = [language.Scalar(n) for n in descriptor.shape]
         self.block, self.dtype = descriptor.block_shape, base.dtype
         self.block_type = SimpleNamespace(nbytes=torch.Size(self.block).numel() * base.element_size())
 
@@ -75,7 +75,7 @@ def argument(value: Any) -> Any:
         return language.Pointer(value.as_strided((count,), (1,), value.storage_offset()))
     if hasattr(value, "block_shape"):
         return Described(value)
-    return language.to_tensor(value) if isinstance(value, int) else value
+    return language.Scalar(value) if isinstance(value, int) else value
 
 
 def jit(function: Any = None, **options: Any) -> Any:
@@ -194,14 +194,14 @@ def await_turn(lock: language.Pointer, reports: Any) -> None:
 
 
 def take(counter: language.Pointer) -> Any:
-    ticket = language.load(counter).clone()
+    ticket = language.load(counter)
     language.store(counter, ticket + 1)
     here().block.pause()
     return ticket
 
 
 def claim(lock: language.Pointer) -> Any:
-    found = language.load(lock).clone()
+    found = language.load(lock)
     if int(found) == 0:
         language.store(lock, found + 1)
     here().block.wait(lambda: int(found) == 0 or int(language.load(lock)) > 1, "the first share of a part")
@@ -216,7 +216,7 @@ def report(lock: language.Pointer) -> None:
 def choose_bytes(a: torch.Tensor, b: torch.Tensor, selector: int) -> torch.Tensor:
     eight = torch.stack([word >> 8 * byte & 255 for word in (a, b) for byte in range(4)])
     chosen = [eight[selector >> 4 * place & 15] << 8 * place for place in range(4)]
-    return torch.stack(chosen).sum(0).as_subclass(language.Register)
+    return torch.stack(chosen).sum(0)
 
 
 def compared(word: torch.Tensor, limit: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def keep_singles(x: torch.Tensor, words: torch.Tensor, limits: torch.Tensor, fli
     """Odd columns have the upper half."""
     upper = torch.arange(x.shape[1]) % 2 == 1
     word, limit = (torch.where(upper, both >> 16, both) & 0xFFFF for both in (words, limits))
-    return torch.where(compared(word, limit, flip), x, 0.0).as_subclass(language.Register)
+    return torch.where(compared(word, limit, flip), x, 0.0)
 
 
 def keep_pairs(
@@ -241,7 +241,7 @@ def keep_pairs(
         .to(dtype).view(torch.int16).to(torch.int32)
         for shift, x in ((0, low), (16, high))
     )  # fmt: skip
-    return (lower & 0xFFFF | upper << 16).as_subclass(language.Register)
+    return lower & 0xFFFF | upper << 16
 
 
 def install(seed: int = 0) -> None:
@@ -251,6 +251,7 @@ def install(seed: int = 0) -> None:
 
     assert not _triton.INTERPRETED
     _DICE.seed(seed)
+    extend_tensors()
     replace(_triton, jit=jit, tl=language, constexpr=unchanged, shared=unchanged)
     from flashtile.kernels.hopper import gluon
 

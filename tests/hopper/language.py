@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import WARPGROUP, Barriers, Memory, Register, here, uint32, uint64  # noqa: F401 (kernels read both)
+from tests.hopper.machine import WARPGROUP, Barriers, Memory, Scalar, here, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int16, int32, int64 = torch.int16, torch.int32, torch.int64
@@ -39,7 +39,7 @@ class Pointer:
             self.element_ty = element_ty
 
     def __init__(self, flat: torch.Tensor, offset: Any = 0):
-        self.flat, self.offset = flat, to_tensor(offset)
+        self.flat, self.offset = flat, offset
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, self.offset + offset)
@@ -50,16 +50,16 @@ class Pointer:
 
     def places(self, mask: Any = None) -> tuple[torch.Tensor, Any]:
         """(offsets, mask), of one shape; every offset that is used lies inside the tensor."""
-        offset = plain(self.offset)
+        if mask is None and isinstance(self.offset, int):
+            offset = int(self.offset)
+            assert 0 <= offset < len(self.flat), "an address outside of its tensor"
+            return torch.tensor(offset), None
+        offset = to_tensor(self.offset)
         if mask is not None:
-            offset, mask = torch.broadcast_tensors(offset, plain(to_tensor(mask)))
+            offset, mask = torch.broadcast_tensors(offset, to_tensor(mask))
         used = offset if mask is None else offset[mask]
         assert bool(((used >= 0) & (used < len(self.flat))).all()), "an address outside of its tensor"
         return offset, mask
-
-
-def plain(value: torch.Tensor) -> torch.Tensor:
-    return value.as_subclass(torch.Tensor)
 
 
 def constexpr(value: Any = None) -> Any:
@@ -70,33 +70,35 @@ def to_tensor(value: Any) -> torch.Tensor:
     """Of numbers Triton forgets the sign of zero, and so does this."""
     if isinstance(value, torch.Tensor):
         return value
-    return torch.tensor(value + 0.0 if isinstance(value, float) else value).as_subclass(Register)
+    return torch.tensor(value + 0.0 if isinstance(value, float) else value)
 
 
-def cast(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    return to_tensor(value).to(dtype)
+def cast(value: Any, dtype: Any) -> Any:
+    return (Scalar(value) if type(value) is int else value if type(value) is Scalar else to_tensor(value)).to(dtype)
 
 
-def program_id(axis: int) -> torch.Tensor:
-    return to_tensor(here().block.index)
+def program_id(axis: int) -> Scalar:
+    return Scalar(here().block.index)
 
 
-def num_programs(axis: int) -> torch.Tensor:
-    return to_tensor(here().block.count)
+def num_programs(axis: int) -> Scalar:
+    return Scalar(here().block.count)
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
     offset, mask = pointer.places(mask)
+    if mask is None and offset.dim() == 0 and pointer.flat.dtype in (int32, int64):
+        return Scalar(pointer.flat[offset].item())
     if mask is None:
-        return pointer.flat[offset].as_subclass(Register)
+        return pointer.flat[offset]
     result = torch.full(offset.shape, other, dtype=pointer.flat.dtype)
     result[mask] = pointer.flat[offset[mask]]
-    return result.as_subclass(Register)
+    return result
 
 
 def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     offset, mask = pointer.places(mask)
-    value = plain(to_tensor(value)).to(pointer.flat.dtype).broadcast_to(offset.shape)
+    value = to_tensor(value).to(pointer.flat.dtype).broadcast_to(offset.shape)
     if mask is None:
         pointer.flat[offset] = value
     else:
@@ -105,7 +107,7 @@ def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
 
 def atomic_add(pointer: Pointer, value: torch.Tensor, sem: str = "") -> None:
     offset, _ = pointer.places()
-    pointer.flat.index_add_(0, offset.reshape(-1), plain(value).reshape(-1))
+    pointer.flat.index_add_(0, offset.reshape(-1), value.reshape(-1))
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object = None) -> Memory | Barriers:
@@ -123,15 +125,15 @@ def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **options: Any) -> Any:
     known = {"tanh.approx.f32 $0, $1;": torch.tanh, "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal}
     assert asm in known, f"the emulator does not know {asm}"
-    return known[asm](args[0]).as_subclass(Register)
+    return known[asm](args[0])
 
 
 def arange(start: int, end: int, layout: object = None) -> torch.Tensor:
-    return torch.arange(start, end).as_subclass(Register)
+    return torch.arange(start, end)
 
 
 def full(shape: list[int], value: float, dtype: torch.dtype, layout: object = None) -> torch.Tensor:
-    return torch.full(shape, float(value) if dtype.is_floating_point else int(value), dtype=dtype).as_subclass(Register)
+    return torch.full(shape, float(value) if dtype.is_floating_point else int(value), dtype=dtype)
 
 
 def zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> torch.Tensor:
@@ -146,11 +148,15 @@ def cdiv(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
-def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
-    return torch.where(to_tensor(condition), to_tensor(a), to_tensor(b)).as_subclass(Register)
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int) and (isinstance(condition, int) or condition.dim() == 0):
+        return Scalar(a if condition else b)
+    return torch.where(to_tensor(condition), to_tensor(a), to_tensor(b))
 
 
-def minimum(a: Any, b: Any) -> torch.Tensor:
+def minimum(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return Scalar(a if int(a) < int(b) else b)
     return torch.minimum(to_tensor(a), to_tensor(b))
 
 
@@ -160,7 +166,9 @@ class PropagateNan:
     ALL = True
 
 
-def maximum(a: Any, b: Any, propagate_nan: bool = False) -> torch.Tensor:
+def maximum(a: Any, b: Any, propagate_nan: bool = False) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return Scalar(a if int(a) > int(b) else b)
     return torch.maximum(to_tensor(a), to_tensor(b))
 
 
@@ -172,8 +180,9 @@ def max(value: torch.Tensor, axis: int) -> torch.Tensor:
     return value.amax(axis)
 
 
-def sum(value: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-    return value.sum(axis, dtype=value.dtype)
+def sum(value: torch.Tensor, axis: int | None = None) -> Any:
+    total = value.sum(axis, dtype=value.dtype)
+    return total if total.dim() or total.is_floating_point() else Scalar(total.item())
 
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -238,7 +239,7 @@ class Memory:
 
     def load(self, layout: object = None) -> torch.Tensor:
         here().reads.add(_extent(self.tensor))
-        return self.tensor.clone().as_subclass(Register)
+        return self.tensor.clone()
 
     def store(self, value: torch.Tensor) -> None:
         assert value.dtype == self.dtype
@@ -267,38 +268,68 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
-class _Type:
-    layout = None
-
-
 uint32, uint64 = object(), object()  # both are 64-bit integers here, of which as many bits are kept
 
 
-class Register(torch.Tensor):
-    """A tensor in registers: has a `type` with a layout, as kernels ask for it."""
+def extend_tensors() -> None:
+    """Give torch's tensors, in this process, what kernels ask of theirs: a type with a layout, conversions of bits."""
+    convert, add = torch.Tensor.to, torch.Tensor.add
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch's own does, without what it asks where there is one subclass of tensors."""
-        with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **(kwargs or {}))
-        if type(made) in (tuple, list):
-            return type(made)(m.as_subclass(cls) if isinstance(m, torch.Tensor) else m for m in made)
-        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
-
-    @property
-    def type(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's is a conversion)
-        return _Type()
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def to(self: torch.Tensor, *given: Any, bitcast: bool = False, **more: Any) -> torch.Tensor:
+        dtype = given[0] if given else None
         if dtype is uint32:
-            return super().to(torch.int64) & 0xFFFFFFFF
+            return convert(self, torch.int64) & 0xFFFFFFFF
         if bitcast and self.dtype.itemsize == dtype.itemsize:
             return self.view(dtype)
-        return super().to(torch.int64 if dtype is uint64 else dtype)
+        return convert(self, torch.int64, *given[1:], **more) if dtype is uint64 else convert(self, *given, **more)
 
-    def __iadd__(self, other: Any) -> Any:  # a name is bound anew: who holds the old value keeps it
-        return self + other
+    torch.Tensor.to = to  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.type = SimpleNamespace(layout=None)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.__iadd__ = add  # a name is bound anew: who holds the old value keeps it
+
+
+class Scalar(int):
+    """An integer in a register, as torch would compute with it; what it is compared with gives a tensor of one bit."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if dtype is uint32:
+            return Scalar(self & 0xFFFFFFFF)
+        if dtype is uint64 or dtype in (torch.int64, torch.int32):
+            return Scalar(self)
+        return torch.tensor(int(self), dtype=dtype)
+
+    def __neg__(self) -> Scalar:
+        return Scalar(-int(self))
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.to(torch.float32) / other
+
+
+def _scalar(own: Callable[[int, Any], Any]) -> Callable[[Scalar, Any], Any]:
+    def operate(self: Scalar, other: Any) -> Any:
+        value = own(self, other)
+        return value if value is NotImplemented else Scalar(value)
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor"):
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Scalar, _form, _scalar(getattr(int, _form)))
+_TRUTHS = [torch.tensor(truth) for truth in (False, True)]
+
+
+def _comparison(own: Callable[[int, Any], Any]) -> Callable[[Scalar, Any], Any]:
+    def compare(self: Scalar, other: Any) -> Any:
+        truth = own(self, other)
+        return truth if truth is NotImplemented else _TRUTHS[truth]
+
+    return compare
+
+
+for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+    setattr(Scalar, _name, _comparison(getattr(int, _name)))
+Scalar.__hash__ = int.__hash__  # pyright: ignore[reportAttributeAccessIssue] (lost with __eq__)
 
 
 class Product:
@@ -321,7 +352,7 @@ class Product:
         for operand, before in zip(self.operands, self.issued, strict=True):
             assert torch.equal(_bits(operand), before), "an operand changed while its product was under way"
         a, b = (x.tensor if isinstance(x, Memory) else x for x in self.operands)
-        self.result = (a.float() @ b.float()).as_subclass(Register)
+        self.result = a.float() @ b.float()
         if self.start is not None:
             self.result = self.result + (self.start.value if isinstance(self.start, Product) else self.start)
 
@@ -334,4 +365,4 @@ class Product:
 def _bits(operand: Memory | torch.Tensor) -> torch.Tensor:
     """A 16-bit operand as integers, which compare where NaN does not."""
     tensor = operand.tensor if isinstance(operand, Memory) else operand
-    return tensor.as_subclass(torch.Tensor).view(torch.int16)
+    return tensor.view(torch.int16)
