@@ -1,7 +1,7 @@
 """The operators of Triton's interpreter where nothing has to be asked: numpy's, on what the tensors hold.
 
-That is where tensors of one type, of one rank or one of them without, meet, or a tensor and a number that its type has:
-numpy broadcasts as Triton does. All else, errors too, is left to Triton's own operator.
+That is where tensors of one type meet, or a tensor and a number that its type has: numpy broadcasts as Triton does. All
+else, errors too, is left to Triton's own operator.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ def _operator(compute: Callable[[Any, Any], Any], elements: frozenset[str], answ
 
     def made(own: Operator) -> Operator:
         def operate(self: Any, other: Any) -> Any:
-            element, left = self.dtype, self.handle.data
+            element, left, block = self.dtype, self.handle.data, _is_block(self)
             if type(other) is core.tensor:
-                right, beside = other.handle.data, other.dtype
-                if left.ndim != right.ndim and self.type.is_block() and other.type.is_block():
-                    return own(self, other)
+                right, beside, block = other.handle.data, other.dtype, block or _is_block(other)
                 if beside.name != element.name:
                     if compute is np.add and element.is_ptr() and beside.name in SIGNED:
                         right = right.astype(np.uint64) * _bytes(element)
@@ -70,7 +68,7 @@ def _operator(compute: Callable[[Any, Any], Any], elements: frozenset[str], answ
                     return own(self, other)
                 if moves:
                     right = right.astype(np.uint64) * _bytes(element)
-            return _tensor(compute(left, right), answer or element, self, other)
+            return _tensor(compute(left, right), answer or element, block)
 
         return operate
 
@@ -97,10 +95,13 @@ def _bytes(pointer: Any) -> np.uint64:
     return np.uint64(max(1, pointer.element_ty.primitive_bitwidth // 8))
 
 
-def _tensor(data: Any, element: Any, *operands: Any) -> Any:
-    """A tensor: a block where one of the operands is one."""
+def _is_block(tensor: Any) -> bool:
+    return tensor.type is not tensor.dtype
+
+
+def _tensor(data: Any, element: Any, block: bool) -> Any:
     kind = element
-    if data.size > 1 or any(type(operand) is core.tensor and operand.type.is_block() for operand in operands):
+    if block:
         key = element.name, data.shape
         if key not in kinds:
             kinds[key] = core.block_type(element, list(data.shape))
@@ -117,7 +118,7 @@ def _to(own: Callable[..., Any]) -> Callable[..., Any]:
             if element.name == self.dtype.name:
                 return self
             if self.dtype.name in PLAIN and element.name in PLAIN:
-                return _tensor(self.handle.data.astype(PLAIN[element.name]), element, self)
+                return _tensor(self.handle.data.astype(PLAIN[element.name]), element, _is_block(self))
         return own(self, dtype, *rest, **more)
 
     return to
@@ -129,9 +130,9 @@ def _index(own: Operator) -> Operator:
     def index(self: Any, slices: Any) -> Any:
         if type(slices) is tuple and len(slices) == 2 and self.type.is_block() and self.handle.data.ndim == 1:
             if slices[1] is None and slices[0] == slice(None):
-                return _tensor(self.handle.data[:, None], self.dtype, self)
+                return _tensor(self.handle.data[:, None], self.dtype, True)
             if slices[0] is None and slices[1] == slice(None):
-                return _tensor(self.handle.data[None, :], self.dtype, self)
+                return _tensor(self.handle.data[None, :], self.dtype, True)
         return own(self, slices)
 
     return index
@@ -144,15 +145,14 @@ def quick_where(own: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [operand for operand in (x, y) if type(operand) is core.tensor]
         if condition.dtype.name == "int1" and tensors:
             element = tensors[0].dtype
-            ranks = {operand.handle.data.ndim for operand in (condition, *tensors) if operand.type.is_block()}
             chosen = [
                 _number(element.name, operand) if type(operand) is not core.tensor
                 else operand.handle.data if operand.dtype.name == element.name
                 else None
                 for operand in (x, y)
             ]  # fmt: skip
-            if chosen[0] is not None and chosen[1] is not None and len(ranks) <= 1:
-                return _tensor(np.where(condition.handle.data, *chosen), element, condition, *tensors)
+            if chosen[0] is not None and chosen[1] is not None:
+                return _tensor(np.where(condition.handle.data, *chosen), element, any(map(_is_block, (condition, *tensors))))
         return own(self, condition, x, y)
 
     where.__wrapped__ = own

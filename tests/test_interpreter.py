@@ -25,8 +25,8 @@ ELEMENTS = (
     core.int1, core.int8, core.int32, core.int64, core.uint32, core.uint64, core.float16, core.bfloat16, core.float32,
     core.float64, core.pointer_type(core.float32),
 )  # fmt: skip
-FEW: tuple[tuple[int, ...], ...] = ((), (4, 1), (1, 4))
-SHAPES = (*FEW, (1,), (4,), (4, 4), (2, 4, 4))
+FEW: tuple[tuple[int, ...], ...] = ((), (16, 1), (1, 16))
+SHAPES = (*FEW, (1,), (16,), (16, 16), (2, 16, 16))
 NUMBERS = (
     0, 1, -1, 3, 2**31 - 1, 2**31, 2**32, -(2**31) - 1, 2**40, True, 0.0, -0.0, 0.5, 0.1, -2.5, 1e-40, 1e300, float("inf"),
     float("-inf"), float("nan"),
@@ -36,9 +36,12 @@ OWN = {name: getattr(member, "__wrapped__", member) for name in METHODS for memb
 
 
 def draw(element: Any, shape: tuple[int, ...], seed: int) -> core.tensor:
+    """Any bits, or of reals the numbers above, from the `seed`-th on."""
     bits = np.random.default_rng(seed).integers(0, 256, (*(shape or (1,)), 8), dtype=np.uint8)
     numpy_type = interpreter._get_np_dtype(element)
     data = bits[..., 0] > 127 if numpy_type == np.bool_ else bits.view(np.uint64)[..., 0].astype(numpy_type)
+    if element.is_floating() and element is not core.bfloat16:
+        data = np.resize(np.roll(np.array([n for n in NUMBERS if type(n) is float]), -seed).astype(numpy_type), data.shape)
     return core.tensor(interpreter.TensorHandle(data, element), core.block_type(element, list(shape)) if shape else element)
 
 
