@@ -126,11 +126,12 @@ class BackwardTile:
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next ticket where a tile ends, so that none waits behind a long list.
+        """Whether a block takes its next ticket where a tile ends: where one begins, it would hold that as long as a long one takes.
 
-        With predicates it takes one where a tile begins: late, consumers spill more (docs/hopper.md).
+        It does so where a tile begins if tiles are equally long, or if consumers would spill more (docs/hopper.md).
         """
-        return self.blocks_q > 0 and not self.predicate
+        spills = self.predicate or (self.ragged and self.block_q > GROUP_ROWS)
+        return (self.gaps or self.ragged) and not spills
 
     @property
     def told_steps(self) -> int:
