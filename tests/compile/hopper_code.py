@@ -1,4 +1,5 @@
-"""Compiles the Hopper forward of each spelling, or its backward behind "backward:", and prints, as JSON, what test_hopper.py
+"""Compiles the Hopper forward of each spelling, or its backward behind "backward:" (the pass for dv alone, where
+there is one, behind "backward-dv:"), and prints, as JSON, what test_hopper.py
 judges.
 """
 
@@ -25,7 +26,8 @@ for argument in sys.argv[1:]:
     if direction:
         assert BACKEND.unsupported(problem, H100, "fused") == []
         plan = BACKEND.backward(problem, H100, Gradients(), "fused")
-        (call,) = (c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward")
+        passes = [c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward"]
+        call = passes[direction == "backward-dv"]
     else:
         assert BACKEND.unsupported(problem, H100) == []
         plan = BACKEND.forward(problem, H100)

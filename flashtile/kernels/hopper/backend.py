@@ -169,7 +169,7 @@ class HopperBackend:
             rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
-            Buffer("tickets", (1,), "int32", "scratch"),
+            Buffer("tickets", (2,), "int32", "scratch"),
             Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
         locks = None
@@ -177,7 +177,9 @@ class HopperBackend:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
             scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
-        scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in "kv" if n not in gradients.wanted]
+        parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
+        unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
+        scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in sorted(unasked)]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
         if p.sink is not None and p.sink.grad:
@@ -199,31 +201,34 @@ class HopperBackend:
             early=True,
         )
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
-        keys = KernelCall(
-            attention_backward,
-            (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1),
-            (
-                Descriptor("q", (1, 1, tile.block_q, tile.columns)),
-                Descriptor("k", (1, 1, GROUP_ROWS, tile.columns)),
-                Descriptor("v", (1, 1, GROUP_ROWS, tile.columns_v)),
-                Descriptor("dout", (1, 1, tile.block_q, tile.columns_v)),
-                Descriptor("dk", (1, 1, GROUP_ROWS, tile.columns_own)),
-                Descriptor("dv", (1, 1, GROUP_ROWS, tile.columns_v_own)),
-                Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                Descriptor("dq_sum", (1, 1, tile.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
-                biased,
-                ds and Descriptor(ds, (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
-                *(counts[n] for n in ("left", "right")),
+        keys = [
+            KernelCall(
+                attention_backward,
+                (min(tiles, device.sm_count) if launch.resident else tiles, 1, 1),
                 (
-                    ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
-                    *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
+                    Descriptor("q", (1, 1, part.block_q, part.columns)),
+                    Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
+                    Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.makes_dk else None,
+                    Descriptor("dout", (1, 1, part.block_q, part.columns_v)),
+                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.makes_dk else None,
+                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.makes_dv else None,
+                    Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
+                    Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                    biased,
+                    ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
+                    *(counts[n] for n in ("left", "right")),
+                    (
+                        ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
+                        *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
+                    ),
                 ),
-            ),
-            (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
-            launch.num_warps,
-            early=True,
-        )
-        calls = [*schedules.calls, *ds_zeros, rows, keys, *ds_sums]
+                (("T", part), ("SCORE", score), ("MASK", predicates(p))),
+                launch.num_warps,
+                early=True,
+            )
+            for part in parts
+        ]
+        calls = [*schedules.calls, *ds_zeros, rows, *keys, *ds_sums]
         if "q" in gradients.wanted:
             sums = Pointer("dq_sum"), None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)

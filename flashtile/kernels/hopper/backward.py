@@ -105,6 +105,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     if T.stores_ds:
         give_ds(ds_desc, memory.ds.index(2 * W + step % 2), head, start, first_key, place, T)
     if not FIRST:
+        memory.to.scores.wait(step - 1)
         dq_token = multiply_dq(memory, step - 1, W, T)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
     if FIRST:
@@ -169,13 +170,12 @@ def through_dropout(dp, drawn, seed, T: gl.constexpr):
 
 @gluon.jit
 def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
-    """Begin a consumer's part of dq, from both consumers' ds: half of the columns or half of the queries, from all keys."""
+    """Begin a consumer's part of dq, once they have come, from both consumers' ds: half of the columns or half of the queries, from all keys."""
     COLUMNS_DQ: gl.constexpr = T.columns_dq
-    memory.to.scores.wait(step)
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
         share = ds_of(memory, 2 * i + step % 2, T)
-        keys = memory.k.index(i).reshape([64, T.columns])
+        keys = memory.k.index(uniform(gl.to_tensor(i)) if T.parted else i).reshape([64, T.columns])
         if T.block_q == 64:
             keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
         else:
@@ -185,82 +185,135 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_halves(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
-                ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Add one query tile to half of the columns of dk and dv of 64 keys, and half of dq's to the sum.
-
-    For wide heads, whose dk and dv fill the registers of two consumers. Each makes the scores of half of the queries,
-    and both meet in shared memory.
-    """
-    HALF_Q: gl.constexpr = T.block_q // 2
+def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
+            T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """`step_keys` of a pass without dv: both consumers' ds meet in every step, for dq needs no queries, whose next come meanwhile."""
+    BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
-    COLUMNS_V: gl.constexpr = T.columns_v
-    SCORES: gl.constexpr = matrix_layout(HALF_Q)
-    DQ: gl.constexpr = matrix_layout(COLUMNS // 2)
-    dtype: gl.constexpr = memory.q.dtype
-    own = uniform(gl.to_tensor(0))  # in every step, as in `step_keys`
+    SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
+    own = uniform(gl.to_tensor(W))  # in every step, as in `step_keys`; and of one stage its place does not change either
+    q = memory.q.index(uniform(memory.to.queries.at(step))).reshape([BLOCK_Q, COLUMNS])
+    dout = memory.dout.index(uniform(memory.to.douts.at(step))).reshape([BLOCK_Q, T.columns_v])
     k = memory.k.index(own).reshape([64, COLUMNS])
-    v = memory.v.index(own).reshape([64, COLUMNS_V])
-    q = memory.q.index(memory.to.queries.at(step)).reshape([64, COLUMNS])
-    dout = memory.dout.index(memory.to.douts.at(step)).reshape([64, COLUMNS_V])
-    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([64]).slice(W * HALF_Q, HALF_Q)
-    delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([64]).slice(W * HALF_Q, HALF_Q)
+    v = memory.v.index(own).reshape([64, T.columns_v])
+    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
+    delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
-    none = gl.zeros([64, HALF_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
-    raw_token = warpgroup_mma(k, q.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
-    first_query = start + W * HALF_Q
+    first_key = place.column + W * 64
+    raw = starts(level_rows, BLOCK_Q, T)
+    if T.adds_first:
+        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    dp = starts(delta_rows, BLOCK_Q, T)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
     drawn = ()
     if T.dropout:
-        drawn = draw(seed, place.batch * sizes.heads + head, place.column, first_query, HALF_Q, True)
+        drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     memory.to.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.slice(W * HALF_Q, HALF_Q).permute((1, 0)), none, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     if T.deterministic:
         if step > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
     masked = asks(memory, step, place, start, ASKS, T)
-    level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     raw = warpgroup_mma_wait(1, deps=[raw_token])
+    level = 0.0
+    delta = 0.0
+    if not T.folds:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
+        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        memory.to.douts.release(step)
         dp = through_dropout(dp, drawn, seed, T)
-        p, ds = modified(raw, dp, (level, delta, 1.0), head, first_query, place.column, masked, place, sizes, work, scale,
-                         score_args, T, SCORE, MASK)  # fmt: skip
+        _, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
+                         SCORE, MASK)  # fmt: skip
     else:
         if T.late:
-            raw = add_rest(raw, head, first_query, place.column, place, sizes, scale, score_args, T, SCORE)
-        p = weigh(raw, level, memory, step, W * HALF_Q, place.column, masked, place, sizes, work, scale, T, MASK)
+            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
+        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+        memory.to.douts.release(step)
         dp = through_dropout(dp, drawn, seed, T)
-        ds = differentiate(p, dp, delta, first_query, place.column, masked, sizes, work.band, T)
-    memory.p.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(weighed(p, drawn, seed, dtype, T))
-    memory.ds.index(step % 2).slice(W * HALF_Q, HALF_Q, 1).store(ds.to(dtype))
-    fence_async_shared()
-    named_wait(8, 256)
+        if not T.folds:
+            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
 
-    p_all = memory.p.index(step % 2)
-    ds_all = memory.ds.index(step % 2)
-    start_dq = gl.zeros([64, COLUMNS // 2], gl.float32, DQ)  # pyright: ignore[reportCallIssue]
-    keys = k.slice(W * (COLUMNS // 2), COLUMNS // 2, 1)
-    dq_token = warpgroup_mma(ds_all.permute((1, 0)), keys, start_dq, use_acc=False, is_async=True)
-    dv_token = warpgroup_mma(p_all, dout.slice(W * (COLUMNS_V // 2), COLUMNS_V // 2, 1), dv, is_async=True)
-    dk_token = warpgroup_mma(ds_all, q.slice(W * (COLUMNS // 2), COLUMNS // 2, 1), dk, is_async=True)
-    dq = warpgroup_mma_wait(2, deps=[dq_token])
-    add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W, T)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
-    memory.to.douts.release(step)
+    ds = ds.to(memory.q.dtype)
+    memory.to.scores.claim(step)
+    ds_of(memory, 2 * W + step % 2, T).store(ds)
+    fence_async_shared()
+    memory.to.scores.hand_over(step)
+    memory.to.scores.wait(step)
+    dk_token = warpgroup_mma(ds_of(memory, 2 * W + step % 2, T), q, dk, is_async=True)
+    dq_token = multiply_dq(memory, step, W, T)
+    dk = warpgroup_mma_wait(1, deps=[dk_token])
     memory.to.queries.release(step)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    release_ds(memory, step, 0, T)
+    add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W, T)
+    return dk
+
+
+@gluon.jit
+def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
+            T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """`step_keys` of a pass with dv alone."""
+    BLOCK_Q: gl.constexpr = T.block_q
+    SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
+    k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
+    q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, T.columns])
+    dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, T.columns_v])
+    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
+
+    memory.to.queries.wait(step)
+    head, start = meeting(memory, step, place, 4, T)
+    first_key = place.column + W * 64
+    raw = starts(level_rows, BLOCK_Q, T)
+    if T.adds_first:
+        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
+    drawn = ()
+    if T.dropout:
+        drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
+    masked = asks(memory, step, place, start, ASKS, T)
+    level = 0.0
+    if not T.folds:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    fence_async_shared()  # the next queries' rows overwrite what was read
+    raw = warpgroup_mma_wait(0, deps=[raw_token])
+    memory.to.queries.release(step)
+    if T.modified:
+        p, _ = modified(raw, raw, (level, 0.0, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
+                        SCORE, MASK)  # fmt: skip
+    else:
+        if T.late:
+            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
+        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
+    weights = gl.convert_layout(weighed(p, drawn, seed, memory.q.dtype, T), operand_layout(T.columns_v))
+    memory.to.douts.wait(step)
+    dv = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, dout, dv, is_async=True)])
+    memory.to.douts.release(step)
+    return dv
+
+
+@gluon.jit
+def step_part(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
+              T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """A step of a pass that makes dk or dv."""
+    if T.makes_dk:
+        dk = step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
+    else:
+        dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
     return dk, dv
 
 
 @gluon.jit
 def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """A warpgroup: dk and dv of 64 keys of its own or, where T.halves, half of their columns."""
-    COLUMNS: gl.constexpr = T.columns_own
-    COLUMNS_V: gl.constexpr = T.columns_v_own
+    """A warpgroup: dk and dv of 64 keys, or one of both."""
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
     sums = grads[0]
     seed = load_seed(score_args, T)
     if T.dropout:
@@ -272,23 +325,23 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
-        if T.blanks:
+        if T.blanks and T.makes_dk:
             blank_keys(memory, place, sizes, work.band, W, T)
-        if T.predicate:
+        if T.predicate and T.makes_dk:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
         if T.pairs_ds:
             adds_done(0)  # and all of ds that is to be added to
-        if T.halves:
+        if T.parted:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
-                dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
-                                     MASK)  # fmt: skip
+                dk, dv = step_part(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
+                                   MASK)  # fmt: skip
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_halves(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T,
-                                         SCORE, MASK)  # fmt: skip
-            if T.deterministic:
+                    dk, dv = step_part(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T,
+                                       SCORE, MASK)  # fmt: skip
+            if T.deterministic and T.makes_dk:
                 if place.visits.end > begin:
                     report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         elif place.visits.end > begin:
@@ -302,6 +355,7 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
                 for step in range(low, high):
                     dk, dv = step_keys(dk, dv, ds_desc, memory, sums, step, place, sizes, work, scale, score_args, seed, W,
                                        False, False, T, SCORE, MASK)  # fmt: skip
+            memory.to.scores.wait(place.visits.end - 1)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             release_ds(memory, place.visits.end - 1, 0, T)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
@@ -321,20 +375,29 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
     """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
     named_wait(8, 256)
-    first = place.column if T.halves else place.column + W * 64
-    column = W * T.columns_own if T.halves else 0
-    column_v = W * T.columns_v_own if T.halves else 0
-    if T.halves:
-        store_gradient(dv_desc, grads[2], memory.p if W == 0 else memory.ds, dv, column_v, first, T.head_dim_v, 0, 1, place, T)
-        store_wait(0)
-        store_gradient(dk_desc, grads[1], memory.p if W == 0 else memory.ds, dk, column, first, T.head_dim, 0, 1, place, T)
-        store_wait(0)
-        named_wait(8, 256)  # both write there
+    first = place.column + W * 64
+    if T.parted:
+        if T.makes_dk:
+            store_halves(dk_desc, grads[1], memory, dk, first, T.head_dim, place, W, T)
+        else:
+            store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
     else:
         PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
-        store_gradient(dv_desc, grads[2], memory.ds, dv, column_v, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
+        store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
         memory.to.sums.claim(2 * place.visits.end + W)
-        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, column, first, T.head_dim, 0, 1, place, T)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, 0, first, T.head_dim, 0, 1, place, T)
+
+
+@gluon.jit
+def store_halves(desc, target, memory, value, first, WIDTH: gl.constexpr, place, W: gl.constexpr, T: gl.constexpr):
+    """Write the gradient of 64 keys from `first` on, one half of its columns after the other, where the consumer's ds was."""
+    COLUMNS: gl.constexpr = value.shape[1] // 2
+    PLACES: gl.constexpr = 4 * T.block_q // COLUMNS
+    halves = gl.split(value.reshape([64, 2, COLUMNS]).permute((0, 2, 1)))
+    for i in gl.static_range(2):
+        half = gl.convert_layout(halves[i], matrix_layout(COLUMNS), assert_trivial=True)
+        store_gradient(desc, target, memory.ds, half, i * COLUMNS, first, WIDTH, W * (PLACES // 2), PLACES, place, T)
+        store_wait(0)
 
 
 @gluon.jit
@@ -363,7 +426,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
                        right, rest, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
-    rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, count
+    rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
     where T.varlen; region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None;
     ds_desc: where T.stores_ds, its gradient.
@@ -378,20 +441,21 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
+    counter_ptr = grads[0][1] if T.makes_dk else grads[0][1] + 1
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
     await_stream()
-    if T.halves:
+    if T.parted:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, grads[0][1], memory, work, T)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

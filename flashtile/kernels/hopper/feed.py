@@ -24,11 +24,13 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
         place, sizes = walk(ticket, step, work, T)
         if T.tells:
             tell_tile(memory.to.tickets, turn, ticket, place, sizes)
-        bar = memory.to.keys.acquire(turn, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.makes_dk else 0)
+        bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
         for i in gl.static_range(KEY_TILES):
             key = place.first_k + place.column + i * 64
             tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
-            tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
+            if T.makes_dk:
+                tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = work.tiles
         if T.resident and not T.takes_late:
             taken = following(ticket, counter_ptr, T)

@@ -40,21 +40,19 @@ class Memory:
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor  # level and delta of every stage
-    p: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # of two steps, for each consumer: as `backward.ds_of` says
+    ds: gl.shared_memory_descriptor  # of two steps, for each consumer: as `backward.ds_of` says; without dk, room for dv
     shares: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, p, ds, shares, bias, steps, to):
+    def __init__(self, k, v, q, dout, rows, ds, shares, bias, steps, to):
         self.k = k
         self.v = v
         self.q = q
         self.dout = dout
         self.rows = rows
-        self.p = p
         self.ds = ds
         self.shares = shares
         self.bias = bias
@@ -67,16 +65,12 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     """Memory of a block. Fence before specialising warps."""
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
-    DS_TILES: gl.constexpr = 2 if T.halves else 4  # pyright: ignore[reportAssignmentType]
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     if T.stores_ds:  # as it is stored: queries x keys
-        ds = gl.allocate_shared_memory(dtype, [DS_TILES, 1, 1, BLOCK_Q, 64], ds_desc.layout)
+        ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], ds_desc.layout)
     else:
-        ds = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
-    p = ds
-    if T.halves:
-        p = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_Q], DS)
+        ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
     shares = ds
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
@@ -88,19 +82,22 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
+    k = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout)
+    v = k
+    if T.makes_dk:
+        v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout)
     return Memory(
-        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout),
+        k,
+        v,
         gl.allocate_shared_memory(dtype, [T.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),
         gl.allocate_shared_memory(dtype, [T.stages_dout, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2 * T.stages, 1, 1, 1, BLOCK_Q], rows_desc.layout),
-        p,
         ds,
         shares,
         bias,
         steps,
         Channels(
-            make_tickets(2 if T.halves else 4, WORDS if T.tells else 1),
+            make_tickets(2 if T.parted else 4, WORDS if T.tells else 1),
             make_channel(1, 2),
             make_channel(T.stages, 2),
             make_channel(T.stages_dout, 2),

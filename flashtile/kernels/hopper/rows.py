@@ -64,7 +64,7 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
-    """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the count of tickets.
+    """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the counts of tickets.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
     level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit
@@ -91,7 +91,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
     if tl.program_id(0) == 0:
-        tl.store(out_ptrs[2], 0)
+        tl.store(out_ptrs[2] + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if T.sink:
         if out_ptrs[4] is not None:
             tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)

@@ -37,7 +37,7 @@ def stored(problem: AttentionProblem) -> int | None:
     own = [c.identity for c in spec.kind.captured] == [True] and spec.tensors[0].shape[2:] == whole[2:]
     if own and spec.tensors[0].shape != whole:
         own = 2 * prod(whole) <= STORED_BYTES
-    narrow = max(columns_of(p.head_dim), columns_of(p.head_dim_v)) <= 128  # wider tiles have `halves`
+    narrow = max(columns_of(p.head_dim), columns_of(p.head_dim_v)) <= 128  # wider tiles are `parted`
     return wanting[0] if own and narrow and spec.tensors[0].dtype == p.dtype.value else None
 
 

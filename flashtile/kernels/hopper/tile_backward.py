@@ -24,13 +24,13 @@ class BackwardLaunch:
     block_q: int = 64
     stages: int = 2  # tiles of queries under way
     stages_dout: int = 2
-    halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    parted: bool = False  # dk and dq in one pass over keys, dv in another: registers have no room for dk and dv of wide heads
     swizzle: int = 4  # heads that go together, for the L2 cache
     resident: bool = True  # as many blocks as SMs, which take one tile after another
 
     @property
     def block_k(self) -> int:
-        return GROUP_ROWS if self.halves else 2 * GROUP_ROWS
+        return 2 * GROUP_ROWS
 
     @property
     def num_warps(self) -> int:
@@ -40,7 +40,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}"]
-        return " ".join([*words, *(["halves"] if self.halves else [])])
+        return " ".join([*words, *(["parted"] if self.parted else [])])
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class BackwardTile:
     starts: int  # where their terms begin (`term_starts`)
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
-    halves: bool = False  # the two consumers share 64 keys, and each has half of the columns of dk and dv
+    makes_dk: bool = True  # and dq with it
+    makes_dv: bool = True
     stores_ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
     pairs_ds: bool = False  # two batch entries share it: a block takes a tile of both, and adds the second's to the first's
     resident: bool = True
@@ -92,7 +93,24 @@ class BackwardTile:
 
     @property
     def block_k(self) -> int:
-        return GROUP_ROWS if self.halves else 2 * GROUP_ROWS
+        return 2 * GROUP_ROWS
+
+    @property
+    def parted(self) -> bool:
+        """Whether dk and dv are made by a pass over keys each."""
+        return not (self.makes_dk and self.makes_dv)
+
+    @property
+    def makes(self) -> set[str]:
+        """The gradients, by the names of their tensors."""
+        return {*("qk" if self.makes_dk else ""), *("v" if self.makes_dv else "")}
+
+    @property
+    def parts(self) -> tuple[BackwardTile, ...]:
+        """The passes over keys."""
+        if not self.parted:
+            return (self,)
+        return self, replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2)
 
     @property
     def masks(self) -> bool:
@@ -141,12 +159,12 @@ class BackwardTile:
     @property
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
-        return not self.halves
+        return not self.parted
 
     @property
     def clears(self) -> bool:
         """Whether the sum of dq is cleared before; the copy engine stores the first share of a part instead of adding it."""
-        return self.halves
+        return self.parted
 
     @property
     def locked(self) -> bool:
@@ -159,14 +177,14 @@ class BackwardTile:
         return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
-    def columns_own(self) -> int:
-        """Columns of dk that a consumer has."""
-        return self.columns // 2 if self.halves else self.columns
+    def columns_stored(self) -> int:
+        """Columns of dk that are stored at a time."""
+        return self.columns // 2 if self.parted else self.columns
 
     @property
-    def columns_v_own(self) -> int:
-        """Columns of dv that a consumer has."""
-        return self.columns_v // 2 if self.halves else self.columns_v
+    def columns_v_stored(self) -> int:
+        """Columns of dv that are stored at a time."""
+        return self.columns_v // 2 if self.parted else self.columns_v
 
     @property
     def last_first(self) -> bool:
@@ -178,7 +196,7 @@ class BackwardTile:
 BACKWARD = {
     64: BackwardLaunch(block_q=128),
     128: BackwardLaunch(stages=3),
-    256: BackwardLaunch(halves=True),
+    256: BackwardLaunch(stages=1, stages_dout=1, parted=True),
 }
 
 
@@ -189,7 +207,7 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
         launch = replace(launch, block_q=GROUP_ROWS)
     if problem.blocks is not None:
         launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
-    if not (problem.lengths.ragged or launch.halves) and queries_bytes(problem) > CACHED_BYTES:
+    if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
     return ordered(launch, problem, device) if problem.deterministic else launch
 
@@ -218,7 +236,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     p = problem
     band = p.band
     modified = form.prescale or form.curved
-    brought = -1 if modified or launch.halves else copied(p, form)
+    brought = -1 if modified or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
         head_dim=p.head_dim,
@@ -235,9 +253,9 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         adds=form.adds,
         curved=form.curved,
         early=brought,
-        late=launch.halves or loads(p, form, brought),
+        late=loads(p, form, brought),
         modified=modified,
-        folds=not modified and p.dropout is None and not launch.halves,
+        folds=not modified and p.dropout is None and not launch.parted,
         deterministic=p.deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
@@ -251,7 +269,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         starts=term_starts(p),
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
-        halves=launch.halves,
+        makes_dv=not launch.parted,
         stores_ds=stored(p) is not None,
         pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,

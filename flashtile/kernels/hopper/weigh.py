@@ -17,9 +17,9 @@ NEGATIVE_ZERO = constexpr(-(2**31))  # the bits of -0.0: Triton writes 0.0 for t
 def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     """Zero the keys that no query sees, before all of them are summed over for dq."""
     first, end = seeing(sizes.k, sizes.q, band[1], band[0], T.right, T.left)
-    first_key = place.column if T.halves else place.column + W * 64
+    first_key = place.column + W * 64
     if (first_key < first) | (first_key + 64 > end):
-        blank_rows(memory.k.index(0 if T.halves else W).reshape([64, T.columns]), first - first_key, end - first_key)
+        blank_rows(memory.k.index(W).reshape([64, T.columns]), first - first_key, end - first_key)
         fence_async_shared()
 
 
@@ -31,8 +31,8 @@ def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constex
     INFINITE: gl.constexpr = 0x7F80 if memory.k.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     SCORES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    k = memory.k.index(0 if T.halves else W).reshape([64, COLUMNS])
-    first_key = place.column if T.halves else place.column + W * 64
+    k = memory.k.index(W).reshape([64, COLUMNS])
+    first_key = place.column + W * 64
     none = place.visits.begin if T.blocks_q > 0 else 0
     if place.visits.full_lo > none:
         largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
