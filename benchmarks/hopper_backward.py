@@ -243,7 +243,9 @@ def parts_ms(bound: Bound, tensors: Tensors, ms: float, device: torch.device) ->
     The pass over keys is what the others leave: by itself it would add to a sum that nobody cleared and, where it is
     deterministic, wait for ever for a turn that has passed.
     """
-    rows, dq = (burst_ms(lambda launch=launch: launch(tensors), 5, device) for launch in (bound.launches[0], bound.launches[-1]))
+    rows, dq = (
+        burst_ms(lambda launch=launch: launch(tensors), 5, device) for launch in (bound.launches[0], bound.launches[-1])
+    )
     return {"rows_ms": round(rows, 4), "keys_ms": round(ms - rows - dq, 4), "dq_ms": round(dq, 4)}
 
 

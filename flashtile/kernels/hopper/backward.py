@@ -187,7 +187,10 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
             T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """`step_keys` of a pass without dv: both consumers' ds meet in every step, for dq needs no queries, whose next come meanwhile."""
+    """`step_keys` of a pass without dv, where shared memory has room for one tile of queries and one of dout.
+
+    dP comes first, for it needs no queries: these are on their way until dk of the step before is done.
+    """
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
@@ -199,44 +202,38 @@ def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, s
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
+    first_key = place.column + W * 64
+    zero = gl.zeros([64, BLOCK_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
+    raw = zero
+    if T.adds_first:
+        memory.to.queries.wait(step)
+        head, start = meeting(memory, step, place, 4, T)
+        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    memory.to.douts.wait(step)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
-    first_key = place.column + W * 64
-    raw = starts(level_rows, BLOCK_Q, T)
-    if T.adds_first:
-        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
-    dp = starts(delta_rows, BLOCK_Q, T)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
+    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.adds_first, is_async=True)
     drawn = ()
     if T.dropout:
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
-    memory.to.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
     if T.deterministic:
         if step > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
     masked = asks(memory, step, place, start, ASKS, T)
-    raw = warpgroup_mma_wait(1, deps=[raw_token])
-    level = 0.0
-    delta = 0.0
-    if not T.folds:
-        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    dp = warpgroup_mma_wait(1, deps=[dp_token])
+    memory.to.douts.release(step)
+    dp = through_dropout(dp, drawn, seed, T)
+    level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
+    raw = warpgroup_mma_wait(0, deps=[raw_token])
     if T.modified:
-        delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
-        memory.to.douts.release(step)
-        dp = through_dropout(dp, drawn, seed, T)
         _, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
     else:
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
-        memory.to.douts.release(step)
-        dp = through_dropout(dp, drawn, seed, T)
-        if not T.folds:
-            delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
 
     ds = ds.to(memory.q.dtype)

@@ -81,6 +81,9 @@ def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, mask
         blank = masked
     elif T.blanks:
         blank = (start < first) | (start + T.block_q > end)
+    if T.douts_first:
+        if not blank:
+            load_dout(dout_desc, memory, head, start, place, step)
     memory.to.queries.claim(step)
     if T.tells:
         tell_step(memory, step, head, start, masked, T)
@@ -111,8 +114,15 @@ def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T
     """Load queries, their rows and dout."""
     bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
-    bar = memory.to.douts.acquire(step, dout_desc.block_type.nbytes)
-    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+    if not T.douts_first:
+        load_dout(dout_desc, memory, head, start, place, step)
+
+
+@gluon.jit
+def load_dout(desc, memory, head, start, place, step):
+    """Load dout, once its stage is free."""
+    bar = memory.to.douts.acquire(step, desc.block_type.nbytes)
+    tma_load(desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
 
 
 @gluon.jit

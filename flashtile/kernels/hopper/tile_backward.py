@@ -157,6 +157,16 @@ class BackwardTile:
         return 1 << (self.stages + 1).bit_length()
 
     @property
+    def douts_first(self) -> bool:
+        """Whether a step begins with dout, which is let go of before its queries are."""
+        return self.parted and self.makes_dk
+
+    @property
+    def sways(self) -> bool:
+        """Whether every other wave of tiles walks its queries from the last one on (docs/hopper.md)."""
+        return self.parted and self.right and not (self.left or self.tells or self.deterministic)
+
+    @property
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
         return not self.parted

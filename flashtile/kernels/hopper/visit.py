@@ -31,7 +31,8 @@ class Visits:
     Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask.
     """
 
-    lo: gl.tensor
+    lo: gl.tensor  # the first step's, the last of all where T.sways and it is their turn
+    stride: gl.tensor  # from step to step
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor  # of one query head
@@ -39,8 +40,9 @@ class Visits:
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, lo, full_lo, full_hi, tiles, begin, end):
+    def __init__(self, lo, stride, full_lo, full_hi, tiles, begin, end):
         self.lo = lo
+        self.stride = stride
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.tiles = tiles
@@ -83,7 +85,7 @@ class Walk:
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step, unless T.tells."""
-        return self.head_kv, self.visits.lo - self.visits.begin * T.block_q + step * T.block_q
+        return self.head_kv, self.visits.lo + (step - self.visits.begin) * self.visits.stride
 
     @gluon.jit
     def masked(self, start):
@@ -205,7 +207,13 @@ def walk(ticket, begin, work, T: gl.constexpr):
             asked += partial * (T.blocks_q // T.block_q)
         steps = gl.where(column < sizes.k, steps, 0)
         full_lo = begin + asked
-    visits = Visits(gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)
+    stride = gl.to_tensor(BLOCK_Q)
+    if T.sways:
+        per_head = gl.cdiv(span, BLOCK_K)
+        back = ticket // (per_head * gl.maximum(T.wave // per_head, T.swizzle)) % 2 == 0
+        stride = gl.where(back, -BLOCK_Q, BLOCK_Q)
+        lo = gl.where(back, lo + (tiles - 1) * BLOCK_Q, lo)
+    visits = Visits(gl.to_tensor(lo), stride, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)
     place = Walk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
                  first_padded(item, T), gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes
@@ -242,7 +250,9 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
         span_k, first_row = tickets.number(turn, 6, WARPS), tickets.number(turn, 7, WARPS)
         padded, place = work.region[1], batch * 0
     lo, tiles, begin = tickets.number(turn, 10, WARPS), tickets.number(turn, 13, WARPS), tickets.number(turn, 14, WARPS)
-    visits = Visits(lo, tickets.number(turn, 11, WARPS), tickets.number(turn, 12, WARPS), tiles, begin, end)
+    visits = Visits(
+        lo, gl.to_tensor(T.block_q), tickets.number(turn, 11, WARPS), tickets.number(turn, 12, WARPS), tiles, begin, end
+    )
     walk = Walk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row, gl.to_tensor(padded),
                 tickets.number(turn, 3, WARPS), visits)  # fmt: skip
     return walk, sizes
