@@ -170,7 +170,7 @@ def through_dropout(dp, drawn, seed, T: gl.constexpr):
 
 @gluon.jit
 def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
-    """Begin a consumer's part of dq, once they have come, from both consumers' ds: half of the columns or half of the queries, from all keys."""
+    """Begin a consumer's part of dq, from both consumers' ds, which have come: half its columns or queries, from all keys."""
     COLUMNS_DQ: gl.constexpr = T.columns_dq
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
