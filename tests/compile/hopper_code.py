@@ -1,6 +1,5 @@
-"""Compiles the Hopper forward of each spelling, or its backward behind "backward:" (the pass for dv alone, where
-there is one, behind "backward-dv:"), and prints, as JSON, what test_hopper.py
-judges.
+"""Compiles the Hopper forward of each spelling, or its backward behind "backward:" (where dv has a pass of its own, that
+one behind "backward-dv:"), and prints, as JSON, what test_hopper.py judges.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ for argument in sys.argv[1:]:
         assert BACKEND.unsupported(problem, H100, "fused") == []
         plan = BACKEND.backward(problem, H100, Gradients(), "fused")
         passes = [c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward"]
-        call = passes[direction == "backward-dv"]
+        call = passes[0 if direction == "backward-dv" else -1]
     else:
         assert BACKEND.unsupported(problem, H100) == []
         plan = BACKEND.forward(problem, H100)

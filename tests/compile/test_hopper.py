@@ -32,23 +32,29 @@ TUNED = {
 LAGGING = {(256, ",band=:0"): 301, (256, ",band=:0,sink=16:fp32"): 285}
 
 
+def spell(head_dim: int, rest: str) -> str:
+    dtype = "" if rest.startswith(HALF) else ",bf16"
+    return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim}{dtype}{rest})"
+
+
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
 TUNED_BACKWARD = {
     (64, ""): (585, 0), (64, ",band=:0"): (861, 0), (128, ""): (411, 0), (128, ",band=:0"): (547, 0),
-    (256, ""): (351, 0), (256, ",band=:0"): (425, 0),
+    (256, ""): (440, 0), (256, ",band=:0"): (588, 0),
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 11),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
-    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (478, 0),
+    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (641, 0),
 }  # fmt: skip
-
-
-def spell(head_dim: int, rest: str) -> str:
-    dtype = "" if rest.startswith(HALF) else ",bf16"
-    return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim}{dtype}{rest})"
+# And of the pass for dv, where that has one of its own.
+TUNED_DV = {(256, ""): (200, 0), (256, ",band=:0"): (274, 0), (256, DROPOUT): (335, 0)}
+PASSES = {
+    **{f"backward:{spell(*which)}": (which, *tuned) for which, tuned in TUNED_BACKWARD.items()},
+    **{f"backward-dv:{spell(*which)}": (which, *tuned) for which, tuned in TUNED_DV.items()},
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,23 +122,22 @@ def test_spills_stay_where_they_cost_little(shipped: dict[str, dict[str, Any]]) 
 
 @pytest.fixture(scope="module")
 def shipped_backward(compiled: Compiled) -> dict[str, dict[str, Any]]:
-    asked = (f"backward:{spell(*which)}" for which in TUNED_BACKWARD)
-    return {found["spelling"]: found for found in compiled("hopper_code.py", *asked)}
+    return {found["spelling"]: found for found in compiled("hopper_code.py", *PASSES)}
 
 
-@pytest.mark.parametrize("which", TUNED_BACKWARD, ids=lambda which: f"head_dim{which[0]}{which[1]}")
-def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
-    found, (length, spills) = shipped_backward[f"backward:{spell(*which)}"], TUNED_BACKWARD[which]
+@pytest.mark.parametrize("asked", PASSES)
+def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, Any]], asked: str) -> None:
+    found, (which, length, spills) = shipped_backward[asked], PASSES[asked]
     assert found["wgmma"]
     assert found["bulk"] >= 8
     assert found["setmaxnreg"] >= 2
     assert found["shared_bytes"] <= H100.smem_bytes
     assert set(found["serialised"]) <= {"(C7517)"}  # where dP starts from -delta it waits for S: measured faster than adding
-    steps = [loop for loop in found["loops"] if loop["exponentials"] and loop["length"] < 1.1 * length]
     loops = 2 if VARLEN in which[1] else 1  # of each consumer: steps that need no mask have one of their own
-    assert len(steps) == 2 * loops, [loop["length"] for loop in found["loops"]]
+    steps = sorted((loop for loop in found["loops"] if loop["exponentials"]), key=lambda loop: loop["length"])[: 2 * loops]
+    assert steps[-1]["length"] < 1.1 * length, [loop["length"] for loop in found["loops"]]
     if loops > 1:
-        assert sorted(loop["length"] for loop in steps)[1] <= TUNED_BACKWARD[which[0], ""][0]
+        assert steps[1]["length"] <= TUNED_BACKWARD[which[0], ""][0]
     for loop in steps:
         assert loop["spills"] <= spills
         # A bias lies in shared memory a step ahead; what the scores start from is it, turned.

@@ -190,7 +190,13 @@ class HopperBackend:
             (rows_per_head * p.heads_q, 1, 1),
             (
                 (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
-                (Pointer("rows"), Pointer("dq_sum"), Pointer("tickets"), locks, sunk),
+                (
+                    Pointer("rows"),
+                    Pointer("dq_sum") if tile.clears and len(parts) == 1 else None,
+                    Pointer("tickets"),
+                    locks,
+                    sunk,
+                ),
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
                 counts["heads"],
@@ -218,7 +224,7 @@ class HopperBackend:
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),
                     (
-                        ((Pointer("dq_sum"), Pointer("tickets"), locks), *whole),
+                        ((Pointer("dq_sum") if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks), *whole),
                         *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
                     ),
                 ),

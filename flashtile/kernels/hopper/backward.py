@@ -425,8 +425,9 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
-    where T.varlen; region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None;
-    ds_desc: where T.stores_ds, its gradient.
+    where T.varlen. A pass for dv alone is given the sum if another adds to it, and clears it.
+    region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None; ds_desc: where
+    T.stores_ds, its gradient.
     """
     grads, region, scale = settled(rest[0]), settled(rest[1]), rest[2]
     mask_args, lists = settled(rest[4]), settled(rest[5])
@@ -446,13 +447,15 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, grads[0][0], counter_ptr, memory, work,
+                    T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, grads[0][0], counter_ptr, memory, work,
+                    T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -7,11 +7,16 @@ from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, memory, work, T: gl.constexpr):
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_ptr, counter_ptr, memory, work,
+         T: gl.constexpr):  # fmt: skip
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
 
-    Where T.tells the other roles learn tiles and steps from it.
+    Where T.tells the other roles learn tiles and steps from it. Given a sum, a pass without dk clears it meanwhile.
     """
+    CLEARS: gl.constexpr = not T.makes_dk and sum_ptr is not None
+    dirty, clean = gl.to_tensor(0), gl.to_tensor(0)
+    if CLEARS:
+        dirty, clean = share_of_sum(sum_desc)
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     if T.resident:
@@ -43,12 +48,16 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
                     start, masked = place.visit(nth, asked, listed, T)
                     edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
                                       step, edges, T)  # fmt: skip
+                    if CLEARS:
+                        dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                     step = step + 1
         else:
             while step < place.visits.end:
                 head, start = place.at(step, T)
                 edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, False, first, end, place, step,
                                   edges, T)  # fmt: skip
+                if CLEARS:
+                    dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
         if T.resident and T.takes_late:
             taken = following(ticket, counter_ptr, T)
@@ -58,6 +67,28 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, bias_desc, counter_ptr, m
             memory.to.tickets.publish(turn, (ticket,))
     if T.tells:
         memory.to.tickets.publish(turn, (ticket,))
+    if CLEARS:
+        clear(sum_ptr, dirty, clean)
+
+
+@gluon.jit
+def share_of_sum(desc):
+    """This block's part of the sum of dq, as the first and the last of its pieces of 512 numbers."""
+    pieces = desc.shape[2] // 2
+    each = gl.cdiv(pieces, gl.num_programs(0))
+    first = gl.minimum(gl.program_id(0) * each, pieces)
+    return first, gl.minimum(first + each, pieces)
+
+
+@gluon.jit
+def clear(ptr, piece, end):
+    """Zeros for pieces of 512 numbers; the end."""
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    while piece < end:
+        at = ptr + piece.to(gl.int64) * 512 + gl.arange(0, 512, LANES)
+        gl.store(at, gl.zeros([512], gl.float32, LANES))  # pyright: ignore[reportCallIssue]
+        piece = piece + 1
+    return piece
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     tl.store(rows, level, mask=written)
     tl.store(rows + padded, delta, mask=written)
     exists = item.span_q > row // ROWS * ROWS
-    if T.clears:
+    if out_ptrs[1] is not None:
         sums = out_ptrs[1] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
         tl.store(sums, tl.zeros([64 * COLUMNS], tl.float32), mask=exists)
     if T.locked:
@@ -64,15 +64,15 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
-    """What the backward needs of every query, (level, delta), and zeros for the sum of dq and the counts of tickets.
+    """What the backward needs of every query, (level, delta), and zeros for the counts of tickets and the sum of dq, if given.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
     level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
-    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum, tickets, locks if T.locked else None,
-    what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse (batch,
-    heads_q, seqlen_q), sink (heads_q,).
+    in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum or None, tickets, locks if T.locked else
+    None, what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse
+    (batch, heads_q, seqlen_q), sink (heads_q,).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
     """

@@ -107,10 +107,10 @@ class BackwardTile:
 
     @property
     def parts(self) -> tuple[BackwardTile, ...]:
-        """The passes over keys."""
+        """The passes over keys. That of dv also clears the sum to which the other adds dq."""
         if not self.parted:
             return (self,)
-        return self, replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2)
+        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), self
 
     @property
     def masks(self) -> bool:
@@ -144,9 +144,9 @@ class BackwardTile:
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next ticket where a tile ends: where one begins, it would hold that as long as a long one takes.
+        """Whether a block takes its next ticket where a tile ends, so that no tile waits behind a long one.
 
-        It does so where a tile begins if tiles are equally long, or if consumers would spill more (docs/hopper.md).
+        Where tiles are equally long, or consumers would spill more (docs/hopper.md), it takes it where one begins.
         """
         spills = self.predicate or (self.ragged and self.block_q > GROUP_ROWS)
         return (self.gaps or self.ragged) and not spills
@@ -173,7 +173,7 @@ class BackwardTile:
 
     @property
     def clears(self) -> bool:
-        """Whether the sum of dq is cleared before; the copy engine stores the first share of a part instead of adding it."""
+        """Whether the sum of dq is cleared before: the copy engine stores the first share of a part instead of adding it."""
         return self.parted
 
     @property
