@@ -34,12 +34,13 @@ def case(
     dtype: DType,
     causal: bool,
     heads_kv: int | None = None,
+    head_dim_v: int | None = None,
 ) -> AttentionProblem:
     """The problem of one row of a published table; `seqlen` is one number, or (seqlen_q, seqlen_k)."""
     seqlen_q, seqlen_k = (seqlen, seqlen) if isinstance(seqlen, int) else seqlen
     return AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads, heads_kv=heads_kv or heads,
-        head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, mask=CAUSAL if causal else FULL,
+        head_dim=head_dim, head_dim_v=head_dim_v or head_dim, dtype=dtype, mask=CAUSAL if causal else FULL,
     )  # fmt: skip
 
 
@@ -74,6 +75,15 @@ SUITES: tuple[Suite, ...] = (
         "cudnn-cross",
         "cross attention of the cuDNN issue: 1024 queries on 1536 keys, 16 heads, head_dim 64, bf16",
         tuple(case(batch, 16, (1024, 1536), 64, BF16, False) for batch in (1, 2, 4, 6)),
+    ),
+    Suite(
+        "mla",
+        "DeepSeek's latent attention as it is trained: 16k tokens, 16 heads, head_dim 192, values 128, bf16 (arXiv 2412.19437)",
+        tuple(
+            case(16384 // seqlen, 16, seqlen, 192, BF16, causal, head_dim_v=128)
+            for causal in (True, False)
+            for seqlen in (1024, 4096, 16384)
+        ),
     ),
     Suite(
         "jax-split",

@@ -19,6 +19,7 @@ ANCHORS = {
     "llmc": {(b, 12, s, s, 64, True, dtype) for dtype in ("fp16", "fp32") for b, s in ((8, 1024), (6, 4096), (1, 8192))},
     "triton-tutorial": {(4, 48, s, s, 64, True, "fp16") for s in (1024, 2048, 4096, 8192, 16384, 32768)},
     "cudnn-cross": {(b, 16, 1024, 1536, 64, False, "bf16") for b in (1, 2, 4, 6)},
+    "mla": {(b, 16, s, s, 192, causal, "bf16") for causal in CAUSAL_AND_FULL for b, s in ((16, 1024), (4, 4096), (1, 16384))},
     "jax-split": {(4, h, 4096, 4096, d, causal, "bf16") for h, d in ((32, 64), (16, 128)) for causal in CAUSAL_AND_FULL},
 }
 

@@ -169,15 +169,52 @@ def through_dropout(dp, drawn, seed, T: gl.constexpr):
 
 
 @gluon.jit
+def multiply_rows(a, b, start, ADDS: gl.constexpr, CUT: gl.constexpr):
+    """Begin products of rows with rows, from `start` if ADDS; where CUT two, one after the other, without the last quarter."""
+    if CUT:
+        WIDE: gl.constexpr = a.shape[1] // 2
+        rest: gl.constexpr = a.shape[1] // 4
+        half = warpgroup_mma(a.slice(0, WIDE, 1), b.slice(0, WIDE, 1).permute((1, 0)), start, use_acc=ADDS, is_async=True)
+        return warpgroup_mma(a.slice(WIDE, rest, 1), b.slice(WIDE, rest, 1).permute((1, 0)), half, is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def empty_dk(T: gl.constexpr):
+    """dk of 64 keys before their first step, in as many pieces as `multiply_dk` adds to."""
+    COLUMNS: gl.constexpr = T.columns // 2 if T.cut else T.columns
+    rest: gl.constexpr = T.columns // 4
+    dk = (gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS)),)  # pyright: ignore[reportCallIssue]
+    if T.cut:
+        dk = (dk[0], gl.zeros([64, rest], gl.float32, matrix_layout(rest)))  # pyright: ignore[reportCallIssue]
+    return dk
+
+
+@gluon.jit
+def multiply_dk(ds, q, dk, T: gl.constexpr):
+    """Begin to add to the pieces of dk: all columns, or where T.cut half of them and the next quarter."""
+    if T.cut:
+        WIDE: gl.constexpr = T.columns // 2
+        rest: gl.constexpr = T.columns // 4
+        return (
+            warpgroup_mma(ds, q.slice(0, WIDE, 1), dk[0], is_async=True),
+            warpgroup_mma(ds, q.slice(WIDE, rest, 1), dk[1], is_async=True),
+        )
+    else:
+        return (warpgroup_mma(ds, q, dk[0], is_async=True),)
+
+
+@gluon.jit
 def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
     """Begin a consumer's part of dq, from both consumers' ds, which have come: half its columns or queries, from all keys."""
-    COLUMNS_DQ: gl.constexpr = T.columns_dq
+    COLUMNS_DQ: gl.constexpr = T.columns_dq // 2 if T.cut and W == 1 else T.columns_dq
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
         share = ds_of(memory, 2 * i + step % 2, T)
         keys = memory.k.index(uniform(gl.to_tensor(i)) if T.parted else i).reshape([64, T.columns])
         if T.block_q == 64:
-            keys = keys.slice(W * COLUMNS_DQ, COLUMNS_DQ, 1)
+            keys = keys.slice(W * T.columns_dq, COLUMNS_DQ, 1)
         else:
             share = share.slice(W * 64, 64, 1)
         dq = warpgroup_mma(share.permute((1, 0)), keys, dq, use_acc=(i > 0), is_async=True)
@@ -210,10 +247,10 @@ def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, s
         head, start = meeting(memory, step, place, 4, T)
         raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
     memory.to.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp_token = multiply_rows(v, dout, zero, False, T.cut_v)
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.adds_first, is_async=True)
+    raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
     drawn = ()
     if T.dropout:
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
@@ -221,7 +258,7 @@ def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, s
         if step > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
     masked = asks(memory, step, place, start, ASKS, T)
-    dp = warpgroup_mma_wait(1, deps=[dp_token])
+    dp = warpgroup_mma_wait(2 if T.cut else 1, deps=[dp_token])
     memory.to.douts.release(step)
     dp = through_dropout(dp, drawn, seed, T)
     level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
@@ -242,9 +279,11 @@ def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, s
     fence_async_shared()
     memory.to.scores.hand_over(step)
     memory.to.scores.wait(step)
-    dk_token = warpgroup_mma(ds_of(memory, 2 * W + step % 2, T), q, dk, is_async=True)
+    dk = multiply_dk(ds_of(memory, 2 * W + step % 2, T), q, dk, T)
     dq_token = multiply_dq(memory, step, W, T)
-    dk = warpgroup_mma_wait(1, deps=[dk_token])
+    dk = warpgroup_mma_wait(2, deps=dk)
+    if not T.cut:
+        dk = (dk,)
     memory.to.queries.release(step)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
     release_ds(memory, step, 0, T)
@@ -269,7 +308,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
     raw = starts(level_rows, BLOCK_Q, T)
     if T.adds_first:
         raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
+    raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
     drawn = ()
     if T.dropout:
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
@@ -319,7 +358,7 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
-        dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dk = empty_dk(T) if T.parted else gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
         if T.blanks and T.makes_dk:
@@ -361,7 +400,7 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
             dv *= seed.factor
-        store_keys(dk_desc, dv_desc, grads, memory, dk * scale, dv, place, W, T)
+        store_keys(dk_desc, dv_desc, grads, memory, dk, scale, dv, place, W, T)
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
@@ -369,32 +408,40 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
 
 
 @gluon.jit
-def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+def store_keys(dk_desc, dv_desc, grads, memory, dk, scale, dv, place, W: gl.constexpr, T: gl.constexpr):
     """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
     named_wait(8, 256)
     first = place.column + W * 64
     if T.parted:
         if T.makes_dk:
-            store_halves(dk_desc, grads[1], memory, dk, first, T.head_dim, place, W, T)
+            store_halves(dk_desc, grads[1], memory, dk[0] * scale, first, T.head_dim, place, W, T)
+            if T.cut:
+                store_piece(dk_desc, grads[1], memory, dk[1] * scale, T.columns // 2, first, T.head_dim, place, W, T)
         else:
             store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
     else:
         PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
         store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
         memory.to.sums.claim(2 * place.visits.end + W)
-        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, 0, first, T.head_dim, 0, 1, place, T)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk * scale, 0, first, T.head_dim, 0, 1, place, T)
 
 
 @gluon.jit
 def store_halves(desc, target, memory, value, first, WIDTH: gl.constexpr, place, W: gl.constexpr, T: gl.constexpr):
     """Write the gradient of 64 keys from `first` on, one half of its columns after the other, where the consumer's ds was."""
     COLUMNS: gl.constexpr = value.shape[1] // 2
-    PLACES: gl.constexpr = 4 * T.block_q // COLUMNS
     halves = gl.split(value.reshape([64, 2, COLUMNS]).permute((0, 2, 1)))
     for i in gl.static_range(2):
         half = gl.convert_layout(halves[i], matrix_layout(COLUMNS), assert_trivial=True)
-        store_gradient(desc, target, memory.ds, half, i * COLUMNS, first, WIDTH, W * (PLACES // 2), PLACES, place, T)
-        store_wait(0)
+        store_piece(desc, target, memory, half, i * COLUMNS, first, WIDTH, place, W, T)
+
+
+@gluon.jit
+def store_piece(desc, target, memory, value, column, first, WIDTH: gl.constexpr, place, W: gl.constexpr, T: gl.constexpr):
+    """Write some columns of the gradient of 64 keys from `first` on, through where the consumer's ds was."""
+    PLACES: gl.constexpr = 4 * T.block_q // value.shape[1]
+    store_gradient(desc, target, memory.ds, value, column, first, WIDTH, W * (PLACES // 2), PLACES, place, T)
+    store_wait(0)
 
 
 @gluon.jit

@@ -110,7 +110,9 @@ def dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, row, heads, scale, T:
     if not T.clears:  # nothing was added for queries that no key tile visits
         PARTS: tl.constexpr = T.columns // T.columns_dq
         exists = exists & (tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0) != 0)
-    value = tl.load(at, mask=exists, other=0.0) if T.ragged or not T.clears else tl.load(at)
+    if T.cut:  # nor for columns that do not exist
+        exists = exists & (tl.arange(0, 64 * COLUMNS) < 48 * COLUMNS)
+    value = tl.load(at, mask=exists, other=0.0) if T.ragged or T.cut or not T.clears else tl.load(at)
     value = tl.reshape(value, [COLUMNS // WIDE, WIDE // 8, 4, 8, 4, 2, 2])
     value = tl.reshape(tl.permute(value, (2, 5, 3, 0, 1, 4, 6)), [64, COLUMNS])
     if T.ragged:  # rows that do not count may have met an infinite key

@@ -12,7 +12,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
     Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
     warp 512. `rows.attention_dq` is the way back.
     """
-    COLUMNS: gl.constexpr = T.columns_dq
+    COLUMNS: gl.constexpr = dq.shape[1]
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
     shares = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
     shares = gl.convert_layout(shares, flat, assert_trivial=True)
@@ -27,7 +27,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
         place_of_part = part_of(head, start, W, place, sizes, T)
         if T.deterministic:
             await_turn(sum_ptrs[2] + place_of_part, place.turn(head, start, sizes, work, 4, T) * 4)  # every warp reports
-        at = place_of_part * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, layout=flat)
+        at = place_of_part * (64 * T.columns_dq) + gl.arange(0, 64 * COLUMNS, layout=flat)
         gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
 
 

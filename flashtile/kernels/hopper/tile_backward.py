@@ -187,9 +187,19 @@ class BackwardTile:
         return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
+    def cut(self) -> bool:
+        """Whether a quarter of the columns of queries and keys is padding, which products leave out."""
+        return self.parted and 4 * self.head_dim <= 3 * self.columns
+
+    @property
+    def cut_v(self) -> bool:
+        """The same of values, for products of their rows."""
+        return self.parted and 4 * self.head_dim_v <= 3 * self.columns_v
+
+    @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
-        return self.columns // 2 if self.parted else self.columns
+        return self.columns // (4 if self.cut else 2) if self.parted else self.columns
 
     @property
     def columns_v_stored(self) -> int:
@@ -217,6 +227,8 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
         launch = replace(launch, block_q=GROUP_ROWS)
     if problem.blocks is not None:
         launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
+    if launch.parted and columns_of(problem.head_dim_v) < columns_of(problem.head_dim):  # room for more
+        launch = replace(launch, stages=2, stages_dout=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
     return ordered(launch, problem, device) if problem.deterministic else launch
