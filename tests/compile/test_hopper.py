@@ -47,7 +47,8 @@ TUNED_BACKWARD = {
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 11),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
-    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (641, 0), (192, ",band=:0"): (590, 0),
+    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (641, 0),
+    (192, ",band=:0"): (590, 0),
 }  # fmt: skip
 # And of the pass for dv, where that has one of its own.
 TUNED_DV = {(192, ",band=:0"): (276, 0), (256, ""): (200, 0), (256, ",band=:0"): (274, 0), (256, DROPOUT): (335, 0)}
