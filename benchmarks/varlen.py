@@ -476,7 +476,7 @@ SECTIONS = {"poison": poison, "varlen": varlen, "tiles": tiles, "build": build, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="triton")
+    parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="chosen")
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[8192, 32768], help="of the section blocks")
     options(parser, "bench-output/varlen.csv", 240)
     chosen = parser.parse_args()
