@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import RLock
@@ -93,6 +94,38 @@ def compiling(kind: str) -> Any:
     return _with_assembler() if kind == "cuda" and not INTERPRETED and assembler() else nullcontext()
 
 
+class _Threads(ThreadPoolExecutor):
+    """Of each kernel that is compiled builds the launcher, too: some releases make it of C, a third of a second each."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        from triton.runtime import driver
+
+        active: Any = driver.active
+
+        def build() -> Any:
+            kernel = fn(*args, **kwargs)
+            active.launcher_cls(kernel.src, kernel.metadata)  # the first launch finds it on disk
+            return kernel
+
+        return super().submit(build)
+
+
+@contextmanager
+def side_by_side(kind: str) -> Generator[None]:
+    """As `compiling`: what kernels' `warmup` asks for inside is compiled in threads, and there at the end.
+
+    What fails is left to whoever launches it, who then hears why.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    with compiling(kind):
+        if active_mode.get() is not None:  # a caller's own, which cannot be nested
+            yield
+            return
+        with _Threads() as threads, AsyncCompileMode(threads, ignore_errors=True):
+            yield
+
+
 @contextmanager
 def _with_assembler() -> Generator[None]:
     from triton.backends.nvidia import compiler
@@ -109,5 +142,5 @@ def _with_assembler() -> Generator[None]:
 
 __all__ = [
     "INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "assembler", "compiling", "constexpr", "jit", "shared",
-    "tile_layout", "tl",
+    "side_by_side", "tile_layout", "tl",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import triton
 
+from flashtile import _triton
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.triton.backend import BACKEND, broadcast_gradients
 from flashtile.kernels.triton.backward import attention_backward_keys, attention_backward_queries
@@ -31,7 +31,7 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+from flashtile.torch.run import KIND, TORCH_DTYPES, Bound, device_of
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 KERNELS: dict[Pass, object] = {
@@ -144,7 +144,7 @@ def measure(
     for launch in launches:
         plan, index = plan_of(problem, place, which, launch)
         measured.append(Measured(launch, Bound(plan, tensors, device), index))
-    with triton.AsyncCompileMode(ThreadPoolExecutor(), ignore_errors=True):
+    with _triton.side_by_side(KIND):
         for m in measured:
             scratch = _allocate(m.bound, tensors)
             m.bound.launches[m.index].warm(scratch)  # pyright: ignore[reportFunctionMemberAccess]

@@ -110,6 +110,7 @@ class Bound:
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | None = None  # once every kernel is compiled
+        self.ahead = _triton.INTERPRETED  # whether nothing is left to compile ahead
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, strides in self.staged:
@@ -137,10 +138,21 @@ class Bound:
         """Those that launch anything."""
         return [launch for launch in self.launches if isinstance(launch, KernelLaunch) and not launch.empty]
 
+    def compile_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Compile a plan's kernels side by side, before its first launch; not those that need what a host call makes."""
+        ahead, self.ahead = self.ahead, True
+        launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
+        if ahead or len(launches) < 2:
+            return
+        with _triton.side_by_side(KIND):
+            for launch in launches:
+                launch.warm(tensors)
+
     def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.replay:
             self.replay(tensors)
         else:
+            self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
             if all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches):
@@ -150,9 +162,7 @@ class Bound:
         return tensors
 
 
-def compiling() -> Any:
-    """The context in which Triton is to compile for PyTorch's GPUs."""
-    return _triton.compiling("hip" if torch.version.hip else "cuda")
+KIND = "hip" if torch.version.hip else "cuda"  # of PyTorch's GPUs
 
 
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
@@ -231,11 +241,10 @@ class KernelLaunch:
         return args
 
     def warm(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compile without launching."""
+        """Compile without launching, in a context of `_triton`."""
         if not self.empty and self.compiled is None:
             args = [_fill(a, tensors) for a in self.args]
-            with compiling():
-                self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
+            self.call.kernel.warmup(*args, grid=self.call.grid, **dict(self.call.constants), **self.options())
 
     def options(self) -> dict[str, Any]:
         return {} if _triton.INTERPRETED else self.call.options
@@ -244,7 +253,7 @@ class KernelLaunch:
         """Launch through the JIT, which specialises on the values, and keep what it compiled."""
         call = self.call
         args = [_fill(a, tensors) for a in self.args]
-        with compiling():
+        with _triton.compiling(KIND):
             compiled = call.kernel[call.grid](*args, **dict(call.constants), **self.options())
         if DIRECT_LAUNCH and compiled is not None and not (
             compiled.run.global_scratch_size or compiled.run.profile_scratch_size

@@ -46,14 +46,27 @@ class Address:
         self.data_ptr = lambda: address
 
 
-def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
-    """What the driver gets from a plan's replay, from its graph, and from its launches one by one on the same addresses."""
+def bound_of(plan: Any) -> tuple[Bound, dict[str, torch.Tensor]]:
+    """A plan bound to tensors of the CPU as if these were on the card, and the tensors."""
     inputs = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.named("input")}
     bound = Bound(plan, inputs, torch.device("cpu"))
     bound.device = Card  # pyright: ignore
     for launch in bound.launches:
         launch.device = Card  # pyright: ignore
-    with patch.object(torch, "empty_strided", lambda shape, strides, dtype, device: EMPTY_STRIDED(shape, strides, dtype=dtype)):
+    return bound, inputs
+
+
+def on_card() -> Any:
+    """While it is entered, tensors asked for on the card are the CPU's."""
+    return patch.object(
+        torch, "empty_strided", lambda shape, strides, dtype, device: EMPTY_STRIDED(shape, strides, dtype=dtype)
+    )
+
+
+def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
+    """What the driver gets from a plan's replay, from its graph, and from its launches one by one on the same addresses."""
+    bound, inputs = bound_of(plan)
+    with on_card():
         bound.run(dict(inputs))
         file.write_text("")
         bound.run(dict(inputs))

@@ -23,8 +23,29 @@ ROOT = HERE.parents[1]
 COMPILER = shutil.which("cc")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here launches reach a GPU")
-@pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the recording driver with")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here launches reach a GPU")
+compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the recording driver with")
+
+
+def printed(tmp_path: Path, script: str, spelling: str) -> list[str]:
+    """The lines that a script of this folder prints of a problem, with the recording driver."""
+    assert COMPILER is not None
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(library), str(HERE / "libcuda.c")], check=True)
+    (tmp_path / "libcuda.so").symlink_to(library.name)
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "LAUNCHES": str(tmp_path / "launches"),
+        "EARLY": str(tmp_path / "early"), "PARAMETERS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", f"tests.driver.{script}", spelling]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+@on_cpu
+@compiler
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -35,20 +56,8 @@ COMPILER = shutil.which("cc")
     ],
 )
 def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> None:
-    assert COMPILER is not None
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(library), str(HERE / "libcuda.c")], check=True)
-    (tmp_path / "libcuda.so").symlink_to(library.name)
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "LAUNCHES": str(tmp_path / "launches"),
-        "EARLY": str(tmp_path / "early"),
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "launches.py"), spelling]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
     seen: list[str] = []
-    for line in done.stdout.splitlines():
+    for line in printed(tmp_path, "launches", spelling):
         backend, kernel, direct, known, text = line.split("|")
         if kernel == "replay":
             assert ast.literal_eval(direct) == ast.literal_eval(known) == ast.literal_eval(text) != []
@@ -62,3 +71,13 @@ def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> Non
     assert {"hopper attention_forward", "hopper attention_backward", "hopper replay", "triton attention_backward_keys"} <= set(
         seen
     )
+
+
+@on_cpu
+@compiler
+def test_a_plan_s_kernels_are_compiled_side_by_side_and_once(tmp_path: Path) -> None:
+    lines = printed(tmp_path, "ahead", "attention(q=1x128x2x256,kv=128x2x256,fp16)")
+    ahead, after_failure = (sorted(ast.literal_eval(line)) for line in lines)
+    names = ["attention_backward", "attention_backward", "attention_dq", "attention_rows"]
+    assert ahead == [(name, False, False) for name in names]
+    assert after_failure == [(name, True, True) for name in names]  # by the launches themselves
