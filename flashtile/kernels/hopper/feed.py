@@ -13,7 +13,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
 
     Where T.tells the other roles learn tiles and steps from it. Given a sum, a pass without dk clears it meanwhile.
     """
-    CLEARS: gl.constexpr = not T.makes_dk and sum_ptr is not None
+    CLEARS: gl.constexpr = not T.makes_dk and sum_ptr is not None  # pyright: ignore[reportAssignmentType]
     dirty, clean = gl.to_tensor(0), gl.to_tensor(0)
     if CLEARS:
         dirty, clean = share_of_sum(sum_desc)
@@ -83,7 +83,7 @@ def share_of_sum(desc):
 @gluon.jit
 def clear(ptr, piece, end):
     """Zeros for pieces of 512 numbers; the end."""
-    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])  # pyright: ignore[reportAssignmentType]
     while piece < end:
         at = ptr + piece.to(gl.int64) * 512 + gl.arange(0, 512, LANES)
         gl.store(at, gl.zeros([512], gl.float32, LANES))  # pyright: ignore[reportCallIssue]
