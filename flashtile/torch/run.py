@@ -110,7 +110,7 @@ class Bound:
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | None = None  # once every kernel is compiled
-        self.ahead = _triton.INTERPRETED  # whether nothing is left to compile ahead
+        self.ahead = _triton.INTERPRETED or not self.on_gpu  # whether nothing is left to compile ahead
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, strides in self.staged:

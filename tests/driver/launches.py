@@ -50,7 +50,7 @@ def bound_of(plan: Any) -> tuple[Bound, dict[str, torch.Tensor]]:
     """A plan bound to tensors of the CPU as if these were on the card, and the tensors."""
     inputs = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.named("input")}
     bound = Bound(plan, inputs, torch.device("cpu"))
-    bound.device = Card  # pyright: ignore
+    bound.device, bound.ahead = Card, False  # pyright: ignore
     for launch in bound.launches:
         launch.device = Card  # pyright: ignore
     return bound, inputs
