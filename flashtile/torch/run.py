@@ -140,9 +140,8 @@ class Bound:
 
     def compile_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
         """Compile a plan's kernels side by side, before its first launch; not those that need what a host call makes."""
-        ahead, self.ahead = self.ahead, True
         launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
-        if ahead or len(launches) < 2:
+        if len(launches) < 2:
             return
         with _triton.side_by_side(KIND):
             for launch in launches:
@@ -152,7 +151,9 @@ class Bound:
         if self.replay:
             self.replay(tensors)
         else:
-            self.compile_ahead(tensors)
+            if not self.ahead:
+                self.ahead = True
+                self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
             if all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches):
