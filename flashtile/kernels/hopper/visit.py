@@ -8,7 +8,7 @@ from flashtile.kernels.hopper.ticket import read_word, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, long_lists, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows, seat
 from flashtile.kernels.lib.mask import key_range
-from flashtile.kernels.lib.varlen import Item, first_padded, slab, tile_of
+from flashtile.kernels.lib.varlen import Item, abreast, first_padded, slab, tile_of
 
 WORDS = constexpr(16)  # numbers that `tell_tile` tells
 
@@ -210,7 +210,7 @@ def walk(ticket, begin, work, T: gl.constexpr):
     stride = gl.to_tensor(BLOCK_Q)
     if T.sways:
         per_head = gl.cdiv(span, BLOCK_K)
-        back = ticket // (per_head * gl.maximum(T.wave // per_head, T.swizzle)) % 2 == 0
+        back = ticket // (per_head * abreast(per_head, T)) % 2 == 0
         stride = gl.where(back, -BLOCK_Q, BLOCK_Q)
         lo = gl.where(back, lo + (tiles - 1) * BLOCK_Q, lo)
     visits = Visits(gl.to_tensor(lo), stride, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)

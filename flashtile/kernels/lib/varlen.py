@@ -108,6 +108,12 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
 
 
 @jit
+def abreast(per_head, T: tl.constexpr):
+    """Heads whose tiles go together, `per_head` each."""
+    return tl.maximum(T.wave // per_head, T.swizzle)
+
+
+@jit
 def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
     """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
 
@@ -115,7 +121,7 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOC
     of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
     """
     per_head = tiles // heads if T.ragged else tl.cdiv(seqlen, BLOCK)
-    together = tl.maximum(T.wave // per_head, T.swizzle)
+    together = abreast(per_head, T)
     if T.ragged:
         slot, head = seat(number, per_head, heads, together, False)
         record = schedule_ptr + slot * RECORD
