@@ -37,6 +37,18 @@ from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
+def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+    """(query head, first query, first key, what the scores start from) of a step, once its queries have arrived."""
+    memory.to.queries.wait(step)
+    head, start = meeting(memory, step, place, 4, T)
+    first_key = place.column + W * 64
+    raw = starts(level_rows, T.block_q, T)
+    if T.adds_first:
+        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    return head, start, first_key, raw
+
+
+@gluon.jit
 def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum.
@@ -56,12 +68,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
-    memory.to.queries.wait(step)
-    head, start = meeting(memory, step, place, 4, T)
-    first_key = place.column + W * 64
-    raw = starts(level_rows, BLOCK_Q, T)
-    if T.adds_first:
-        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
     dp = starts(delta_rows, BLOCK_Q, T)
     raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
     drawn = ()
@@ -300,12 +307,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
     dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, T.columns_v])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
 
-    memory.to.queries.wait(step)
-    head, start = meeting(memory, step, place, 4, T)
-    first_key = place.column + W * 64
-    raw = starts(level_rows, BLOCK_Q, T)
-    if T.adds_first:
-        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+    head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
     raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
     drawn = ()
     if T.dropout:
