@@ -90,7 +90,9 @@ class HopperBackend:
         if p.lengths.ragged and p.deterministic:
             reasons.append("items differ in length; the deterministic order is kept for batches of one length")
         if variant == "split":
-            reasons.append("the backward is one pass over keys, 'fused', in a fixed order where it has to be deterministic")
+            reasons.append(
+                "the backward is 'fused', dq and dk from one pass over keys, in a fixed order where it has to be deterministic"
+            )
         if stored(p) is None:
             reasons += [
                 f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels; here it is that of one bias for "
