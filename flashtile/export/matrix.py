@@ -24,6 +24,7 @@ import triton
 from flashtile.dispatch import BACKENDS, backend_named
 from flashtile.export.compile import compile_and_read
 from flashtile.export.descriptors import suspicious_operands
+from flashtile.export.hazards import overwritten_operands
 from flashtile.export.sass import disassemble
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
@@ -189,10 +190,14 @@ def compile_row(job: Job) -> Row:
     multiplies = "SCORE" in constants
     if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
         failures.append("has no matrix instructions")
-    if job.backend == "triton" and device.kind == "cuda" and device.arch == 90:
-        suspicious = suspicious_operands(disassemble(compiled))
+    if device.kind == "cuda" and device.arch == 90:
+        sass = disassemble(compiled)
+        suspicious = suspicious_operands(sass) if job.backend == "triton" else []
         if suspicious:
             failures.append(f"operands differ by the way to them: {', '.join(suspicious[:3])}")
+        overwritten = overwritten_operands(sass)
+        if overwritten:
+            failures.append(f"operands are overwritten before they are read: {', '.join(overwritten[:3])}")
     return replace(
         row,
         registers=used.registers,

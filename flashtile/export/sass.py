@@ -41,11 +41,11 @@ def _is(opcode: str, name: str) -> bool:
 
 
 def disassemble(compiled: Any) -> str:
-    """SASS of a kernel compiled for an NVIDIA GPU, by Triton's own disassembler."""
+    """SASS of a kernel compiled for an NVIDIA GPU, each instruction with its bits, by Triton's own disassembler."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        done = subprocess.run([str(TOOLS / "nvdisasm"), "-c", str(binary)], capture_output=True, text=True, check=True)
+        done = subprocess.run([str(TOOLS / "nvdisasm"), "-c", "-hex", str(binary)], capture_output=True, text=True, check=True)
     return done.stdout
 
 

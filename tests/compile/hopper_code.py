@@ -9,6 +9,7 @@ import re
 import sys
 
 from flashtile.export.compile import compile_and_read
+from flashtile.export.hazards import overwritten_operands
 from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.hopper.backend import BACKEND
 from flashtile.kernels.hopper.choose import choose_forward
@@ -33,7 +34,7 @@ for argument in sys.argv[1:]:
         call = plan.calls[-1]  # behind a schedule's
         assert isinstance(call, KernelCall)
     compiled, used = compile_and_read(call, plan, H100)
-    ptx = compiled.asm["ptx"]
+    ptx, sass = compiled.asm["ptx"], disassemble(compiled)
     loops = [
         {
             "length": len(loop.opcodes),
@@ -50,7 +51,7 @@ for argument in sys.argv[1:]:
             "jumps": loop.places("BRA"),
             "multiplications": loop.places("FMUL"),
         }
-        for loop in matrix_loops(disassemble(compiled))
+        for loop in matrix_loops(sass)
     ]
     found = {
         "spelling": argument,
@@ -63,5 +64,6 @@ for argument in sys.argv[1:]:
         "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
         "loops": loops,
+        "overwritten": overwritten_operands(sass),
     }
     print(json.dumps(found))

@@ -48,10 +48,13 @@ TUNED_BACKWARD = {
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 11),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
     (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (641, 0),
-    (192, ",band=:0"): (590, 0),
+    (192, ",band=:0"): (590, 0), (256, BIAS): (867, 62), (256, f",band=:0{SOFTCAP}"): (915, 0),
 }  # fmt: skip
 # And of the pass for dv, where that has one of its own.
-TUNED_DV = {(192, ",band=:0"): (276, 0), (256, ""): (200, 0), (256, ",band=:0"): (274, 0), (256, DROPOUT): (335, 0)}
+TUNED_DV = {
+    (192, ",band=:0"): (276, 0), (256, ""): (200, 0), (256, ",band=:0"): (274, 0), (256, DROPOUT): (335, 0),
+    (256, BIAS): (510, 1), (256, f",band=:0{SOFTCAP}"): (559, 0),
+}  # fmt: skip
 PASSES = {
     **{f"backward:{spell(*which)}": (which, *tuned) for which, tuned in TUNED_BACKWARD.items()},
     **{f"backward-dv:{spell(*which)}": (which, *tuned) for which, tuned in TUNED_DV.items()},
@@ -66,6 +69,7 @@ def shipped(compiled: Compiled) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("which", TUNED, ids=lambda which: f"head_dim{which[0]}{which[1]}")
 def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
     found = shipped[spell(*which)]
+    assert not found["overwritten"]
     assert found["wgmma"]
     assert found["bulk"] >= 4
     assert found["setmaxnreg"] >= 2  # the loader gives registers to the consumers
@@ -129,6 +133,7 @@ def shipped_backward(compiled: Compiled) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("asked", PASSES)
 def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, Any]], asked: str) -> None:
     found, (which, length, spills) = shipped_backward[asked], PASSES[asked]
+    assert not found["overwritten"]
     assert found["wgmma"]
     assert found["bulk"] >= 8
     assert found["setmaxnreg"] >= 2
@@ -141,8 +146,8 @@ def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, A
         assert steps[1]["length"] <= TUNED_BACKWARD[which[0], ""][0]
     for loop in steps:
         assert loop["spills"] <= spills
-        # A bias lies in shared memory a step ahead; what the scores start from is it, turned.
-        if BIAS in which[1] or BIAS_GRADIENT in which[1]:
+        # A bias lies in shared memory a step ahead, where that has room for it; what the scores start from is it, turned.
+        if (BIAS in which[1] or BIAS_GRADIENT in which[1]) and which[0] <= 128:
             assert not loop["loads"]
             assert len(loop["turns"]) == 4
             assert max(loop["turns"]) < min(loop["waits"])

@@ -299,7 +299,12 @@ def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, s
 @gluon.jit
 def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
             T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """`step_keys` of a pass with dv alone."""
+    """`step_keys` of a pass with dv alone.
+
+    Before queries are let go of there is a fence, for the next ones' rows overwrite what was read. It stands under the product
+    unless modifiers follow this: among their loads and curves ptxas then leaves out waits (`export/hazards.py`).
+    """
+    RESTS: gl.constexpr = not (T.modified or T.late)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
@@ -316,9 +321,11 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
     level = 0.0
     if not T.folds:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    fence_async_shared()  # the next queries' rows overwrite what was read
+    if RESTS:
+        fence_async_shared()
     raw = warpgroup_mma_wait(0, deps=[raw_token])
-    memory.to.queries.release(step)
+    if RESTS:
+        memory.to.queries.release(step)
     if T.modified:
         p, _ = modified(raw, raw, (level, 0.0, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                         SCORE, MASK)  # fmt: skip
@@ -327,6 +334,9 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
     weights = gl.convert_layout(weighed(p, drawn, seed, memory.q.dtype, T), operand_layout(T.columns_v))
+    if not RESTS:
+        fence_async_shared()
+        memory.to.queries.release(step)
     memory.to.douts.wait(step)
     dv = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, dout, dv, is_async=True)])
     memory.to.douts.release(step)
