@@ -27,6 +27,7 @@ _READERS = re.compile(
     r"ST|RED\b|RED\.|BRA|BRX|BAR|BSSY|BSYNC|CALL|CCTL|EXIT|FENCE|FSETP|HSETP|DSETP|ISETP|MEMBAR|NANOSLEEP|NOP|PLOP|R2P|R2UR|REDUX|"
     r"RET|SYNCS|U|VOTE|WARP|YIELD"
 )
+_LEAVES = ("BRA", "BRX", "EXIT", "RET.REL.NODEC")
 _SPECIAL = re.compile(r"MUFU|F2I|I2F|F2F|POPC|FLO|BREV")
 _ANY_LATENCY = re.compile(r"MUFU|LD|ST|SHFL|ATOM|RED\b|RED\.")  # even without a barrier of their own
 
@@ -81,7 +82,7 @@ def overwritten_operands(sass: str) -> list[str]:
     pending: list[tuple[str, int, set[int]]] = []  # unit, number and sources of what may still have to read
     last: list[dict[str, int]] = [{} for _ in range(_BARRIERS)]  # by barrier the last instruction of each unit that set it
     for number, instruction in enumerate(_instructions(sass)):
-        if instruction is None:  # a label
+        if instruction is None:
             pending, last = [], [{} for _ in range(_BARRIERS)]
             continue
         for barrier in instruction.waits:
@@ -108,7 +109,7 @@ def _span(first: int, opcode: str) -> set[int]:
 
 
 def _instructions(sass: str) -> Iterator[Instruction | None]:
-    """What `sass.disassemble` says, None for labels. Products and their registers are left out: they have their own waits."""
+    """What `sass.disassemble` says, None where other code begins. Products are left out: they have their own waits."""
     lines = sass.splitlines()
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
         if _LABEL.match(line):
@@ -126,6 +127,8 @@ def _instructions(sass: str) -> Iterator[Instruction | None]:
         if not opcode.startswith("HGMMA"):
             split = tuple(x.strip() for x in re.split(r",(?![^\[(]*[\])])", operands))
             yield Instruction(place, opcode, split, control >> 5 & 7, control >> 8 & 7, waits)
+        if opcode in _LEAVES and "@" not in line:
+            yield None
 
 
 __all__ = ["Instruction", "overwritten_operands"]

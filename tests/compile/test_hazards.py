@@ -34,11 +34,17 @@ def test_an_address_that_is_written_while_its_load_is_under_way_is_found(registe
         [NEXT, line(0x30, "MOV R11, R2", waits=0b100), line(0x40, "MOV R9, R2")],  # a later load has its address
         [line(0x20, "DEPBAR.LE SB1, 0x0"), line(0x30, "MOV R8, R2")],
         [line(0x20, "LDS R8, [R3]", written=0)],  # behind the load in the same queue
+        [line(0x20, "EXIT"), line(0x30, "MOV R8, R2")],  # nor what stands behind the end
         [".L_x_3:", line(0x20, "MOV R8, R2")],  # code that is reached in other ways, too, is not followed
     ],
 )
 def test_what_waits_is_not(rest: list[str]) -> None:
     assert overwritten_operands("\n".join([LOAD, *rest])) == []
+
+
+def test_an_end_for_some_threads_is_none() -> None:
+    code = [LOAD, line(0x20, "@P0 EXIT"), line(0x30, "MOV R8, R2")]
+    assert overwritten_operands("\n".join(code)) == ["30 MOV R8"]
 
 
 def test_stored_values_are_read_late_too() -> None:
