@@ -2,7 +2,7 @@
 
 from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
-from flashtile.kernels.hopper.layouts import column_layout, matrix_layout, memory_layout, pair_layout, row_layout
+from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
@@ -129,22 +129,30 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
 
 @gluon.jit
 def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
-    """Which keys of a tile a warpgroup's queries see."""
+    """Which keys of a tile a warpgroup's queries see: one comparison per score for each bound.
+
+    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the bounds.
+    """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
-    # one limit on either side, relative to the tile: a single comparison per score and side
-    row = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
-    column = gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    L: gl.constexpr = parts.type.layout
+    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    column = eight * 8 + pair
     start = tile * BLOCK_K
     position = row + (size.seqlen_k - size.seqlen_q) - start
-    last = gl.full([ROWS], size.seqlen_k - 1 - start, gl.int32, row_layout(BLOCK_K))
+    last = position * 0 + (size.seqlen_k - 1 - start)
     if T.right:
         last = gl.minimum(position + size.right, last)
     if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
         last = gl.where(at.blocks.visited > 0, last, -1)
-    keep = column[None, :] <= last[:, None]
+    keep = column <= last - lane * 2
     if T.left:
-        keep = keep & (column[None, :] >= (position - size.left)[:, None])
+        keep = keep & (column >= position - size.left - lane * 2)
+    keep = gl.convert_layout(keep.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
     if T.predicate:
         keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
     return keep
