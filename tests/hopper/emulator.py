@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.hopper import language
-from tests.hopper.machine import Barrier, Block, Memory, NamedBarrier, Product, extend_tensors, here
+from tests.hopper.machine import Abreast, Barrier, Block, Memory, NamedBarrier, Product, extend_tensors, here
 
 _DICE = random.Random(0)
 
@@ -160,8 +160,14 @@ def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
 
 
 def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-    """The beginning of a tile as another one."""
-    return Memory(tile.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
+    """The shared memory that begins with a tile as another one."""
+    flat = tile.tensor.view(-1)
+    rest = flat.as_strided((flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset(),), (1,))
+    return Memory(rest.view(dtype)[: torch.Size(shape).numel()].view(shape))
+
+
+def abreast(tiles: Memory, first: Any, count: int, rows: int, columns: int) -> Memory:
+    return Abreast(tiles.tensor[int(first) : int(first) + count].view(count, rows, columns))
 
 
 def store_wait(pendings: int) -> None:
@@ -280,8 +286,8 @@ def install(seed: int = 0) -> None:
 
 
 WORDS: tuple[Any, ...] = (
-    fence_async_shared, mbarrier, named_arrive, named_wait, recast, store_wait, tma_add, tma_load, tma_store, warpgroup_mma,
-    warpgroup_mma_wait,
+    abreast, fence_async_shared, mbarrier, named_arrive, named_wait, recast, store_wait, tma_add, tma_load, tma_store,
+    warpgroup_mma, warpgroup_mma_wait,
 )  # fmt: skip
 
 

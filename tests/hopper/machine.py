@@ -247,6 +247,9 @@ class Memory:
         self.tensor.copy_(value)
         here().writes.add(_extent(self.tensor))
 
+    def extent(self) -> tuple[int, int]:
+        return _extent(self.tensor)
+
     def check_fenced(self) -> None:
         """Before the matrix unit or the bulk copy engine reads: they do not see what registers wrote without a fence."""
         self._check("reads", "wrote", lambda role: role.writes)
@@ -256,10 +259,29 @@ class Memory:
         self._check("overwrites", "read", lambda role: role.reads)
 
     def _check(self, does: str, did: str, places: Callable[[Role], Iterable[tuple[int, int]]]) -> None:
-        first, end = _extent(self.tensor)
+        first, end = self.extent()
         for role in here().block.all_roles:
             for low, high in places(role):
                 assert high <= first or end <= low, f"{here().name} {does} what {role.name} {did} and has not fenced"
+
+
+class Abreast(Memory):
+    """Tiles of a buffer as one tile of all their columns, for the matrix unit alone: what it shows is a copy."""
+
+    def __init__(self, tiles: torch.Tensor, turned: bool = False):
+        self.tiles, self.turned = tiles, turned
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        wide = torch.cat(list(self.tiles), 1)
+        return wide.T if self.turned else wide
+
+    def permute(self, order: Sequence[int]) -> Memory:
+        assert tuple(order) == (1, 0)
+        return Abreast(self.tiles, not self.turned)
+
+    def extent(self) -> tuple[int, int]:
+        return _extent(self.tiles)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

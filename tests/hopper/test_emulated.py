@@ -31,6 +31,8 @@ STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
 SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
 MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
 NEGATIVE: Sizes = ("1x130x1", "130x1", ",scale=-0.2", False)
+LONGER: Sizes = ("1x400x1", "2100x1", "", False)
+LONGER_CAUSAL: Sizes = ("1x70x1", "8200x1", ",band=:0", False)
 ALL = (TINY, CAUSAL, UNSEEN_QUERIES, SHARED_HEADS, WINDOW, LEFT, STRIPE, SOFTCAP, MODIFIERS, NEGATIVE)
 DRIFTS = (-0.5, -0.054, 0.054, 0.5)
 FEW = (CAUSAL, SHARED_HEADS, WINDOW, MODIFIERS)
@@ -56,6 +58,7 @@ class Tile:
 
 
 SMALL = dict(block_q=64)
+APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
         Tile(ALL, 64),
@@ -66,7 +69,16 @@ FORWARD = {
         Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96),
         Tile((CAUSAL,), 80, 40),
     ),
-    "wide": (Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256), Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128)),
+    "apart": (
+        Tile((CAUSAL, UNSEEN_QUERIES, SHARED_HEADS, LONGER), 128, launch=APART),
+        Tile((CAUSAL, SHARED_HEADS, LONGER_CAUSAL), 96, launch=dict(APART, resident=True)),
+    ),
+    "wide": (
+        Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256),
+        Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128),
+        Tile((CAUSAL, SHARED_HEADS), 192, 96),
+        Tile((CAUSAL, SHARED_HEADS), 192, 192),
+    ),
 }
 BACKWARD = {
     "head_dim64": (
@@ -124,7 +136,8 @@ def test_the_backward_is_exact(width: str) -> None:
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", LIMIT), ("bf16", 8 * LIMIT)])
 def test_maxima_that_lag_behind(dtype: str, limit: float) -> None:
     """Keys are walked from the last back: a row's maximum rises by 46 or 5 powers of two from tile to tile, or falls."""
-    tiles = Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 256), Tile((GROUPED,), 200)
+    wide = Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 256), Tile((GROUPED,), 200)
+    tiles = *wide, Tile((LONGER,), 128, launch=APART), Tile((LONGER_CAUSAL,), 96, launch=APART)
     cases = [case for tile in tiles for case in tile.cases("forward")]
     told = [dict(case, drift=drift, problem=case["problem"].replace("fp16", dtype)) for case in cases for drift in DRIFTS]
     judge(told, limit=limit)

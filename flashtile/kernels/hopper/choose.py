@@ -11,27 +11,42 @@ from flashtile.kernels.hopper.tile import ForwardLaunch, cut
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
-# Tiles by the wider head dim, each with the microseconds that an H100's SM takes per key tile (docs/hopper.md).
+# Tiles by the wider head dim, or both, each with the microseconds that an H100's SM takes per key tile (docs/hopper.md).
 # Where there are several, the problem's size decides.
 Priced = tuple[ForwardLaunch, float]
-FULL: dict[int, tuple[Priced, ...]] = {
+Widths = int | tuple[int, int]
+FULL: dict[Widths, tuple[Priced, ...]] = {
     64: (
         (ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45),
         (ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15),
     ),
-    96: ((ForwardLaunch(swizzle=1, resident=True), 1.4),),
-    128: ((ForwardLaunch(swizzle=1, resident=True), 1.6),),
+    96: (
+        (ForwardLaunch(groups=3, swizzle=1, resident=True, turns=False, loader_warps=1, apart=True), 1.95),
+        (ForwardLaunch(swizzle=1, resident=True), 1.4),
+    ),
+    128: (
+        (ForwardLaunch(groups=3, swizzle=1, resident=True, turns=False, loader_warps=1, apart=True), 2.29),
+        (ForwardLaunch(swizzle=1, resident=True), 1.6),
+    ),
     192: ((ForwardLaunch(block_k=64, swizzle=4), 1.2),),
+    (192, 128): ((ForwardLaunch(swizzle=1, resident=True, staged=False), 1.85),),
     256: ((ForwardLaunch(block_k=64, swizzle=1, resident=True, staged=False, turns=False), 1.5),),
 }
-CAUSAL: dict[int, tuple[Priced, ...]] = {
+CAUSAL: dict[Widths, tuple[Priced, ...]] = {
     64: (
         (ForwardLaunch(groups=3, resident=True, split_max=True, loader_warps=1), 1.45),
         (ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15),
     ),
-    96: ((ForwardLaunch(resident=True), 1.4),),
-    128: ((ForwardLaunch(resident=True), 1.6),),
+    96: (
+        (ForwardLaunch(resident=True), 1.4),
+        (ForwardLaunch(groups=3, turns=False, loader_warps=1, apart=True), 1.95),
+    ),
+    128: (
+        (ForwardLaunch(resident=True), 1.6),
+        (ForwardLaunch(groups=3, turns=False, loader_warps=1, apart=True), 2.29),
+    ),
     192: ((ForwardLaunch(block_k=64), 1.2),),
+    (192, 128): ((ForwardLaunch(resident=True, staged=False), 1.95),),
     256: ((ForwardLaunch(block_k=64, staged=False), 1.5),),
 }
 TILE_US = 1.0  # a query tile's start and end in a resident block
@@ -62,8 +77,14 @@ def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]
     """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
     # with three warpgroups the random words of dropout spill, up to 1,300 bytes; blocks of a list have powers of two
     pairs = p.dropout is not None or p.blocks is not None
+    # the same of wide heads, whose products are apart: what modifiers add and masks of more than one bound spill there
+    bare = not (pairs or p.score or p.where or p.mask.left is not None)
     full, causal = (
-        tuple((launch, key_us) for launch, key_us in tiles[_width(p)] if launch.groups == 2 or not pairs)
+        tuple(
+            (launch, key_us)
+            for launch, key_us in tiles[_widths(p)]
+            if launch.groups == 2 or (bare if launch.apart else not pairs)
+        )
         for tiles in (FULL, CAUSAL)
     )
     return full, causal
@@ -76,6 +97,13 @@ def is_causal(p: AttentionProblem) -> bool:
 
 def _width(p: AttentionProblem) -> int:
     return max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
+
+
+def _widths(p: AttentionProblem) -> Widths:
+    """The wider head dim; both where v of 192 columns' heads is narrower, so that 128 keys fit, but no tile of a bias."""
+    columns, parts = cut(p.head_dim_v)
+    narrow = _width(p) == 192 and columns * parts <= 128 and not p.score
+    return (192, 128) if narrow else _width(p)
 
 
 def _together(p: AttentionProblem) -> int:

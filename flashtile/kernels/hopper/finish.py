@@ -1,7 +1,7 @@
 """The end of a query tile: out and lse, from registers to memory."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_store
-from flashtile.kernels.hopper.layouts import row_layout
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
+from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
 from flashtile.kernels.hopper.partial import store_part
 from flashtile.kernels.lib.exponential import LN2, LOG2E
 from flashtile.kernels.lib.score import unit
@@ -47,22 +47,49 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
     if T.staged:
         store_wait(0)
+    acc = parted(acc, T)
     for part in gl.static_range(PARTS_V):
         out = acc[part] * share
         if T.masked:
             out = gl.where(seen, out, 0.0)
-        mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS]).store(out.to(mem.out.dtype))
+        out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     fence_async_shared()
     if T.varlen:
         if at.row + ROWS > at.item.span_q:  # other items' rows follow
             for part in gl.static_range(PARTS_V):
-                tile = mem.out.index(GROUP * T.parts_v + part).reshape([ROWS, COLUMNS])
+                tile = out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS])
                 store_part(tile, part * COLUMNS, targets[2], targets[3][0], at.slab, at.head, at.item.first_q + at.row,
                            at.item.span_q - at.row, T.head_dim_v)  # fmt: skip
         else:
             for part in gl.static_range(PARTS_V):
                 tma_store(out_desc, [at.slab, at.head, at.item.first_q + at.row, part * COLUMNS],
-                          mem.out.index(GROUP * T.parts_v + part))  # fmt: skip
+                          out_tile(mem, out_desc, GROUP, part, T))  # fmt: skip
     else:
         for part in gl.static_range(PARTS_V):
-            tma_store(out_desc, [at.slab, at.head, at.row, part * COLUMNS], mem.out.index(GROUP * T.parts_v + part))
+            tma_store(out_desc, [at.slab, at.head, at.row, part * COLUMNS], out_tile(mem, out_desc, GROUP, part, T))
+
+
+@gluon.jit
+def parted(acc, T: gl.constexpr):
+    """An accumulator for each part of v."""
+    if T.pieces == 1:
+        return acc
+    else:
+        ROWS: gl.constexpr = T.rows
+        COLUMNS: gl.constexpr = T.columns_v
+        first, second = gl.split(acc[0].reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]))
+        first = gl.convert_layout(first, matrix_layout(COLUMNS), assert_trivial=True)
+        second = gl.convert_layout(second, matrix_layout(COLUMNS), assert_trivial=True)
+        return first, second, acc[1]
+
+
+@gluon.jit
+def out_tile(mem, out_desc, GROUP: gl.constexpr, PART: gl.constexpr, T: gl.constexpr):
+    """Where a part of a warpgroup's out is staged: shared memory of its own, or that of its queries, which are done."""
+    if T.staged:
+        return mem.out.index(GROUP * T.parts_v + PART)
+    else:
+        PARTS_V: gl.constexpr = T.parts_v
+        ROWS: gl.constexpr = T.rows
+        COLUMNS: gl.constexpr = T.columns_v
+        return recast(mem.q.index(GROUP * T.parts), mem.q.dtype, [PARTS_V, 1, 1, ROWS, COLUMNS], out_desc.layout).index(PART)

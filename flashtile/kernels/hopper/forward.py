@@ -14,6 +14,7 @@ from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw, packed, unpacked
 from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
+    abreast,
     aggregate,
     fence_async_shared,
     gl,
@@ -90,7 +91,7 @@ class Memory:
 class Rows(NamedTuple):
     """State of a warpgroup's 64 queries."""
 
-    acc: gl.tensor  # tuple with one accumulator for each part of head_dim_v
+    acc: gl.tensor  # tuple of accumulators: of all columns of v or, of three parts, of the first two and of the last
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
     top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded; `lagging` where T.lags
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
@@ -165,8 +166,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     acc = add_values(rows, mem, use - 1, T)
     if T.blocks_q == 0 and not T.ragged:
         job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
-    acc = settle(acc, T)
-    mem.values.release(use - 1)
+    acc = settle(acc, mem, use - 1, T)
     if T.skips and T.left:
         for _ in range(seen.first - loaded.first):
             skip(mem, use, GROUP, T)
@@ -242,21 +242,25 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
     add is where the product starts from; a curve is evaluated while the values are being added. Where T.lags nothing but a
-    jump is left of most rescaling.
+    jump is left of most rescaling. Where T.apart the values are added before the keys are multiplied: scores need no registers
+    while probabilities have theirs, so that three warpgroups fit, and while one waits the others multiply.
     """
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
+    if T.apart:
+        acc = settle(add_values(rows, mem, use - 1, T), mem, use - 1, T)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, T)
-    acc = add_values(rows, mem, use - 1, T)
+    if not T.apart:
+        acc = add_values(rows, mem, use - 1, T)
     pass_turn(GROUP, T)
     drawn = ()
     if T.dropout:
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
-    score = warpgroup_mma_wait(T.parts_v, deps=[score])
+    score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
@@ -267,8 +271,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         p = exponentials(score * factor - (top * factor)[:, None], T)
         total = rows.total + lane_sums(p, T)
         weights = weigh(p, drawn, given[0], mem, T)
-        acc = settle(acc, T)
-        mem.values.release(use - 1)
+        if not T.apart:
+            acc = settle(acc, mem, use - 1, T)
     else:
         top = row_max(score, T)
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
@@ -280,10 +284,10 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             top = gl.maximum(rows.top, top)
             shift = pivot(top, factor, MASKED, T)
             decay = gl.exp2(rows.top * factor - shift)
-        if T.curved:
+        if T.curved and not T.apart:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
-        acc = settle(acc, T)
-        mem.values.release(use - 1)
+        if not T.apart:
+            acc = settle(acc, mem, use - 1, T)
         p = exponentials(score * factor - shift[:, None], T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
         if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump
@@ -312,33 +316,43 @@ def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def multiply_keys(score, mem, use, GROUP: gl.constexpr, T: gl.constexpr):
-    """Queries times a key tile, under way, onto `score` if modifiers add; the head dim is summed part by part."""
+    """Queries times a key tile, under way, onto `score` if modifiers add; of three parts two are summed over in one product."""
     PARTS: gl.constexpr = T.parts
+    PAIR: gl.constexpr = 2 if PARTS == 3 else 1  # pyright: ignore[reportAssignmentType]
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns
-    for part in gl.static_range(PARTS):
-        q = mem.q.index(GROUP * T.parts + part).reshape([ROWS, COLUMNS])
-        k = mem.k.index(mem.keys.at(use) * T.parts + part).reshape([BLOCK_K, COLUMNS])
-        score = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=T.adds > 0 or part > 0, is_async=True)
+    q, k = GROUP * PARTS, mem.keys.at(use) * PARTS
+    keys = abreast(mem.k, k, PAIR, BLOCK_K, COLUMNS).permute((1, 0))
+    score = warpgroup_mma(abreast(mem.q, q, PAIR, ROWS, COLUMNS), keys, score, use_acc=T.adds > 0, is_async=True)
+    if PARTS == 3:
+        keys = abreast(mem.k, k + 2, 1, BLOCK_K, COLUMNS).permute((1, 0))
+        score = warpgroup_mma(abreast(mem.q, q + 2, 1, ROWS, COLUMNS), keys, score, is_async=True)
     return score
 
 
 @gluon.jit
 def add_values(rows, mem, use, T: gl.constexpr):
     """The accumulators plus probabilities times a value tile, under way."""
-    PARTS_V: gl.constexpr = T.parts_v
-    BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
     mem.values.wait(use)
-    acc = ()
     weights = rows.weights
     if T.dropout:
-        weights = gl.convert_layout(unpacked(weights, mem.v.dtype), operand_layout(COLUMNS))
-    for part in gl.static_range(PARTS_V):
-        v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
-        acc = acc + (warpgroup_mma(weights, v, rows.acc[part], is_async=True),)  # noqa: RUF005 (no unpacking here)
-    return acc
+        weights = unpacked(weights, mem.v.dtype)
+    first = mem.values.at(use) * T.parts_v
+    if T.parts_v == 3:
+        wide = add_columns(rows.acc[0], weights, mem, first, 2, T)
+        return wide, add_columns(rows.acc[1], weights, mem, first + 2, 1, T)
+    else:
+        return (add_columns(rows.acc[0], weights, mem, first, 1, T),)
+
+
+@gluon.jit
+def add_columns(acc, weights, mem, first, COUNT: gl.constexpr, T: gl.constexpr):
+    """An accumulator plus probabilities times COUNT parts of values, under way."""
+    BLOCK_K: gl.constexpr = T.block_k
+    COLUMNS: gl.constexpr = T.columns_v
+    weights = gl.convert_layout(weights, operand_layout(COUNT * COLUMNS))
+    return warpgroup_mma(weights, abreast(mem.v, first, COUNT, BLOCK_K, COLUMNS), acc, is_async=True)
 
 
 @gluon.jit
@@ -364,40 +378,44 @@ def blank_unseen(mem, use, tile, size, T: gl.constexpr):
 
 
 @gluon.jit
-def settle(acc, T: gl.constexpr):
-    """The accumulators, once all products are done."""
-    PARTS_V: gl.constexpr = T.parts_v
+def settle(acc, mem, use, T: gl.constexpr):
+    """The accumulators, once all products are done; the value tile is let go of."""
+    PIECES: gl.constexpr = T.pieces
     done = ()
-    for part in gl.static_range(PARTS_V):
-        done = done + (warpgroup_mma_wait(0, deps=[acc[part]]),)  # noqa: RUF005
+    for i in gl.static_range(PIECES):
+        done = done + (warpgroup_mma_wait(0, deps=[acc[i]]),)  # noqa: RUF005
+    mem.values.release(use)
     return done
 
 
 @gluon.jit
 def scaled(acc, decay, T: gl.constexpr):
     """The accumulators relative to a new maximum."""
-    PARTS_V: gl.constexpr = T.parts_v
-    COLUMNS: gl.constexpr = T.columns_v
-    column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
+    PIECES: gl.constexpr = T.pieces
     result = ()
-    for part in gl.static_range(PARTS_V):
-        if T.lags:
-            result = result + (scale_unless_one(acc[part], column, COLUMNS),)  # noqa: RUF005
-        else:
-            result = result + (acc[part] * column,)  # noqa: RUF005
+    for i in gl.static_range(PIECES):
+        result = result + (scaled_columns(acc[i], decay, T),)  # noqa: RUF005
     return result
+
+
+@gluon.jit
+def scaled_columns(acc, decay, T: gl.constexpr):
+    COLUMNS: gl.constexpr = acc.shape[1]
+    column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
+    return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
 
 
 @gluon.jit
 def empty(T: gl.constexpr):
     """Accumulators of nothing."""
-    PARTS_V: gl.constexpr = T.parts_v
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = T.columns_v
-    acc = ()
-    for _ in gl.static_range(PARTS_V):
-        acc = acc + (gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)),)  # noqa: RUF005  # pyright: ignore[reportCallIssue]
-    return acc
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+    if T.parts_v == 3:
+        WIDE: gl.constexpr = 2 * COLUMNS
+        return gl.zeros([ROWS, WIDE], gl.float32, matrix_layout(WIDE)), acc  # pyright: ignore[reportCallIssue]
+    else:
+        return (acc,)
 
 
 @gluon.jit

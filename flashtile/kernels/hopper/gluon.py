@@ -60,6 +60,17 @@ def settled(value: Any, _semantic: Any = None) -> Any:
 recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
+@gluon.jit
+def abreast(tiles, first, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """COUNT of a buffer's tiles from `first` on, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
+    WIDTH: gl.constexpr = COUNT * COLUMNS
+    if COUNT == 1:
+        return tiles.index(first).reshape([ROWS, WIDTH])
+    else:
+        SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)  # pyright: ignore[reportAssignmentType]
+        return recast(tiles.index(first), tiles.dtype, [ROWS, WIDTH], SHARED)
+
+
 @gluon.constexpr_function
 def _barrier(word: str, number: int, threads: int) -> str:
     return f"bar.{word} {number}, {threads}; mov.u32 $0, 0;"
@@ -201,7 +212,7 @@ def uniform(x):
 
 
 __all__ = [
-    "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier",
-    "named_arrive", "named_wait", "pack", "recast", "scale_unless_one", "settled", "stay", "store_wait", "tma_add",
+    "abreast", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs", "keep_singles",
+    "mbarrier", "named_arrive", "named_wait", "pack", "recast", "scale_unless_one", "settled", "stay", "store_wait", "tma_add",
     "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ class ForwardLaunch:
     split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
+    apart: bool = False  # a warpgroup's products do not overlap: so three have registers enough, and fill each other's gaps
 
     @property
     def block_q(self) -> int:
@@ -41,7 +42,7 @@ class ForwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages}", f"swizzle={self.swizzle}"]
-        words += [w for w in ("resident", "turns", "split_max", "staged") if getattr(self, w)]
+        words += [w for w in ("resident", "turns", "split_max", "staged", "apart") if getattr(self, w)]
         return " ".join([*words, f"loader_warps={self.loader_warps}"])
 
 
@@ -89,6 +90,7 @@ class ForwardTile:
     loader_warps: int
     loader_registers: int
     registers: int
+    apart: bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys
 
     @property
     def wide(self) -> bool:
@@ -102,6 +104,11 @@ class ForwardTile:
     @property
     def rows(self) -> int:
         return GROUP_ROWS
+
+    @property
+    def pieces(self) -> int:
+        """Accumulators: of three parts the first two have one (tile widths are powers of two)."""
+        return 2 if self.parts_v == 3 else 1
 
     @property
     def masked(self) -> bool:
@@ -176,10 +183,11 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         split_max=launch.split_max,
-        staged=launch.staged or (columns, parts) != (columns_v, parts_v),
+        staged=has_out_tiles(p, launch),
         loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
         loader_registers=24,
         registers=consumer_registers(launch),
+        apart=launch.apart,
     )
 
 
@@ -195,11 +203,20 @@ WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 
 
 
 def lags(problem: AttentionProblem, form: Form) -> bool:
-    """T.lags: where it was measured to gain (docs/hopper.md)."""
-    p = problem
+    """T.lags: where it was measured to gain (docs/hopper.md), whatever the launch: a row's bits do not depend on the batch.
+
+    Of head dims 65 to 128 those problems that are long enough for three warpgroups, among which nothing hides rescaling.
+    """
+    p, band = problem, problem.band
     plain = not (form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None)
-    wide = cut(p.head_dim) == cut(p.head_dim_v) == (256, 1)
-    return wide and plain and p.band.right is not None and not p.lengths.ragged
+    widths = {columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v))}
+    if widths == {256}:
+        return plain and band.right is not None and not p.lengths.ragged
+    long = p.seqlen_k >= (LONG if band.right is None else LONG_CAUSAL)
+    return plain and max(widths) in (96, 128) and band.left is None and (long or (p.lengths.ragged and band.right is None))
+
+
+LONG, LONG_CAUSAL = 2048, 8192  # keys; a tile of 192 queries leaves more undone of short problems, and under a causal mask
 
 
 def copied(problem: AttentionProblem, form: Form) -> int:
@@ -247,10 +264,16 @@ def consumer_registers(launch: ForwardLaunch) -> int:
     return min((REGISTERS - loader) // (launch.groups * WARPGROUP) // 8 * 8, 240)
 
 
+def has_out_tiles(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
+    """T.staged: where a launch asks for it, or the queries' tiles are too small for out."""
+    (columns, parts), (columns_v, parts_v) = cut(problem.head_dim), cut(problem.head_dim_v)
+    return launch.staged or columns_v * parts_v > columns * parts
+
+
 def tile_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
     d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
-    own = launch.staged or d != dv
+    own = has_out_tiles(problem, launch)
     tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
     return tiles * problem.dtype.size_bytes + 1024
 
