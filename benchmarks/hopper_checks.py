@@ -40,9 +40,10 @@ from tests.judge import run
 TOOLS = ("memcheck", "racecheck")
 HANDOVER = "handover"
 FIRST_S, WARM_S = 5.0, 0.3  # bars of a first call
+APART: dict[str, Any] = dict(batch=1, seqlen_q=2300, seqlen_k=2300, heads_q=11, heads_kv=11)  # 132 tiles of three warpgroups
 SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=64), dict(head_dim=64, causal=True), dict(head_dim=64, window=(100, 0), dtype="fp16"),
-    dict(head_dim=64, heads_q=8, heads_kv=2, causal=True), dict(head_dim=64, seqlen_q=3, dtype="fp16"),
+    dict(head_dim=64, heads_q=8, heads_kv=2, causal=True), dict(head_dim=64, seqlen_q=20, dtype="fp16"),
     dict(head_dim=96, causal=True), dict(head_dim=96, dtype="fp16"), dict(head_dim=128), dict(head_dim=128, causal=True),
     dict(head_dim=128, dtype="fp16", causal=True), dict(head_dim=128, window=(300, 200)),
     dict(head_dim=128, heads_q=8, heads_kv=1, causal=True), dict(head_dim=128, score=("softcap30",)),
@@ -52,6 +53,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=128, score=("bias",), seqlen_k=776, fixed_slopes=False), dict(head_dim=256, score=("bias",), seqlen_k=776),
     dict(head_dim=64, score=("bias-heads",), seqlen_k=776, fixed_slopes=False, causal=True),
     dict(head_dim=128, score=("bias-heads",), seqlen_k=776),
+    *({**APART, "head_dim": head_dim, "dtype": dtype} for head_dim, dtype in ((96, "fp16"), (128, "bf16"))),
 )  # fmt: skip
 COMMON: dict[str, Any] = dict(
     batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, heads_kv=4, dtype="bf16", fixed_slopes=True, score_dtype="bf16"
@@ -68,6 +70,7 @@ SANITIZED = [
     "head_dim=64 causal=True", "head_dim=128", "head_dim=128 causal=True", "head_dim=128 mask=table", "head_dim=256",
     "head_dim=128 dropout=0.2 causal=True", "head_dim=128 score=('bias',) seqlen_k=776 fixed_slopes=False",
     "head_dim=64 score=('bias-heads',) seqlen_k=776 fixed_slopes=False causal=True",
+    "batch=1 seqlen_q=2300 seqlen_k=2300 heads_q=11 heads_kv=11 head_dim=128 dtype=bf16",
 ]  # fmt: skip
 
 

@@ -125,11 +125,10 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `flashtile.attention`, with what flows back into it.
-
-    `layout`: how q, k, v lie in memory. `upstream`: which outputs receive a gradient. `fixed_slopes`: captured tensors
-    need no gradient, nor do sinks unless "score". `cu_q`, `cu_k`: cu_seqlens of a call of `attention_varlen`, whose totals are
-    seqlen_q and seqlen_k; batch is then 1. `used_q`, `used_k`: seqused; with `holes` as masks that keep so many of them.
+    """One call of `flashtile.attention`, with what flows back into it. `layout`: how q, k, v lie in memory. `upstream`:
+    which outputs receive a gradient. `fixed_slopes`: captured tensors need none, nor do sinks unless "score"; `fixed_sink`:
+    sinks need none. `cu_q`, `cu_k`: cu_seqlens of `attention_varlen`, whose totals are seqlen_q and seqlen_k; batch is then
+    1. `used_q`, `used_k`: seqused; with `holes` as masks that keep so many.
     """
 
     name: str
@@ -154,6 +153,7 @@ class Case:
     upstream: Literal["both", "out", "lse"] = "both"
     fixed_slopes: bool | Literal["score"] = False
     sink: str | None = None  # its dtype
+    fixed_sink: bool = False
     dropout: float | None = None
     refused: tuple[str, ...] = ()  # the portable backends that refuse it
     cu_q: tuple[int, ...] | None = None

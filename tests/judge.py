@@ -40,7 +40,7 @@ def evaluate(function: Callable[..., Any], case: Case, tensors: Tensors, **extra
 def wants_gradient(case: Case, name: str) -> bool:
     """Whether a case asks for the gradient of this one of its tensors."""
     fixed = {False: (), True: ("score", "sink"), "score": ("score",)}[case.fixed_slopes]
-    return not name.startswith(("dout", "dlse", *fixed))
+    return not name.startswith(("dout", "dlse", *fixed, *(("sink",) if case.fixed_sink else ())))
 
 
 def run(backend: str, case: Case, tensors: Tensors) -> Tensors:

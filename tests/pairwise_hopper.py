@@ -1,7 +1,8 @@
 """The features of Hopper's kernels for the generator of tests/pairwise.py, and the backend itself as what refuses a choice.
 
-Biases alone have gradients here; slopes and tables have them from the portable kernels. A pair that no choice with a backward
-has is covered by forwards alone, where the backend runs these, and so is one query beside everything.
+Biases alone have gradients here; slopes, tables and, in problems as small as these, sinks have them from the portable
+kernels. A pair that no choice with a backward has is covered by forwards alone, where the backend runs these, and so is one
+query beside everything.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     **pairwise.AXES,
     "dtype": {name: {"dtype": name, "score_dtype": name} for name in ("bf16", "fp16")},
     "lengths": {
-        "equal": {"seqlen_q": 40, "seqlen_k": 40},
-        "more-keys": {"seqlen_q": 17, "seqlen_k": 56},
-        "more-queries": {"seqlen_q": 40, "seqlen_k": 24},
+        "equal": {"seqlen_q": 80, "seqlen_k": 80},
+        "more-keys": {"seqlen_q": 70, "seqlen_k": 112},
+        "more-queries": {"seqlen_q": 80, "seqlen_k": 48},
     },
     "dims": {
         "64": {"head_dim": 64},
@@ -67,6 +68,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "bias-gradient": {"score": ("bias",)},
         "bias-heads-gradient": {"score": ("bias-heads",)},
         "bias-plane-gradient": {"score": ("bias-plane",)},
+    },
+    "sink": {
+        "none": {},
+        **{dtype: {"sink": dtype, "fixed_sink": True} for dtype in ("fp32", "bf16")},
     },
     "where": {
         "anywhere": {},
@@ -195,9 +200,9 @@ def draw(number: int, table: Table, choice: Choice) -> HopperCase:
 def sizes(choice: Choice, dice: random.Random) -> dict[str, int]:
     """Lengths of up to several tiles, and a batch. What decides about a kernel beside the choice hardly changes: no window is
     wider than all keys, a causal mask has two queries, and a fixed order, whose kernel knows the number of key tiles, four.
-    Items one after another have more queries than there are items: Hopper refuses the backward of fewer.
+    Items have sixteen queries each, or more: Hopper refuses the backward of fewer.
     """
-    fewest = 8 if choice["items"].startswith("varlen") else 2
+    fewest = 64 if choice["items"].startswith("varlen") else 16
     least = 48 if choice["mask"] in ("window", "left") else 2 * fewest
     spans = ((385, 512),) if choice["backward"] == "deterministic" else ((least, 128), (129, 700))
     keys, more = dice.randint(*dice.choice(spans)), dice.randint(1, 300)

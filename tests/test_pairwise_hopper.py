@@ -36,14 +36,16 @@ def found(compiled: None) -> Covered:
 
 
 @pytest.mark.parametrize(("sizes", "runs"), [
-    ("q=2x2x4x64,kv=9x4x64,bf16", True),
-    ("q=2x1x4x64,kv=9x4x64,bf16", False),
-    ("q=4x9x4x64,kv=9x4x64,bf16,varlen=5x36", True),
-    ("q=4x9x4x64,kv=9x4x64,bf16,varlen=4x36", False),
+    ("q=2x16x4x64,kv=9x4x64,bf16", True),
+    ("q=2x15x4x64,kv=9x4x64,bf16", False),
+    ("q=4x61x4x64,kv=9x4x64,bf16,varlen=61x36", True),
+    ("q=4x60x4x64,kv=9x4x64,bf16,varlen=60x36", False),
+    ("q=64x2x32x128,kv=999x32x128,bf16", True),  # 2.1 GFLOP
+    ("q=64x1x32x128,kv=1999x32x128,bf16", False),
 ])  # fmt: skip
 def test_gradients_of_lone_queries_are_left_to_kernels_that_correct_delta(compiled: None, sizes: str, runs: bool) -> None:
     refusals = backend.BACKEND.unsupported_backward(AttentionProblem.parse(f"attention({sizes})"), H100, "fused")
-    assert [refusal.startswith("there are no more queries than items") for refusal in refusals] == [True] * (not runs)
+    assert [refusal.startswith("an item has one query, or up to") for refusal in refusals] == [True] * (not runs)
 
 
 def test_what_hopper_does_not_refuse_is_covered(found) -> None:
@@ -68,3 +70,12 @@ def test_lengths_are_drawn_that_hopper_takes(found) -> None:
     assert max(case.seqlen_k for case in drawn) > 512
     assert {case.backward for case in drawn} == {"fused", "auto"}
     assert [table for table, _ in found.choices] == [BOTH] * len(found.both) + [ALONE] * len(found.alone)
+
+
+@pytest.mark.parametrize(("sizes", "runs"), [("q=2x256x4x64,kv=512x4x64", False), ("q=2x1024x4x64,kv=1024x4x64", True)])
+def test_gradients_of_sinks_are_left_to_them_in_small_problems(compiled: None, sizes: str, runs: bool) -> None:
+    for grad in ("", ":grad"):
+        refusals = backend.BACKEND.unsupported_backward(
+            AttentionProblem.parse(f"attention({sizes},bf16,sink=4:fp32{grad})"), H100, "fused"
+        )
+        assert [refusal.startswith("the sink's gradient") for refusal in refusals] == [True] * bool(grad and not runs)

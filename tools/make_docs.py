@@ -43,7 +43,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("head_dim_v != head_dim", "attention(q=1x128x2x192,kv=128x2x128,bf16)", "auto"),
     ("softcap", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=softcap(30.0))", "auto"),
     ("ALiBi, gradient of slopes", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=alibi(1x2:fp32:grad))", "auto"),
-    ("sinks", "attention(q=1x128x2x64,kv=128x2x64,bf16,sink=2:fp32:grad)", "auto"),
+    ("sinks", "attention(q=1x2048x2x64,kv=2048x2x64,bf16,sink=2:fp32:grad)", "auto"),
     ("dropout", "attention(q=1x128x2x64,kv=128x2x64,bf16,dropout=0.1)", "auto"),
     ("bias, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x128x128:bf16:grad))", "auto"),
     ("varlen", "attention(q=4x128x2x64,kv=128x2x64,bf16,band=:0,varlen=300x300)", "auto"),

@@ -15,6 +15,8 @@ from flashtile.export.compile import contiguous
 from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.hopper import choose
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+from flashtile.kernels.hopper.tile import LONG, LONG_CAUSAL, lags
+from flashtile.kernels.lib.score import form_of
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import place_of
 from flashtile.plan.call import Buffer, Plan
@@ -136,7 +138,7 @@ class AttentionExport:
 
     def samples(self, device: Device) -> list[dict[str, int]]:
         """Sizes at which plans are made."""
-        lengths = sorted({*LENGTHS, *self._band_lengths()})
+        lengths = sorted({*LENGTHS, *self._band_lengths(), *self.long()})
         pairs = [(n, n) for n in lengths] if self.layout == "llmc" else list(product(lengths, lengths))
         found: list[dict[str, int]] = []
         drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
@@ -146,6 +148,13 @@ class AttentionExport:
             choices = schedule.feasible(self.at(sizes)) if self.scheduled and device.arch == 90 else [1]
             found += [{**sizes, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
         return found
+
+    def long(self) -> Iterator[int]:
+        """Lengths from which on Hopper's maxima lag, where they ever do: a multiple of every tile's size, and none."""
+        tall = replace(self.problem, seqlen_q=LONG_CAUSAL, seqlen_k=LONG_CAUSAL, score=())
+        if self.scheduled and not self.problem.score and lags(tall, form_of(tall)):
+            for least in (LONG, LONG_CAUSAL):
+                yield from (n for n in (least - 1, -(-least // 384) * 384, least + 52))
 
     def _band_lengths(self) -> Iterator[int]:
         for bound in (self.problem.mask.left, self.problem.mask.right):

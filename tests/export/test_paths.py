@@ -15,6 +15,8 @@ CASES = [
     ("llmc", "attention(q=2x128x4x64,kv=128x4x64,bf16,band=:0)"),
     ("llmc", "attention(q=2x128x4x128,kv=128x4x128,fp32,band=:0)"),
     ("bshd", "attention(q=2x128x4x64,kv=128x4x64,fp32,band=:0,lse)"),
+    ("bshd", "attention(q=2x128x4x128,kv=128x4x128,bf16)"),
+    ("llmc", "attention(q=2x128x4x96,kv=128x4x96,fp16,band=:0)"),
     ("bhsd", "attention(q=2x128x4x128,kv=128x1x128,fp16,band=100:0,score=softcap(30.0))"),
     ("bshd", "attention(q=2x128x4x80,kv=128x2x96,bf16,score=alibi(2x4:fp32:grad),sink=4:fp32:grad)"),
     ("bshd", "attention(q=2x128x4x64,kv=128x2x64,bf16,score=bias(1x4x128x128:bf16:grad),dropout=0.1)"),

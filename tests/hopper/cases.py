@@ -90,4 +90,18 @@ def _longer() -> Iterator[Case]:
 
 
 CASES_HERE: tuple[Case, ...] = (*(case for case in CASES if case.dtype != "fp32" and case.head_dim % 8 == 0), *(
-    replace(case, name=f"longer-{case.name}") for case in _longer()))  # fmt: skip
+    replace(case, name=f"longer-{case.name}", fixed_sink=case.sink is not None) for case in _longer()))  # fmt: skip
+
+
+def _large() -> Iterator[Case]:
+    base = Case("sink", batch=2, seqlen_q=1100, seqlen_k=1100, heads_q=8, heads_kv=4, head_dim=64, dtype="bf16", sink="fp32")
+    yield base
+    yield replace(base, name="sink-causal", head_dim=128, dtype="fp16", causal=True, sink="fp16")
+    yield replace(base, name="sink-dropout", dropout=0.2, seqlen_k=1300, deterministic=True)
+    yield replace(base, name="sink-window", head_dim=96, window=(300, 0), heads_kv=8)
+    yield replace(base, name="sink-bias", head_dim=128, score=("bias",), score_dtype="bf16", seqlen_k=1304)
+    yield replace(base, name="sink-wide", head_dim=256, heads_q=4, upstream="out")
+    yield replace(base, name="sink-varlen", batch=1, seqlen_q=2200, seqlen_k=2200, cu_q=(0, 700, 2200), cu_k=(0, 700, 2200))
+
+
+LARGE = tuple(replace(case, name=f"large-{case.name}") for case in _large())  # for a GPU: sinks have gradients there

@@ -14,7 +14,7 @@ import torch
 from flashtile.errors import NotSupported
 from tests.cases import Case
 from tests.hopper.assess import assess
-from tests.hopper.cases import CASES_HERE
+from tests.hopper.cases import CASES_HERE, LARGE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -65,7 +65,7 @@ def emulate(names: list[str]) -> list[dict[str, object]]:
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
-@pytest.mark.parametrize("case", CASES_HERE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES_HERE, *LARGE], ids=lambda case: case.name)
 def test_what_is_not_refused_is_right_on_a_gpu(device: torch.device, case: Case, direction: str) -> None:
     try:
         wrong = assess(case, device, direction == "BACKWARD")

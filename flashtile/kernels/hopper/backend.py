@@ -21,6 +21,7 @@ from flashtile.kernels.hopper.tile_backward import (
 )
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
+from flashtile.kernels.lib.small import is_small
 from flashtile.kernels.lib.sums import sum_partials
 from flashtile.kernels.lib.varlen import Schedules, most_tiles
 from flashtile.plan.arguments import integers, mask_args, score_args
@@ -33,6 +34,7 @@ from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
 MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not fit its registers
+FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 
 
@@ -74,11 +76,17 @@ class HopperBackend:
         """Reasons against the backward alone."""
         p = problem.listed
         reasons: list[str] = []
+        items = p.batch if p.lengths.varlen else 1
         if p.lone:
             reasons.append("no query sees more than one key, so that dp - delta is 0; here both are rounded, and do not cancel")
-        elif p.seqlen_q == 1 or (p.lengths.varlen and p.span_q <= p.batch):
+        elif p.span_q <= items or (p.span_q <= FEW_QUERIES * items and is_small(p)):
             reasons.append(
-                "there are no more queries than items: dq and dk show what out was rounded by, which more would average"
+                f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
+                "which more would average"
+            )
+        if p.sink is not None and p.sink.grad and is_small(p):
+            reasons.append(
+                "the sink's gradient in a small problem is formed by the portable kernels: here delta is of the rounded out"
             )
         if p.where and p.sink is not None:
             reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")

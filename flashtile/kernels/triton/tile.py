@@ -8,6 +8,7 @@ from typing import Literal
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import adds_elements, captures, form_of, shares_items, sums_per_head
+from flashtile.kernels.lib.small import is_small
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -21,11 +22,6 @@ Correction = Literal["", "after", "before"]
 # (6 x 4096, 12 heads of 64, causal) keys 4.9 ms instead of 6.0, queries 3.3 instead of 3.6, fused 7.2 instead of 9.5.
 # The interpreter multiplies exactly, whatever it is told, and knows the tf32 names only.
 PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ieee": "ieee"}
-
-
-# Up to so much work in a forward float64 costs nothing that can be seen: its matrix units (67 TFLOP/s on an H100) are done
-# before the host has launched the next kernel.
-FLOAT64_FLOPS = 10**9
 
 
 WAVE = 256  # about as many tiles as a GPU computes at a time: if fewer go together, long ones of the last heads begin late
@@ -167,12 +163,6 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
         return "aligned"
     return "cut" if device.target == "sm90" else "unit"
-
-
-def is_small(problem: AttentionProblem) -> bool:
-    """Whether what a pass does twice, or in float64, costs nothing that can be seen."""
-    scores = problem.batch * problem.heads_q * problem.span_q * problem.span_k
-    return 2 * scores * (problem.head_dim + problem.head_dim_v) <= FLOAT64_FLOPS
 
 
 def correction_of(problem: AttentionProblem, launch: Launch) -> Correction:
