@@ -252,8 +252,10 @@ def test_masks_stay_linear() -> None:
     from transformers import masking_utils as theirs
 
     ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    packed = theirs.packed_sequence_compatibility_function(
-        theirs.sliding_window_causal_mask_function(3), torch.tensor([[0, 1, 0, 1, 2, 0]]), ids
+    window = theirs.sliding_window_causal_mask_function(3)
+    packed = theirs.and_masks(
+        theirs.remap_positions_for_packed_sequence(window, torch.tensor([[0, 1, 0, 1, 2, 0]])),
+        theirs.packed_sequence_mask_function(ids),
     )
     for function, offset, kv_length in (
         (theirs.causal_mask_function, 0, 6),
