@@ -38,8 +38,8 @@ from benchmarks.processes import Failure, compile_ahead, in_processes
 from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Blocks, Document, Options
 from flashtile.bench.timing import burst_ms, calls_for
+from flashtile.kernels.hopper import choose
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-from flashtile.kernels.hopper.choose import choose_forward
 from flashtile.reference.attention import attention_reference
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import Bound, device_of
@@ -310,9 +310,10 @@ def tile_calls(head_dim: int, mask: str) -> list[tuple[str, Callable[[], torch.T
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
     sizes = f"q={len(lengths)}x{longest}x{HEADS}x{head_dim},kv={longest}x{HEADS}x{head_dim}"
     problem = AttentionProblem.parse(f"attention({sizes},bf16{mask},varlen={total}x{total})")
-    base = choose_forward(problem, device_of(DEVICE))
-    launches = [base, *(replace(base, swizzle=n) for n in (1, 4) if n != base.swizzle)]
-    launches += [replace(base, resident=True, swizzle=n) for n in (16, 4)]
+    base = choose.choose_forward(problem, device_of(DEVICE))
+    launches = [base, *(replace(base, swizzle=n) for n in (1, 4, 16) if n != base.swizzle)]
+    known = (replace(one, resident=True, swizzle=base.swizzle) for one, _ in choose.options(problem)[choose.is_causal(problem)])
+    launches += [launch for launch in known if launch != base]
     launches += [replace(base, groups=2, stages=4, split_max=False, loader_warps=4)] if head_dim == 64 else []
     bounds = {launch.spell(): Bound(HOPPER.forward(problem, device_of(DEVICE), launch), given, DEVICE) for launch in launches}
     return [(name, lambda bound=bound: bound.run(dict(given))["out"]) for name, bound in bounds.items()]

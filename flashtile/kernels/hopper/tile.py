@@ -208,16 +208,12 @@ def lags(problem: AttentionProblem, form: Form) -> bool:
     Of head dims 65 to 128 those problems that are long enough for three warpgroups, among which nothing hides rescaling.
     """
     p, band = problem, problem.band
-    if form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None:
+    if form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None or p.lengths.ragged:
         return False
     widths = {columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v))}
     if widths == {256}:
-        return band.right is not None and not p.lengths.ragged
-    if max(widths) not in (96, 128) or band.left is not None:
-        return False
-    if band.right is None:
-        return p.lengths.ragged or p.seqlen_k >= LONG
-    return not p.lengths.ragged and p.seqlen_k >= LONG_CAUSAL
+        return band.right is not None
+    return max(widths) in (96, 128) and band.left is None and p.seqlen_k >= (LONG if band.right is None else LONG_CAUSAL)
 
 
 # keys: a tile of 192 queries leaves more undone of short problems, and under a causal mask
