@@ -41,15 +41,16 @@ def spell(head_dim: int, rest: str) -> str:
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
 TUNED_BACKWARD = {
     (64, ""): (585, 0), (64, ",band=:0"): (861, 0), (128, ""): (411, 0), (128, ",band=:0"): (547, 0),
-    (256, ""): (440, 0), (256, ",band=:0"): (588, 0),
+    (256, ""): (453, 0), (256, ",band=:0"): (600, 0),
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (490, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 11),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
-    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (641, 0),
-    (192, ",band=:0"): (590, 0), (256, BIAS): (867, 62), (256, f",band=:0{SOFTCAP}"): (915, 0),
+    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (652, 0),
+    (192, NARROW): (419, 0), (192, f"{NARROW},band=:0"): (563, 0), (192, ",band=:0"): (590, 0),
+    (256, BIAS): (764, 0), (256, f",band=:0{SOFTCAP}"): (800, 0),
 }  # fmt: skip
 # And of the pass for dv, where that has one of its own.
 TUNED_DV = {

@@ -96,7 +96,9 @@ BACKWARD = {
     "wide": (
         Tile(ALL, 256),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 256, deterministic=True),
-        Tile(FEW, 192, 128),
+        Tile((*FEW, LEFT), 192, 128),
+        Tile((CAUSAL, UNSEEN_QUERIES, SHARED_HEADS), 192, 128, deterministic=True),
+        Tile((CAUSAL,), 200, 72),
     ),
 }
 

@@ -51,7 +51,8 @@ def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.conste
 @gluon.jit
 def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Add one query tile to dk and dv of 64 keys (scores transposed: keys x queries), and their share of dq to the sum.
+    """Add one query tile to dk and, where T.makes_dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
+    of the step before to the sum.
 
     Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs.
     """
@@ -61,46 +62,67 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
+    queries, douts = memory.to.queries.at(step), memory.to.douts.at(step)
+    if T.stages == 1:
+        queries, douts = uniform(queries), uniform(douts)
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])
-    q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, COLUMNS])
-    dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, COLUMNS_V])
+    q = memory.q.index(queries).reshape([BLOCK_Q, COLUMNS])
+    dout = memory.dout.index(douts).reshape([BLOCK_Q, COLUMNS_V])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
     delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
 
+    if T.douts_first:
+        memory.to.douts.wait(step)
+        dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T), False, T.cut_v)
     head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
     dp = starts(delta_rows, BLOCK_Q, T)
-    raw_token = warpgroup_mma(k, q.permute((1, 0)), raw, use_acc=T.folds or T.adds_first, is_async=True)
+    raw_token = multiply_rows(k, q, raw, T.folds or T.adds_first, T.cut)
     drawn = ()
     if T.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
-    memory.to.douts.wait(step)
-    dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=T.folds, is_async=True)
+    if not T.douts_first:
+        memory.to.douts.wait(step)
+        dp_token = multiply_rows(v, dout, dp, T.folds, T.cut_v)
+    if T.reports:
+        if step - 1 > place.visits.begin:
+            report_dq(sum_ptrs, memory, step - 2, W, place, sizes, T)
     masked = asks(memory, step, place, start, ASKS, T)
-    raw = warpgroup_mma_wait(1, deps=[raw_token])
+    if T.douts_first:
+        dp = warpgroup_mma_wait(2 if T.cut else 1, deps=[dp_token])
+        memory.to.douts.release(step)
+        raw = warpgroup_mma_wait(0, deps=[raw_token])
+    else:
+        raw = warpgroup_mma_wait(2 if T.cut_v else 1, deps=[raw_token])
     level = 0.0
     delta = 0.0
     if not T.folds:  # not before: ptxas would spill it
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if not T.douts_first:
+            dp = warpgroup_mma_wait(0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, T)
         p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
-        weights = weighed(p, drawn, seed, dtype, T)
-        dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        if T.makes_dv:
+            weights = weighed(p, drawn, seed, dtype, T)
+            dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
     else:
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
-        weights = weighed(p, drawn, seed, dtype, T)
-        dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if T.makes_dv:
+            weights = weighed(p, drawn, seed, dtype, T)
+            dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+        if not T.douts_first:
+            dp = warpgroup_mma_wait(1 if T.makes_dv else 0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, T)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
+    if not (T.makes_dv or T.douts_first):
+        memory.to.douts.release(step)
 
     ds = ds.to(dtype)
     memory.to.scores.claim(step)
@@ -109,20 +131,31 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     memory.to.scores.hand_over(step)
     if T.stores_ds:
         give_ds(ds_desc, memory.ds.index(2 * W + step % 2), head, start, first_key, place, T)
+    if T.douts_first:
+        dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
     if not FIRST:
         memory.to.scores.wait(step - 1)
         dq_token = multiply_dq(memory, step - 1, W, T)
-    dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), q, dk, is_async=True)
-    if FIRST:
-        dv = warpgroup_mma_wait(1, deps=[dv_token])
-        memory.to.douts.release(step)
+    if T.douts_first:
+        dk = settle_dk(warpgroup_mma_wait(0 if FIRST else 2, deps=dk), T)
+        memory.to.queries.release(step)
     else:
-        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
+    PENDING: gl.constexpr = 0 if T.douts_first else 2 if T.cut else 1  # pyright: ignore[reportAssignmentType]
+    if T.makes_dv:
+        if FIRST:
+            dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
+        else:
+            dv, dq = warpgroup_mma_wait(PENDING, deps=[dv_token, dq_token])
         memory.to.douts.release(step)
+    elif not FIRST:
+        dq = warpgroup_mma_wait(PENDING, deps=[dq_token])
+    if not FIRST:
         release_ds(memory, step - 1, 1, T)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
-    dk = warpgroup_mma_wait(0, deps=[dk_token])
-    memory.to.queries.release(step)
+    if not T.douts_first:
+        dk = settle_dk(warpgroup_mma_wait(0, deps=dk), T)
+        memory.to.queries.release(step)
     return dk, dv
 
 
@@ -197,17 +230,35 @@ def empty_dk(T: gl.constexpr):
 
 
 @gluon.jit
-def multiply_dk(ds, q, dk, T: gl.constexpr):
-    """Begin to add to the pieces of dk: all columns, or where T.cut half of them and the next quarter."""
+def multiply_dk(ds, q, dk, memory, place, T: gl.constexpr):
+    """Begin to add to the pieces of dk: all columns, or where T.cut half of them and the next quarter.
+
+    ds comes from registers, or where wide heads leave none from its place in shared memory.
+    """
+    WIDE: gl.constexpr = T.columns // 2 if T.cut else T.columns
+    rest: gl.constexpr = T.columns // 4
+    if T.stages == 1:
+        left = ds_of(memory, place, T)
+        left_of_rest = left
+    else:
+        left = gl.convert_layout(ds, operand_layout(WIDE))
+        left_of_rest = gl.convert_layout(ds, operand_layout(rest))
     if T.cut:
-        WIDE: gl.constexpr = T.columns // 2
-        rest: gl.constexpr = T.columns // 4
         return (
-            warpgroup_mma(ds, q.slice(0, WIDE, 1), dk[0], is_async=True),
-            warpgroup_mma(ds, q.slice(WIDE, rest, 1), dk[1], is_async=True),
+            warpgroup_mma(left, q.slice(0, WIDE, 1), dk[0], is_async=True),
+            warpgroup_mma(left_of_rest, q.slice(WIDE, rest, 1), dk[1], is_async=True),
         )
     else:
-        return (warpgroup_mma(ds, q, dk[0], is_async=True),)
+        return (warpgroup_mma(left, q, dk[0], is_async=True),)
+
+
+@gluon.jit
+def settle_dk(dk, T: gl.constexpr):
+    """The pieces of dk, of which a wait for one does not make a tuple."""
+    if T.cut:
+        return dk
+    else:
+        return (dk,)
 
 
 @gluon.jit
@@ -224,76 +275,6 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
             share = share.slice(W * 64, 64, 1)
         dq = warpgroup_mma(share.permute((1, 0)), keys, dq, use_acc=(i > 0), is_async=True)
     return dq
-
-
-@gluon.jit
-def step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
-            T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """`step_keys` of a pass without dv, where shared memory has room for one tile of queries and one of dout.
-
-    dP comes first, for it needs no queries: these are on their way until dk of the step before is done.
-    """
-    BLOCK_Q: gl.constexpr = T.block_q
-    COLUMNS: gl.constexpr = T.columns
-    SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
-    own = uniform(gl.to_tensor(W))  # in every step, as in `step_keys`; and of one stage its place does not change either
-    q = memory.q.index(uniform(memory.to.queries.at(step))).reshape([BLOCK_Q, COLUMNS])
-    dout = memory.dout.index(uniform(memory.to.douts.at(step))).reshape([BLOCK_Q, T.columns_v])
-    k = memory.k.index(own).reshape([64, COLUMNS])
-    v = memory.v.index(own).reshape([64, T.columns_v])
-    level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
-    delta_rows = memory.rows.index(2 * memory.to.queries.at(step) + 1).reshape([BLOCK_Q])
-
-    first_key = place.column + W * 64
-    zero = gl.zeros([64, BLOCK_Q], gl.float32, SCORES)  # pyright: ignore[reportCallIssue]
-    raw = zero
-    if T.adds_first:
-        memory.to.queries.wait(step)
-        head, start = meeting(memory, step, place, 4, T)
-        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
-    memory.to.douts.wait(step)
-    dp_token = multiply_rows(v, dout, zero, False, T.cut_v)
-    memory.to.queries.wait(step)
-    head, start = meeting(memory, step, place, 4, T)
-    raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
-    drawn = ()
-    if T.dropout:
-        drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
-    if T.deterministic:
-        if step > place.visits.begin:
-            report_dq(sum_ptrs, memory, step - 1, W, place, sizes, T)
-    masked = asks(memory, step, place, start, ASKS, T)
-    dp = warpgroup_mma_wait(2 if T.cut else 1, deps=[dp_token])
-    memory.to.douts.release(step)
-    dp = through_dropout(dp, drawn, seed, T)
-    level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    raw = warpgroup_mma_wait(0, deps=[raw_token])
-    if T.modified:
-        _, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
-                         SCORE, MASK)  # fmt: skip
-    else:
-        if T.late:
-            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
-        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
-        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
-
-    ds = ds.to(memory.q.dtype)
-    memory.to.scores.claim(step)
-    ds_of(memory, 2 * W + step % 2, T).store(ds)
-    fence_async_shared()
-    memory.to.scores.hand_over(step)
-    memory.to.scores.wait(step)
-    dk = multiply_dk(ds_of(memory, 2 * W + step % 2, T), q, dk, T)
-    dq_token = multiply_dq(memory, step, W, T)
-    dk = warpgroup_mma_wait(2, deps=dk)
-    if not T.cut:
-        dk = (dk,)
-    memory.to.queries.release(step)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
-    release_ds(memory, step, 0, T)
-    add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W, T)
-    return dk
 
 
 @gluon.jit
@@ -344,21 +325,9 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
 
 
 @gluon.jit
-def step_part(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
-              T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """A step of a pass that makes dk or dv."""
-    if T.makes_dk:
-        dk = step_dk(dk, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
-    else:
-        dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
-    return dk, dv
-
-
-@gluon.jit
 def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
-    COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     sums = grads[0]
     seed = load_seed(score_args, T)
@@ -368,7 +337,7 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
-        dk = empty_dk(T) if T.parted else gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
         if T.blanks and T.makes_dk:
@@ -378,18 +347,13 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         store_wait(0)  # the gradients of the tile before
         if T.pairs_ds:
             adds_done(0)  # and all of ds that is to be added to
-        if T.parted:
+        if not T.makes_dk:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
-                dk, dv = step_part(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE,
-                                   MASK)  # fmt: skip
+                dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE, MASK)
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_part(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False, T,
-                                       SCORE, MASK)  # fmt: skip
-            if T.deterministic and T.makes_dk:
-                if place.visits.end > begin:
-                    report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
+                    dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE, MASK)
         elif place.visits.end > begin:
             dk, dv = step_keys(dk, dv, ds_desc, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
                                T, SCORE, MASK)  # fmt: skip
@@ -404,7 +368,12 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
             memory.to.scores.wait(place.visits.end - 1)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             release_ds(memory, place.visits.end - 1, 0, T)
+            if T.reports:
+                if place.visits.end - 1 > begin:
+                    report_dq(sums, memory, place.visits.end - 2, W, place, sizes, T)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
+            if T.reports:
+                report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         memory.to.keys.release(turn)
         begin = place.visits.end
         place, sizes = again(place, sizes, memory, work, 4, T)

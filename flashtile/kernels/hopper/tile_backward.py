@@ -158,8 +158,16 @@ class BackwardTile:
 
     @property
     def douts_first(self) -> bool:
-        """Whether a step begins with dout, which is let go of before its queries are."""
-        return self.parted and self.makes_dk
+        """Whether a step begins with dout, and lets go of its queries as soon as it can: there is room for those of one.
+
+        Not where modifiers add to what products of queries start from, which nothing may write to beside another product.
+        """
+        return self.makes_dk and self.stages == 1 and not self.adds_first
+
+    @property
+    def reports(self) -> bool:
+        """Whether consumers, who add to dq's sum themselves, tell the next block that they have."""
+        return self.deterministic and self.makes_dk and not self.copies_dq
 
     @property
     def sways(self) -> bool:

@@ -7,10 +7,8 @@ from flashtile.kernels.hopper.partial import store_part
 
 @gluon.jit
 def scaled(dk, scale, T: gl.constexpr):
-    """dk, or each of its pieces, times scale."""
-    if not T.parted:
-        return dk * scale
-    elif T.cut:
+    """The pieces of dk times scale."""
+    if T.cut:
         return (dk[0] * scale, dk[1] * scale)
     else:
         return (dk[0] * scale,)
@@ -32,7 +30,7 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
         PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
         store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
         memory.to.sums.claim(2 * place.visits.end + W)
-        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk, 0, first, T.head_dim, 0, 1, place, T)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk[0], 0, first, T.head_dim, 0, 1, place, T)
 
 
 @gluon.jit
