@@ -47,7 +47,7 @@ def bench(
     dtype: Annotated[DType | None, typer.Option(help="Run every case in this element type.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider, in alternating order.")] = 5,
     budget: Annotated[float, typer.Option(min=1, help="Seconds; rounds, then cases are left out when they run short.")] = 240,
-    base: Annotated[str | None, typer.Option(help="Compare with this commit, in the same rotation.")] = None,
+    base: Annotated[str | None, typer.Option(help="Compare with this commit, or checkout, in the same rotation.")] = None,
     commit: Annotated[str | None, typer.Option(help="Hash for the CSV, in the place of what git says.")] = None,
     also: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Python file with further PROVIDERS.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder or CSV; for --show, a .md or .png file.")] = OUTPUT,

@@ -26,9 +26,16 @@ def commit(library: Path) -> str:
 
 @contextmanager
 def checked_out(revision: str) -> Generator[Path, None, None]:
-    """Root of a temporary worktree of that revision. Raises InvalidProblem if git does not know it."""
+    """Root of a temporary worktree of that revision, or the folder of that name if flashtile lies there.
+
+    Raises InvalidProblem if it is neither.
+    """
+    if (Path(revision) / "flashtile" / "__init__.py").is_file():
+        yield Path(revision).resolve()
+        return
     if _git(LIBRARY, "rev-parse", "--verify", "--quiet", revision + "^{commit}").returncode != 0:
-        raise InvalidProblem(f"base is {revision!r}; it must be a revision that git knows in {LIBRARY}.")
+        known = f"a revision that git knows in {LIBRARY}, or a folder with flashtile in it"
+        raise InvalidProblem(f"base is {revision!r}; it must be {known}.")
     with tempfile.TemporaryDirectory(prefix="flashtile-base-") as folder:
         root = Path(folder).resolve() / "tree"
         added = _git(LIBRARY, "worktree", "add", "--detach", str(root), revision)

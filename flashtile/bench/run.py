@@ -28,8 +28,8 @@ LEAST_LEFT_S = 5.0  # with less of the budget left no further case is begun
 class Order:
     """What to run.
 
-    base: a revision to compare with. also: a Python file with further PROVIDERS. commit: the hash to write down in
-    the place of what git says.
+    base: a revision to compare with, or a folder that holds one. also: a Python file with further PROVIDERS. commit: the
+    hash to write down in the place of what git says.
     """
 
     suites: tuple[Suite, ...]

@@ -82,6 +82,14 @@ def test_base_runs_the_other_commits_library(smoke) -> None:
     assert not (folder / "none.csv").exists()
 
 
+def test_base_may_be_a_folder(tmp_path) -> None:
+    (tmp_path / "flashtile").mkdir()
+    (tmp_path / "flashtile" / "__init__.py").touch()
+    with checked_out(str(tmp_path)) as tree:
+        assert tree == tmp_path.resolve()
+    assert tree.exists()
+
+
 def test_a_used_up_budget_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(runs, "LEAST_LEFT_S", 1e9)
     monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a"], kind="cpu"))
