@@ -203,7 +203,7 @@ def sizes(choice: Choice, dice: random.Random) -> dict[str, int]:
     Items have sixteen queries each, or more: Hopper refuses the backward of fewer.
     """
     fewest = 64 if choice["items"].startswith("varlen") else 16
-    least = 48 if choice["mask"] in ("window", "left") else 2 * fewest
+    least = max(48, fewest) if choice["mask"] in ("window", "left") else 2 * fewest
     spans = ((385, 512),) if choice["backward"] == "deterministic" else ((least, 128), (129, 700))
     keys, more = dice.randint(*dice.choice(spans)), dice.randint(1, 300)
     if choice["score"].startswith("bias") and choice["score"] != "bias-odd-keys":  # what the copy engine brings, and stores
