@@ -51,11 +51,12 @@ class Variant:
     head_dim: int
     launch: BackwardLaunch
     deterministic: bool = False
+    split: bool = False  # dq by a pass over queries
 
     def plan(self, problem: AttentionProblem, device: Device, dlse: bool = False) -> Plan:
         problem = replace(problem, deterministic=self.deterministic)
-        launch = ordered(self.launch, problem, device) if self.deterministic else self.launch
-        return BACKEND.backward(problem, device, Gradients(dlse=dlse), "fused", launch)
+        launch = ordered(self.launch, problem, device) if self.deterministic and not self.split else self.launch
+        return BACKEND.backward(problem, device, Gradients(dlse=dlse), "split" if self.split else "fused", launch)
 
 
 D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
@@ -64,12 +65,15 @@ VARIANTS = {
     "64-launched": Variant(64, replace(D64, resident=False)),
     "64-swizzle8": Variant(64, replace(D64, swizzle=8)),
     "64-deterministic": Variant(64, D64, True),
+    "64-split": Variant(64, D64, True, True),
     "128": Variant(128, D128),
     "128-launched": Variant(128, replace(D128, resident=False)),
     "128-deterministic": Variant(128, D128, True),
+    "128-split": Variant(128, D128, True, True),
     "256": Variant(256, D256),
     "256-launched": Variant(256, replace(D256, resident=False)),
     "256-deterministic": Variant(256, D256, True),
+    "256-split": Variant(256, D256, True, True),
 }
 
 # batch x seqlen_q x heads_q, seqlen_k x heads_kv, dtype and mask, and whether lse has a gradient

@@ -83,7 +83,11 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "strangers-blocks": {"mask": "strangers-blocks"},
         "wide-band-blocks": {"mask": "wide-band-blocks"},
     },
-    "backward": {"fused": {"backward": "fused"}, "deterministic": {"deterministic": True}},
+    "backward": {
+        "fused": {"backward": "fused"},
+        "deterministic": {"deterministic": True},
+        "split": {"backward": "split"},
+    },
     "upstream": {
         **{name: {"upstream": name} for name in ("both", "out", "lse")},
         "out-alone": {"upstream": "out", "returns_lse": False},

@@ -1,5 +1,6 @@
 """Compiles the Hopper forward of each spelling, or its backward behind "backward:" (where dv has a pass of its own, that
-one behind "backward-dv:"), and prints, as JSON, what test_hopper.py judges.
+one behind "backward-dv:"), of the split one the pass over keys behind "split:" and that over queries behind "queries:", and
+prints, as JSON, what test_hopper.py judges.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ for argument in sys.argv[1:]:
     spelling = f"attention{spelling}" if direction else argument
     problem = AttentionProblem.parse(spelling)
     if direction:
-        assert BACKEND.unsupported(problem, H100, "fused") == []
-        plan = BACKEND.backward(problem, H100, Gradients(), "fused")
-        passes = [c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward"]
+        variant = "split" if direction in ("split", "queries") else "fused"
+        assert BACKEND.unsupported(problem, H100, variant) == []
+        plan = BACKEND.backward(problem, H100, Gradients(), variant)
+        name = "attention_queries" if direction == "queries" else "attention_backward"
+        passes = [c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == name]
         call = passes[0 if direction == "backward-dv" else -1]
     else:
         assert BACKEND.unsupported(problem, H100) == []

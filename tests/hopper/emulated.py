@@ -2,7 +2,7 @@
 
 python -m tests.hopper.emulated CASE ...
 
-A case is JSON: {"problem": its spelling, "pass": "forward" or "backward", "dlse": whether lse has a gradient, "launch":
+A case is JSON: {"problem": its spelling, "pass": "forward", "fused" or "split", "dlse": whether lse has a gradient, "launch":
 fields of the tile that is not the chosen one, "drift": by how much each key's scores exceed those of the key before}. A line
 is {"errors": {name: largest error / largest element}}, or {"failure": ...} where the run ended early.
 """
@@ -43,9 +43,9 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     overrides = case.get("launch", {})
     if case["pass"] == "forward":
         return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
-    launch = replace(choose_backward(problem, H100), **overrides)
+    launch = replace(choose_backward(problem, H100, case["pass"] == "split"), **overrides)
     few = replace(H100, sm_count=3)  # so that a block computes more than one tile
-    return BACKEND.backward(problem, few, Gradients(dlse=case.get("dlse", False)), "fused", launch)
+    return BACKEND.backward(problem, few, Gradients(dlse=case.get("dlse", False)), case["pass"], launch)
 
 
 def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:

@@ -102,6 +102,12 @@ BACKWARD = {
     ),
 }
 
+SPLIT = {
+    "head_dim64": (Tile(ALL, 64), Tile((CAUSAL, GROUPED), 96)),
+    "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, MODIFIERS), 80, 40)),
+    "wide": (Tile((*FEW, UNSEEN_QUERIES, STRIPE), 256), Tile((CAUSAL, SHARED_HEADS, LEFT), 192, 128), Tile((CAUSAL,), 192)),
+}
+
 
 def judge(cases: list[dict[str, Any]], script: str = "emulated", limit: float = LIMIT) -> None:
     """Run cases in one process; all that is wrong in one message."""
@@ -132,7 +138,12 @@ def test_the_forward_is_exact(width: str) -> None:
 
 @pytest.mark.parametrize("width", BACKWARD)
 def test_the_backward_is_exact(width: str) -> None:
-    judge([case for tile in BACKWARD[width] for case in tile.cases("backward")])
+    judge([case for tile in BACKWARD[width] for case in tile.cases("fused")])
+
+
+@pytest.mark.parametrize("width", SPLIT)
+def test_the_backward_in_passes_is_exact(width: str) -> None:
+    judge([case for tile in SPLIT[width] for case in tile.cases("split")])
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", LIMIT), ("bf16", 8 * LIMIT)])
@@ -155,7 +166,7 @@ def test_modifiers_in_other_forms() -> None:
     biased: Sizes = ("1x140x2", "150x2", ",band=:0,score=alibi(1x2:fp32)+softcap(30.0)", False)
     twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one
     tile = Tile((biased, twice), 64)
-    judge([*tile.cases("forward"), *tile.cases("backward")])
+    judge([*tile.cases("forward"), *tile.cases("fused")])
 
 
 # of a product: its sizes m, n, k, how many blocks there are at most, its ending, whether that has all that it can, and what of

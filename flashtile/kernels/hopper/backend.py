@@ -7,15 +7,16 @@ from typing import Any
 
 from flashtile import _triton
 from flashtile._triton import JitTuple
-from flashtile.kernels.hopper.choose import choose_forward, forward_grid
+from flashtile.kernels.hopper.choose import choose_forward, choose_queries, forward_grid
 from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, sums, zeros
-from flashtile.kernels.hopper.tile import COPIED_KEYS, GROUP_ROWS, ForwardLaunch, make_forward_tile
+from flashtile.kernels.hopper.tile import COPIED_KEYS, GROUP_ROWS, ForwardLaunch, make_forward_tile, make_queries_tile
 from flashtile.kernels.hopper.tile_backward import (
     PADDED_ROWS,
     BackwardLaunch,
     BackwardTile,
     backward_tiles,
     choose_backward,
+    is_split,
     make_backward_tile,
     padded_queries,
 )
@@ -74,7 +75,7 @@ class HopperBackend:
 
     def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
-        p = problem.listed
+        p, split = problem.listed, is_split(problem, variant)
         reasons: list[str] = []
         items = p.batch if p.lengths.varlen else 1
         if p.lone:
@@ -91,16 +92,15 @@ class HopperBackend:
         if p.where and p.sink is not None:
             reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")
         if p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
-            tile = choose_backward(p, device)
-            if p.blocks.block_q % tile.block_q or p.blocks.block_q > PADDED_ROWS or p.blocks.block_k % tile.block_k:
+            tile = choose_backward(p, device, split)
+            fewest = max(tile.block_q, choose_queries(p, device).block_q if split else 0)
+            if p.blocks.block_q % fewest or p.blocks.block_q > PADDED_ROWS or p.blocks.block_k % tile.block_k:
                 reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported by the backward are "
-                               f"{tile.block_q} to {PADDED_ROWS} queries and multiples of {tile.block_k} keys")  # fmt: skip
-        if p.lengths.ragged and p.deterministic:
+                               f"{fewest} to {PADDED_ROWS} queries and multiples of {tile.block_k} keys")  # fmt: skip
+        if p.lengths.ragged and p.deterministic and not split:
             reasons.append("items differ in length; the deterministic order is kept for batches of one length")
-        if variant == "split":
-            reasons.append(
-                "the backward is 'fused', dq and dk from one pass over keys, in a fixed order where it has to be deterministic"
-            )
+        if split and any(spec.wants_grad for spec in p.score):
+            reasons.append("gradients of biases are formed by the 'fused' backward")
         if stored(p) is None:
             reasons += [
                 f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels; here it is that of one bias for "
@@ -162,9 +162,10 @@ class HopperBackend:
         from flashtile.kernels.hopper.rows import attention_dq, attention_rows
 
         p = problem.listed
-        launch = launch or choose_backward(p, device)
+        split = is_split(p, variant)
+        launch = launch or choose_backward(p, device, split)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
-        tile, padded, counts = make_backward_tile(p, launch, form), padded_queries(p), integers(p)
+        tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
         ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
         score, biased = chain(p, device, form), None
         if tile.early >= 0:
@@ -180,8 +181,11 @@ class HopperBackend:
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
             Buffer("tickets", (2,), "int32", "scratch"),
-            Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"),
         ]
+        sums_dq = None
+        if not split:
+            sums_dq = Pointer("dq_sum")
+            scratch.append(Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"))
         locks = None
         if tile.locked:
             locks = Pointer("locks")
@@ -202,7 +206,7 @@ class HopperBackend:
                 (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
                 (
                     Pointer("rows"),
-                    Pointer("dq_sum") if tile.clears and len(parts) == 1 else None,
+                    sums_dq if tile.clears and len(parts) == 1 else None,
                     Pointer("tickets"),
                     locks,
                     sunk,
@@ -229,12 +233,12 @@ class HopperBackend:
                     Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.makes_dk else None,
                     Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.makes_dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                    Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),
                     (
-                        ((Pointer("dq_sum") if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks), *whole),
+                        ((sums_dq if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks), *whole),
                         *(region, p.scale_value, score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
                     ),
                 ),
@@ -245,19 +249,56 @@ class HopperBackend:
             for part in parts
         ]
         calls = [*schedules.calls, *ds_zeros, rows, *keys, *ds_sums]
-        if "q" in gradients.wanted:
-            sums = Pointer("dq_sum"), None if tile.clears else locks
+        notes = (f"backward {'split' if split else 'fused'}", f"keys pass tile {launch.spell()}")
+        if "q" in gradients.wanted and split:
+            queries = choose_queries(p, device)
+            calls.append(queries_call(p, device, queries, tile, schedules))
+            notes += (f"queries pass tile {queries.spell()}",)
+        elif "q" in gradients.wanted:
+            sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),), early=True))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
         buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
-        notes = ("backward fused", f"keys pass tile {launch.spell()}")
-        return Plan(p, self.name, "fused", buffers, tuple(calls), notes)
+        return Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
 
 
 BACKEND = HopperBackend()
+
+
+def queries_call(
+    p: AttentionProblem, device: Device, launch: ForwardLaunch, keys: BackwardTile, schedules: Schedules
+) -> KernelCall:
+    """The pass over queries that makes dq, of rows as the passes over keys have them."""
+    from flashtile.kernels.hopper.queries import attention_queries
+
+    form, varlen = form_of(p), p.lengths.varlen
+    tile, schedule = make_queries_tile(p, launch, form), schedules.of(launch.block_q)
+    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, varlen)
+    return KernelCall(
+        attention_queries,
+        forward_grid(p, launch, device),
+        (
+            Descriptor("q", (1, 1, tile.rows, tile.columns)),
+            Descriptor("k", (1, 1, tile.block_k, tile.columns)),
+            Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+            Descriptor("dout", (1, 1, tile.rows, tile.columns_v)),
+            Descriptor("dq", (1, 1, tile.rows, tile.columns)),
+            (
+                Pointer("rows"),
+                padded_queries(p) if varlen else None,
+                *((Pointer("dq"), Strides("dq")) if varlen else (None, None)),
+            ),
+            *(integers(p)[n] for n in ("heads", "group", "left", "right")),
+            launch.swizzle,
+            (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
+        ),
+        (("FOLDS", keys.folds), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+        launch.num_warps,
+        early=True,
+    )
 
 
 def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None, list[Buffer], list[list[KernelCall]]]:
@@ -302,7 +343,7 @@ def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
 def gluon_refusal() -> str | None:
     """Why this Triton's Gluon cannot build the kernels; None when it can."""
     try:
-        from flashtile.kernels.hopper import backward, forward  # noqa: F401
+        from flashtile.kernels.hopper import backward, forward, queries  # noqa: F401
     except Exception as error:  # whatever a release changed: a refusal, never a crash
         return f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
     return None

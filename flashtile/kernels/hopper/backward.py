@@ -54,8 +54,9 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     """Add one query tile to dk and, where T.makes_dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
     of the step before to the sum.
 
-    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs.
+    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs. No step before: FIRST.
     """
+    LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -125,32 +126,34 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
         memory.to.douts.release(step)
 
     ds = ds.to(dtype)
-    memory.to.scores.claim(step)
-    ds_of(memory, 2 * W + step % 2, T).store(ds)
-    fence_async_shared()
-    memory.to.scores.hand_over(step)
+    if T.makes_dq:
+        memory.to.scores.claim(step)
+        ds_of(memory, 2 * W + step % 2, T).store(ds)
+    fence_async_shared()  # the next queries' rows overwrite what was read, too
+    if T.makes_dq:
+        memory.to.scores.hand_over(step)
     if T.stores_ds:
         give_ds(ds_desc, memory.ds.index(2 * W + step % 2), head, start, first_key, place, T)
     if T.douts_first:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
-    if not FIRST:
+    if LAGS:
         memory.to.scores.wait(step - 1)
         dq_token = multiply_dq(memory, step - 1, W, T)
     if T.douts_first:
-        dk = settle_dk(warpgroup_mma_wait(0 if FIRST else 2, deps=dk), T)
+        dk = settle_dk(warpgroup_mma_wait(2 if LAGS else 0, deps=dk), T)
         memory.to.queries.release(step)
     else:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
     PENDING: gl.constexpr = 0 if T.douts_first else 2 if T.cut else 1  # pyright: ignore[reportAssignmentType]
     if T.makes_dv:
-        if FIRST:
-            dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
-        else:
+        if LAGS:
             dv, dq = warpgroup_mma_wait(PENDING, deps=[dv_token, dq_token])
+        else:
+            dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
         memory.to.douts.release(step)
-    elif not FIRST:
+    elif LAGS:
         dq = warpgroup_mma_wait(PENDING, deps=[dq_token])
-    if not FIRST:
+    if LAGS:
         release_ds(memory, step - 1, 1, T)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
     if not T.douts_first:
@@ -233,11 +236,11 @@ def empty_dk(T: gl.constexpr):
 def multiply_dk(ds, q, dk, memory, place, T: gl.constexpr):
     """Begin to add to the pieces of dk: all columns, or where T.cut half of them and the next quarter.
 
-    ds comes from registers, or where wide heads leave none from its place in shared memory.
+    ds comes from registers or, where a wide head's dk and dq leave none, from its place in shared memory.
     """
     WIDE: gl.constexpr = T.columns // 2 if T.cut else T.columns
     rest: gl.constexpr = T.columns // 4
-    if T.stages == 1:
+    if T.makes_dq and T.stages == 1:
         left = ds_of(memory, place, T)
         left_of_rest = left
     else:
@@ -325,6 +328,18 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
 
 
 @gluon.jit
+def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
+               T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """A step of a pass that adds nothing to dq."""
+    if T.makes_dk:
+        dk, dv = step_keys(dk, dv, None, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
+                           MASK)  # fmt: skip
+    else:
+        dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
+    return dk, dv
+
+
+@gluon.jit
 def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
@@ -340,20 +355,21 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
-        if T.blanks and T.makes_dk:
+        if T.blanks and T.sums_dq:
             blank_keys(memory, place, sizes, work.band, W, T)
-        if T.predicate and T.makes_dk:
+        if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
         if T.pairs_ds:
             adds_done(0)  # and all of ds that is to be added to
-        if not T.makes_dk:
+        if not T.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
-                dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE, MASK)
+                dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE, MASK)
             if T.splits:
                 for step in range(low, high):
-                    dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE, MASK)
+                    dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
+                                        MASK)  # fmt: skip
         elif place.visits.end > begin:
             dk, dv = step_keys(dk, dv, ds_desc, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
                                T, SCORE, MASK)  # fmt: skip
@@ -393,7 +409,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
     of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
-    where T.varlen. A pass for dv alone is given the sum if another adds to it, and clears it.
+    where T.varlen. A pass for dv alone is given the sum if another adds to it, and clears it; unless T.makes_dq there is none.
     region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None; ds_desc: where
     T.stores_ds, its gradient.
     """
@@ -411,7 +427,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
     await_stream()
-    if T.parted:
+    if not T.copies_dq:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),

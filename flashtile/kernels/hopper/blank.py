@@ -57,24 +57,46 @@ def blank_strip(words, keep, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
-    """Zero the values of a tile that no query of the block sees, if any value there is not finite.
+def unseen(tile, size, T: gl.constexpr):
+    """(first, end, edge): which keys of a tile a query sees, and whether those are not all of them, unless T.asks.
+
+    Others lie in the first and the last tile of a walk, and in no other.
+    """
+    first, end, start = 0, size.seqlen_k, tile * T.block_k
+    if T.left:
+        first = size.seqlen_k - size.seqlen_q - size.left
+    if T.right:
+        end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
+    return first - start, end - start, (start < first) | (start + T.block_k > end)
+
+
+@gluon.jit
+def blank_tile(tiles, channel, use, first, end, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
+    """`blank_rows` of all parts of a channel's tile, once it has come."""
+    channel.wait(use)
+    for part in gl.static_range(PARTS):
+        blank_rows(tiles.index(channel.at(use) * PARTS + part).reshape([ROWS, COLUMNS]), first, end)
+    fence_async_shared()
+
+
+@gluon.jit
+def blank_hidden(tiles, channel, use, tile, at, size, mask_args, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
+                 PARTS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Zero the rows of a channel's tile, keys or values, that no query of the block sees, if any there is not finite.
 
     Which they are is known by asking the mask for all queries of the block: so it is asked only where it matters, a few
     keys at a time, for the accumulators are in the registers.
     """
-    PARTS_V: gl.constexpr = T.parts_v
     BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
     STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
-    INFINITE: gl.constexpr = 0x7F80 if mem.v.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
+    INFINITE: gl.constexpr = 0x7F80 if tiles.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
     QUERIES: gl.constexpr = 128 if T.groups == 2 else 256  # pyright: ignore[reportAssignmentType]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     SCORES: gl.constexpr = gl.BlockedLayout([1, STRIP], [32, 1], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    mem.values.wait(use)
+    channel.wait(use)
     largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
-    for part in gl.static_range(PARTS_V):
-        v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
+    for part in gl.static_range(PARTS):
+        v = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS])
         for first in gl.static_range(0, BLOCK_K, STRIP):
             largest = gl.maximum(largest, v.slice(first, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
     if gl.max(gl.max(largest, 1), 0) >= INFINITE:
@@ -87,7 +109,7 @@ def blank_hidden(mem, use, tile, at, size, mask_args, GROUP: gl.constexpr, T: gl
             keep = seen(position, row, key, sizes, (size.left, size.right, mask_args), True, T, MASK)
             keep = (keep & (row < at.row + (T.groups - GROUP) * T.rows)).to(gl.int32)
             wanted = gl.convert_layout(gl.max(keep, 0), gl.SliceLayout(1, LAYOUT))[:, None] > 0
-            for part in gl.static_range(PARTS_V):
-                strip = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
+            for part in gl.static_range(PARTS):
+                strip = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
                 strip.store(gl.where(wanted, strip.load(LAYOUT), 0.0))
     fence_async_shared()

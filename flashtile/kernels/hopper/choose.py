@@ -49,6 +49,14 @@ CAUSAL: dict[Widths, tuple[Priced, ...]] = {
     (192, 128): ((ForwardLaunch(resident=True, staged=False), 1.95),),
     256: ((ForwardLaunch(block_k=64, staged=False), 1.5),),
 }
+# Of the pass over queries that makes dq: three products a key tile. Not timed: the matrix unit's share, and a third.
+QUERIES: dict[int, Priced] = {
+    64: (ForwardLaunch(stages=3, resident=True, turns=False, staged=False, loader_warps=1), 1.2),
+    96: (ForwardLaunch(stages=2, resident=True, turns=False, staged=False, loader_warps=1), 1.8),
+    128: (ForwardLaunch(stages=2, resident=True, turns=False, staged=False, loader_warps=1), 2.4),
+    192: (ForwardLaunch(block_k=64, stages=2, resident=True, turns=False, staged=False, loader_warps=1), 1.8),
+    256: (ForwardLaunch(block_k=64, stages=1, resident=True, turns=False, staged=False, loader_warps=1), 2.4),
+}
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
 TOGETHER_BYTES = 32 << 20  # keys and values that heads computed together may have: above, the L2 cache (50 MB) loses them
@@ -71,6 +79,17 @@ def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
         return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, 16 if _width(p) == 64 else 4))
     timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
     return min(timed, key=lambda option: option[0])[1]
+
+
+def choose_queries(problem: AttentionProblem, device: Device) -> ForwardLaunch:
+    """The tile of the backward's pass over queries."""
+    p, (launch, key_us) = problem, QUERIES[_width(problem)]
+    if p.blocks is not None:
+        return replace(launch, swizzle=_together(p))
+    if p.lengths.ragged:
+        return replace(launch, swizzle=min(p.heads_q, 4))
+    schedules = _causal if is_causal(p) else _full
+    return min(schedules(p, launch, key_us, device.sm_count), key=lambda option: option[0])[1]
 
 
 def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:

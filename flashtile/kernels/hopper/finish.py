@@ -47,36 +47,40 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
     if T.staged:
         store_wait(0)
-    acc = parted(acc, T)
+    acc = parted(acc, PARTS_V, COLUMNS)
     for part in gl.static_range(PARTS_V):
         out = acc[part] * share
         if T.masked:
             out = gl.where(seen, out, 0.0)
         out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     fence_async_shared()
-    if T.varlen:
-        if at.row + ROWS > at.item.span_q:  # other items' rows follow
-            for part in gl.static_range(PARTS_V):
-                tile = out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS])
-                store_part(tile, part * COLUMNS, targets[2], targets[3][0], at.slab, at.head, at.item.first_q + at.row,
-                           at.item.span_q - at.row, T.head_dim_v)  # fmt: skip
-        else:
-            for part in gl.static_range(PARTS_V):
-                tma_store(out_desc, [at.slab, at.head, at.item.first_q + at.row, part * COLUMNS],
-                          out_tile(mem, out_desc, GROUP, part, T))  # fmt: skip
-    else:
-        for part in gl.static_range(PARTS_V):
-            tma_store(out_desc, [at.slab, at.head, at.row, part * COLUMNS], out_tile(mem, out_desc, GROUP, part, T))
+    for part in gl.static_range(PARTS_V):
+        tile = out_tile(mem, out_desc, GROUP, part, T)
+        send(tile, out_desc, (targets[2], targets[3][0]), at, part * COLUMNS, T.head_dim_v, T)
 
 
 @gluon.jit
-def parted(acc, T: gl.constexpr):
-    """An accumulator for each part of v."""
-    if T.pieces == 1:
+def send(tile, desc, target, at, column, WIDTH: gl.constexpr, T: gl.constexpr):
+    """Store columns from `column` on of a warpgroup's queries, staged in `tile`; where T.varlen target = (pointer, strides)."""
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = tile.shape[3]
+    if T.varlen:
+        if at.row + ROWS > at.item.span_q:  # other items' rows follow
+            store_part(tile.reshape([ROWS, COLUMNS]), column, target[0], target[1], at.slab, at.head,
+                       at.item.first_q + at.row, at.item.span_q - at.row, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [at.slab, at.head, at.item.first_q + at.row, column], tile)
+    else:
+        tma_store(desc, [at.slab, at.head, at.row, column], tile)
+
+
+@gluon.jit
+def parted(acc, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """An accumulator for each part of a head dim."""
+    if PARTS == 1:
         return acc
     else:
-        ROWS: gl.constexpr = T.rows
-        COLUMNS: gl.constexpr = T.columns_v
+        ROWS: gl.constexpr = acc[1].shape[0]
         first, second = gl.split(acc[0].reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]))
         first = gl.convert_layout(first, matrix_layout(COLUMNS), assert_trivial=True)
         second = gl.convert_layout(second, matrix_layout(COLUMNS), assert_trivial=True)

@@ -9,7 +9,7 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.blank import blank_hidden, blank_rows
+from flashtile.kernels.hopper.blank import blank_hidden, blank_tile, unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw, packed, unpacked
 from flashtile.kernels.hopper.finish import finish
@@ -207,7 +207,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     if T.blocks_q > 0:
         if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
             score = shape_scores(score, tile, at, size, scale, score_args, given[1], True, T, SCORE, MASK)
-            blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+            blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
         else:
             score = shape_scores(score, tile, at, size, scale, score_args, given[1], False, T, SCORE, MASK)
             score = bent(score, scale, score_args, T, SCORE)
@@ -228,10 +228,10 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
     weights = weigh(p, drawn, given[0], mem, T)
     if T.asks and T.blocks_q == 0:
-        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+        blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.unseen and not T.asks:
         blank_unseen(mem, use, tile, size, T)
-    return Rows(empty(T), weights, top, total, fetched)
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched)
 
 
 @gluon.jit
@@ -296,7 +296,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         else:
             acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
-        blank_hidden(mem, use, tile, at, size, given[1], GROUP, T, MASK)
+        blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     return Rows(acc, weights, top, total, fetched)
 
 
@@ -316,18 +316,24 @@ def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def multiply_keys(score, mem, use, GROUP: gl.constexpr, T: gl.constexpr):
-    """Queries times a key tile, under way, onto `score` if modifiers add; of three parts two are summed over in one product."""
-    PARTS: gl.constexpr = T.parts
+    """Queries times a key tile, under way, onto `score` if modifiers add."""
+    keys = mem.k, mem.keys.at(use) * T.parts
+    return multiply_parts(score, (mem.q, GROUP * T.parts), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts)
+
+
+@gluon.jit
+def multiply_parts(start, left, right, ADDS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr,
+                   PARTS: gl.constexpr):  # fmt: skip
+    """Rows times rows, under way, onto `start` if ADDS; of three parts two are summed over in one product.
+
+    left, right: (tiles, where the first part lies).
+    """
     PAIR: gl.constexpr = 2 if PARTS == 3 else 1  # pyright: ignore[reportAssignmentType]
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns
-    q, k = GROUP * PARTS, mem.keys.at(use) * PARTS
-    keys = abreast(mem.k, k, PAIR, BLOCK_K, COLUMNS).permute((1, 0))
-    score = warpgroup_mma(abreast(mem.q, q, PAIR, ROWS, COLUMNS), keys, score, use_acc=T.adds > 0, is_async=True)
+    a, b = abreast(left[0], left[1], PAIR, ROWS, COLUMNS), abreast(right[0], right[1], PAIR, KEYS, COLUMNS)
+    score = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
     if PARTS == 3:
-        keys = abreast(mem.k, k + 2, 1, BLOCK_K, COLUMNS).permute((1, 0))
-        score = warpgroup_mma(abreast(mem.q, q + 2, 1, ROWS, COLUMNS), keys, score, is_async=True)
+        a, b = abreast(left[0], left[1] + 2, 1, ROWS, COLUMNS), abreast(right[0], right[1] + 2, 1, KEYS, COLUMNS)
+        score = warpgroup_mma(a, b.permute((1, 0)), score, is_async=True)
     return score
 
 
@@ -338,43 +344,32 @@ def add_values(rows, mem, use, T: gl.constexpr):
     weights = rows.weights
     if T.dropout:
         weights = unpacked(weights, mem.v.dtype)
-    first = mem.values.at(use) * T.parts_v
-    if T.parts_v == 3:
-        wide = add_columns(rows.acc[0], weights, mem, first, 2, T)
-        return wide, add_columns(rows.acc[1], weights, mem, first + 2, 1, T)
-    else:
-        return (add_columns(rows.acc[0], weights, mem, first, 1, T),)
+    return add_parts(rows.acc, weights, mem.v, mem.values.at(use) * T.parts_v, T.block_k, T.columns_v, T.parts_v)
 
 
 @gluon.jit
-def add_columns(acc, weights, mem, first, COUNT: gl.constexpr, T: gl.constexpr):
-    """An accumulator plus probabilities times COUNT parts of values, under way."""
-    BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
+def add_parts(acc, weights, tiles, first, KEYS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
+    """Accumulators plus weights times the parts of a tile from `first` on, under way."""
+    if PARTS == 3:
+        wide = add_columns(acc[0], weights, tiles, first, 2, KEYS, COLUMNS)
+        return wide, add_columns(acc[1], weights, tiles, first + 2, 1, KEYS, COLUMNS)
+    else:
+        return (add_columns(acc[0], weights, tiles, first, 1, KEYS, COLUMNS),)
+
+
+@gluon.jit
+def add_columns(acc, weights, tiles, first, COUNT: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr):
+    """An accumulator plus weights times COUNT parts of a tile, under way."""
     weights = gl.convert_layout(weights, operand_layout(COUNT * COLUMNS))
-    return warpgroup_mma(weights, abreast(mem.v, first, COUNT, BLOCK_K, COLUMNS), acc, is_async=True)
+    return warpgroup_mma(weights, abreast(tiles, first, COUNT, KEYS, COLUMNS), acc, is_async=True)
 
 
 @gluon.jit
 def blank_unseen(mem, use, tile, size, T: gl.constexpr):
-    """Zero the values that no query sees, in place: 0 times NaN is NaN. Warpgroups may do it to the same tile.
-
-    Such keys lie in the first and the last tile of a walk, and in no other.
-    """
-    PARTS_V: gl.constexpr = T.parts_v
-    BLOCK_K: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
-    first, end, start = 0, size.seqlen_k, tile * BLOCK_K
-    if T.left:
-        first = size.seqlen_k - size.seqlen_q - size.left
-    if T.right:
-        end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
-    if (start < first) | (start + BLOCK_K > end):
-        mem.values.wait(use)
-        for part in gl.static_range(PARTS_V):
-            v = mem.v.index(mem.values.at(use) * T.parts_v + part).reshape([BLOCK_K, COLUMNS])
-            blank_rows(v, first - start, end - start)
-        fence_async_shared()
+    """Zero the values that no query sees, in place: 0 times NaN is NaN. Warpgroups may do it to the same tile."""
+    first, end, edge = unseen(tile, size, T)
+    if edge:
+        blank_tile(mem.v, mem.values, use, first, end, T.block_k, T.columns_v, T.parts_v)
 
 
 @gluon.jit
@@ -406,12 +401,10 @@ def scaled_columns(acc, decay, T: gl.constexpr):
 
 
 @gluon.jit
-def empty(T: gl.constexpr):
+def empty(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
     """Accumulators of nothing."""
-    ROWS: gl.constexpr = T.rows
-    COLUMNS: gl.constexpr = T.columns_v
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    if T.parts_v == 3:
+    if PARTS == 3:
         WIDE: gl.constexpr = 2 * COLUMNS
         return gl.zeros([ROWS, WIDE], gl.float32, matrix_layout(WIDE)), acc  # pyright: ignore[reportCallIssue]
     else:
@@ -466,7 +459,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
-            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
         ], [4, 4], [T.registers, T.registers])  # fmt: skip
@@ -474,12 +467,12 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
         ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 2, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, bias_desc, mem, size, region, T)),
+            (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
         ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip

@@ -5,15 +5,15 @@ from flashtile.kernels.hopper.work import assign, job_at, place_of, sized, take_
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, bias_desc, mem, size, region, T: gl.constexpr):
-    """Role: bring queries, keys and values of every tile into shared memory."""
+def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.constexpr):
+    """Role: bring queries, keys and values of every tile into shared memory; with dout, unless that is None, beside queries."""
     if T.ragged:
         places, place, turn, use = size.tiles * size.heads, gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
         while place < places:
             at = job_at(place, size, region, T)
             tell_job(mem.tickets, turn, place, at)
             ticket = take_place(region)
-            use = load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T)
+            use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
             place = place_of(ticket)
             turn = turn + 1
         mem.tickets.publish(turn, (place,))
@@ -21,48 +21,63 @@ def load(q_desc, k_desc, v_desc, bias_desc, mem, size, region, T: gl.constexpr):
         use = 0
         for turn in range(turns(size, T)):
             at = assign(turn, size, region, T)
-            use = load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T)
+            use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
 
 
 @gluon.jit
-def load_tile(q_desc, k_desc, v_desc, bias_desc, mem, use, turn, at, size, region, T: gl.constexpr):
+def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T: gl.constexpr):
     """Bring what a Job needs; `use` counts key tiles."""
     head_kv = at.head // size.group
     own = sized(size, at.item)
     seen, indices = visit(at, own, region, T)
     key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
-    fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+    if dout_desc is None:
+        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+    else:  # whose products with values come first
+        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
     # the last products with the old queries are done, and what was told is read, when their last keys are let go of
     if (T.staged or T.blocks_q > 0) and turn > 0:
         mem.keys.reclaim(use - 1)
     if T.blocks_q > 0:  # those that wait for the queries find it
         tell(mem.job, at, T)
-    load_queries(q_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
+    load_queries(q_desc, dout_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
     if T.brought:
         fill_bias(bias_desc, mem, use, at, key, T)
-    fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+    if dout_desc is None:
+        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+    else:
+        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
     use += 1
     for n in range(seen.end - 1 - seen.first):
         key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
+        if dout_desc is not None:
+            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
         if T.brought:
             fill_bias(bias_desc, mem, use, at, key, T)
-        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+        if dout_desc is None:
+            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
         use += 1
     return use
 
 
 @gluon.jit
-def load_queries(desc, mem, turn, batch, head, row, T: gl.constexpr):
-    """Load the queries of every warpgroup."""
+def load_queries(desc, dout_desc, mem, turn, batch, head, row, T: gl.constexpr):
+    """Load the queries of every warpgroup, and their dout."""
     GROUPS: gl.constexpr = T.groups
     PARTS: gl.constexpr = T.parts
-    BYTES: gl.constexpr = desc.block_type.nbytes * PARTS
+    PARTS_V: gl.constexpr = T.parts_v
+    DOUTS: gl.constexpr = 0 if dout_desc is None else dout_desc.block_type.nbytes * PARTS_V  # pyright: ignore[reportAssignmentType]
+    BYTES: gl.constexpr = desc.block_type.nbytes * PARTS + DOUTS
     for group in gl.static_range(GROUPS):
         use = turn * GROUPS + group
         bar = mem.queries.announce(use, BYTES) if T.staged else mem.queries.acquire(use, BYTES)
         for part in gl.static_range(PARTS):
             tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, mem.q.index(group * PARTS + part))
+        if dout_desc is not None:
+            for part in gl.static_range(PARTS_V):
+                place = mem.dout.index(group * PARTS_V + part)
+                tma_load(dout_desc, [batch, head, row + group * T.rows, part * T.columns_v], bar, place)
 
 
 @gluon.jit

@@ -62,7 +62,10 @@ class Memory:
 
 @gluon.jit
 def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T: gl.constexpr):
-    """Memory of a block. Fence before specialising warps."""
+    """Memory of a block. Fence before specialising warps.
+
+    A channel that no role uses is none of its own: the compiler would lay its barriers over a tile.
+    """
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
     dtype: gl.constexpr = q_desc.dtype
@@ -71,11 +74,14 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], ds_desc.layout)
     else:
         ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
-    shares = ds
+    queries = make_channel(T.stages, 2)
+    shares, sums, scores = ds, queries, queries
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
-    sums = make_channel(2, 1)
-    bias, biases = ds, sums
+        sums = make_channel(2, 1)
+    if T.sums_dq:
+        scores = make_channel(2, 2, 2)
+    bias, biases = ds, queries
     if T.early >= 0:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
         biases = make_channel(1, 2)
@@ -97,11 +103,11 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         bias,
         steps,
         Channels(
-            make_tickets(2 if T.parted else 4, WORDS if T.tells else 1),
+            make_tickets(4 if T.copies_dq else 2, WORDS if T.tells else 1),
             make_channel(1, 2),
-            make_channel(T.stages, 2),
+            queries,
             make_channel(T.stages_dout, 2),
-            make_channel(2, 2, 2),
+            scores,
             sums,
             biases,
             make_channel(1, 1),

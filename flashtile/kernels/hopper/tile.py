@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import e, log2
 
 from flashtile.kernels.lib.mask import term_starts
@@ -70,6 +70,7 @@ class ForwardTile:
     starts: int  # where their terms begin (`term_starts`)
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
+    head_dim: int
     head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
     adds: int  # otherwise: modifiers that add
@@ -167,6 +168,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         starts=term_starts(p),
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
+        head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
         prescale=form.prescale,
         adds=form.adds,
@@ -189,6 +191,12 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         registers=consumer_registers(launch),
         apart=launch.apart,
     )
+
+
+def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
+    """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
+    nothing = dict(sink=False, early=-1, brought=False, bounded=False, lags=False, mixes=False, staged=False)
+    return replace(make_forward_tile(problem, launch, form), **nothing)
 
 
 def bounded(problem: AttentionProblem, form: Form) -> bool:

@@ -12,6 +12,7 @@ from flashtile.kernels.lib.score import Form, shares_items
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
 
 WAVE = 128  # about a tile for every SM, as the portable kernels have it, of as many query heads
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
@@ -78,8 +79,9 @@ class BackwardTile:
     starts: int  # where their terms begin (`term_starts`)
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
-    makes_dk: bool = True  # and dq with it
+    makes_dk: bool = True
     makes_dv: bool = True
+    makes_dq: bool = True  # with dk; otherwise by a pass over queries
     stores_ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
     pairs_ds: bool = False  # two batch entries share it: a block takes a tile of both, and adds the second's to the first's
     resident: bool = True
@@ -103,7 +105,12 @@ class BackwardTile:
     @property
     def makes(self) -> set[str]:
         """The gradients, by the names of their tensors."""
-        return {*("qk" if self.makes_dk else ""), *("v" if self.makes_dv else "")}
+        return {*("k" if self.makes_dk else ""), *("v" if self.makes_dv else ""), *("q" if self.sums_dq else "")}
+
+    @property
+    def sums_dq(self) -> bool:
+        """Whether shares of dq are added up."""
+        return self.makes_dk and self.makes_dq
 
     @property
     def parts(self) -> tuple[BackwardTile, ...]:
@@ -167,7 +174,7 @@ class BackwardTile:
     @property
     def reports(self) -> bool:
         """Whether consumers, who add to dq's sum themselves, tell the next block that they have."""
-        return self.deterministic and self.makes_dk and not self.copies_dq
+        return self.deterministic and self.sums_dq and not self.copies_dq
 
     @property
     def sways(self) -> bool:
@@ -177,7 +184,7 @@ class BackwardTile:
     @property
     def copies_dq(self) -> bool:
         """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
-        return not self.parted
+        return self.makes_dq and not self.parted
 
     @property
     def clears(self) -> bool:
@@ -187,7 +194,7 @@ class BackwardTile:
     @property
     def locked(self) -> bool:
         """Whether every part of dq's sum has a lock: see `order`."""
-        return self.deterministic or not self.clears
+        return self.makes_dq and (self.deterministic or not self.clears)
 
     @property
     def columns_dq(self) -> int:
@@ -228,7 +235,17 @@ BACKWARD = {
 }
 
 
-def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch:
+def is_split(problem: AttentionProblem, variant: Variant) -> bool:
+    """Whether dq is made by a pass over queries: where it is asked for, and where shares in a fixed order would cost more.
+
+    So it is with wide heads (an H100, 2026-11-23: causal 1.7 times as long as in any order); unequal lengths have no order.
+    """
+    p = problem
+    wide = max(p.head_dim, p.head_dim_v) > 128
+    return variant == "split" or (variant == "auto" and p.deterministic and (wide or p.lengths.ragged))
+
+
+def choose_backward(problem: AttentionProblem, device: Device, split: bool = False) -> BackwardLaunch:
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
     busy = problem.dropout is not None or problem.score or (problem.where and problem.blocks is None)
     if busy and launch.block_q > GROUP_ROWS:  # what each score of 128 queries needs besides spills in the loop
@@ -239,7 +256,7 @@ def choose_backward(problem: AttentionProblem, device: Device) -> BackwardLaunch
         launch = replace(launch, stages=2, stages_dout=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
-    return ordered(launch, problem, device) if problem.deterministic else launch
+    return ordered(launch, problem, device) if problem.deterministic and not split else launch
 
 
 # Of 1 x 16384 x 16 x 128 (17 MB) four heads together take 0.96 of the time of one by one, of 1 x 32768 (34 MB) 1.20; with
@@ -262,7 +279,7 @@ def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -
     return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)), resident=False)
 
 
-def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form) -> BackwardTile:
+def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form, split: bool = False) -> BackwardTile:
     p = problem
     band = p.band
     modified = form.prescale or form.curved
@@ -286,7 +303,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         late=loads(p, form, brought),
         modified=modified,
         folds=not modified and p.dropout is None and not launch.parted,
-        deterministic=p.deterministic,
+        deterministic=p.deterministic and not split,  # without shares of dq every order is fixed
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
         varlen=p.lengths.varlen,
@@ -300,10 +317,11 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
         makes_dv=not launch.parted,
+        makes_dq=not split,
         stores_ds=stored(p) is not None,
         pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,
-        wave=0 if p.deterministic else WAVE // p.group,
+        wave=0 if p.deterministic and not split else WAVE // p.group,
     )
 
 

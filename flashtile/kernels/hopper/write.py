@@ -26,6 +26,9 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
                 store_piece(dk_desc, grads[1], memory, dk[1], T.columns // 2, first, T.head_dim, place, W, T)
         else:
             store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
+    elif not T.copies_dq:
+        store_piece(dv_desc, grads[2], memory, dv, 0, first, T.head_dim_v, place, W, T)
+        store_piece(dk_desc, grads[1], memory, dk[0], 0, first, T.head_dim, place, W, T)
     else:
         PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
         store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)

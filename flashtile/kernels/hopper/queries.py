@@ -1,0 +1,241 @@
+"""dq on Hopper by a pass over queries, for a backward whose sums are formed in one order: nothing is added in memory.
+
+Blocks, tiles and roles are the forward's: a consumer warpgroup owns 64 queries and walks their keys. It forms scores and the
+gradient of probabilities again, and adds their product's gradient times the keys to dq, which stays in its registers.
+"""
+
+from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.backward import through_dropout
+from flashtile.kernels.hopper.blank import blank_hidden, blank_tile, unseen
+from flashtile.kernels.hopper.channel import Channel, make_channel
+from flashtile.kernels.hopper.dropout import draw
+from flashtile.kernels.hopper.finish import parted, send
+from flashtile.kernels.hopper.forward import add_parts, empty, multiply_parts, skip
+from flashtile.kernels.hopper.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    pack,
+    settled,
+    store_wait,
+    uniform,
+    warpgroup_mma_wait,
+)
+from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
+from flashtile.kernels.hopper.loader import load
+from flashtile.kernels.hopper.scores import locate, sees
+from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
+from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, told, told_job, turns, visit, walk, within
+from flashtile.kernels.lib.dropout import load_seed
+from flashtile.kernels.lib.exponential import LOG2E
+from flashtile.kernels.lib.grid import ROWS as PADDED
+from flashtile.kernels.lib.grid import padded_rows
+from flashtile.kernels.lib.score import probabilities
+from flashtile.kernels.lib.stream import await_stream
+from flashtile.kernels.lib.varlen import first_padded
+
+
+@aggregate
+class Memory:
+    """Shared memory of a block, as the forward's; dq is stored where a warpgroup's queries were."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    job: gl.shared_memory_descriptor
+    tickets: Tickets
+    queries: Channel  # with dout
+    keys: Channel
+    values: Channel
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, dout, job, tickets, queries, keys, values):
+        self.q, self.k, self.v, self.dout = q, k, v, dout
+        self.job, self.tickets, self.queries, self.keys, self.values = job, tickets, queries, keys, values
+
+
+@gluon.jit
+def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr,
+            MASK: gl.constexpr):  # fmt: skip
+    """Role: dq of the GROUP-th 64 queries of every tile."""
+    region = rest[2]
+    given = (load_seed(rest[1], T), region[2])
+    use = gl.to_tensor(0)
+    if T.ragged:
+        places, turn = whole.tiles * whole.heads, gl.to_tensor(0)
+        while mem.tickets.read(turn, 4) < places:
+            job = told_job(mem.tickets, turn, T)
+            use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
+            turn = turn + 1
+    else:
+        for turn in range(turns(whole, T)):
+            if T.blocks_q > 0:
+                mem.queries.wait(turn * T.groups + GROUP)
+                job = told(mem.job, whole)
+            else:
+                job = assign(turn, whole, region, T)
+            use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
+
+
+@gluon.jit
+def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.constexpr, FOLDS: gl.constexpr,
+           T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Key tiles used: dq of the GROUP-th 64 queries of a Job."""
+    scale, score_args, region = rest[0], rest[1], rest[2]
+    at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
+    size = sized(whole, at.item)
+    loaded, indices = visit(job, size, region, T)
+    seen = loaded
+    if T.skips:
+        seen = within(walk(at.row, T.rows, size, T), loaded.end)
+        for _ in range(loaded.end - seen.end):
+            skip(mem, use, GROUP, T)
+            use += 1
+    rows = load_rows(targets, at, whole, scale, FOLDS, T)
+    mem.queries.wait(turn * T.groups + GROUP)
+    dq = empty(T.rows, T.columns, T.parts)
+    if T.masked:  # of a walk at least the first tile
+        for n in range(seen.end - seen.high):
+            tile = tile_at(indices, seen, seen.end - 1 - n, size, T)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            use += 1
+        for n in range(seen.high - seen.low):
+            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+            use += 1
+        if T.left:
+            for n in range(seen.low - seen.first):
+                tile = seen.low - 1 - n
+                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+                use += 1
+    else:
+        for n in range(seen.end - seen.first):
+            tile = seen.end - 1 - n
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+            use += 1
+    if T.skips and T.left:
+        for _ in range(seen.first - loaded.first):
+            skip(mem, use, GROUP, T)
+            use += 1
+    finish(dq, rows[0], dq_desc, targets, mem, at, size, scale, GROUP, T)
+    mem.queries.release(turn * T.groups + GROUP)
+    return use
+
+
+@gluon.jit
+def load_rows(targets, at, whole, scale, FOLDS: gl.constexpr, T: gl.constexpr):
+    """(level, delta) of a warpgroup's queries, as `probabilities` takes them; of those that see nothing level is infinite."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    padded = padded_rows(whole.seqlen_q)
+    if T.varlen:
+        padded = targets[1]
+    first = 2 * (at.slab * whole.heads + at.head).to(gl.int64) * padded + first_padded(at.item, T)
+    known = index < gl.cdiv(at.item.span_q, PADDED) * PADDED
+    level = gl.load(targets[0] + first + index, mask=known, other=0.0)
+    delta = gl.load(targets[0] + first + padded + index, mask=known, other=0.0)
+    if FOLDS:
+        level, delta = level * (-scale * LOG2E), -delta
+    return gl.where(known, level, float("inf")), delta
+
+
+@gluon.jit
+def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl.constexpr, MASKED: gl.constexpr,
+         T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """dq with a further key tile. Values are let go of before keys are, and come first."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    zero = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    group, key_place, value_place = GROUP, mem.keys.at(use), mem.values.at(use)
+    if T.stages == 1:  # in every step: the operands' descriptors, found before the loop, would spill
+        group, key_place, value_place = uniform(gl.to_tensor(GROUP)), uniform(key_place), uniform(value_place)
+    mem.values.wait(use)
+    values = mem.v, value_place * T.parts_v
+    dp = multiply_parts(zero, (mem.dout, group * T.parts_v), values, False, ROWS, BLOCK_K, T.columns_v, T.parts_v)
+    if MASKED and T.asks:
+        blank_hidden(mem.k, mem.keys, use, tile, at, size, given[1], GROUP, T.columns, T.parts, T, MASK)
+    elif MASKED and T.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
+        first, end, edge = unseen(tile, size, T)
+        if edge:
+            blank_tile(mem.k, mem.keys, use, first, end, T.block_k, T.columns, T.parts)
+    mem.keys.wait(use)
+    keys = mem.k, key_place * T.parts
+    raw = multiply_parts(zero, (mem.q, group * T.parts), keys, False, ROWS, BLOCK_K, T.columns, T.parts)
+    drawn = ()
+    if T.dropout:
+        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+    dp = warpgroup_mma_wait(2 if T.parts == 3 else 1, deps=[dp])
+    mem.values.release(use)
+    dp = through_dropout(dp, drawn, given[0], T)
+    raw = warpgroup_mma_wait(0, deps=[raw])
+    keep = True
+    if MASKED:
+        keep = sees(tile, at, size, given[1], T, MASK)
+    position = locate(tile, at, size, MASKED, T)
+    numbers = (rows[0][:, None], rows[1][:, None], 1.0)
+    _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
+    dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, keys[1], T.block_k, T.columns, T.parts)
+    PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
+    done = ()
+    for i in gl.static_range(PIECES):
+        done = done + (warpgroup_mma_wait(0, deps=[dq[i]]),)  # noqa: RUF005
+    mem.keys.release(use)
+    return done
+
+
+@gluon.jit
+def finish(dq, level, dq_desc, targets, mem, at, size, scale, GROUP: gl.constexpr, T: gl.constexpr):
+    """Write dq, zero where a query sees nothing or does not count, whatever lies in its dout."""
+    PARTS: gl.constexpr = T.parts
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = T.columns
+    keep = level < float("inf")
+    if T.ragged:
+        BLOCK_K: gl.constexpr = T.block_k
+        keep = keep & (at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)) < size.seqlen_q)
+    keep = gl.convert_layout(keep, row_layout(COLUMNS))[:, None]
+    dq = parted(dq, PARTS, COLUMNS)
+    for part in gl.static_range(PARTS):
+        made = gl.where(keep, dq[part] * scale, 0.0)
+        mem.q.index(GROUP * PARTS + part).reshape([ROWS, COLUMNS]).store(made.to(mem.q.dtype))
+    fence_async_shared()
+    for part in gl.static_range(PARTS):
+        send(mem.q.index(GROUP * PARTS + part), dq_desc, targets[2:], at, part * COLUMNS, T.head_dim, T)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
+def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads, group, left, right, swizzle, rest,
+                      FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Descriptors, counts and rest as `forward.attention_forward` has them.
+
+    targets = (rows as `rows.attention_rows` leaves them, which FOLDS says, how many a head has where T.varlen, and there dq
+    and its strides).
+    """
+    targets, scale, region = settled(targets), rest[0], settled(rest[2])
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    GROUPS: gl.constexpr = T.groups
+    q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
+    dout = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], dout_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
+    job = q
+    if T.blocks_q > 0:
+        job = make_words(5)
+    keys, values = make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS)
+    tickets = Tickets(q, keys, 1)
+    if T.ragged:
+        tickets = make_tickets(GROUPS, 8)
+    mem = Memory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
+    fence_async_shared()
+    await_stream()
+    size = measure(heads, group, q_desc.shape[2], k_desc.shape[2], left, right, swizzle, q_desc.shape[0], region, T)
+    gl.warp_specialize([
+        (consume, (dq_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, FOLDS, T, SCORE, MASK)),
+        (consume, (dq_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, FOLDS, T, SCORE, MASK)),
+        (load, (q_desc, k_desc, v_desc, None, dout_desc, mem, size, region, T)),
+    ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip

@@ -1,0 +1,68 @@
+"""Which of Hopper's backwards a problem gets, found without compiling one."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtile import _triton
+from flashtile.kernels.hopper import backend
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import Plan
+from flashtile.plan.device import H100
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+NARROW, WIDE = "q=2x512x4x128,kv=512x4x128,bf16", "q=2x512x4x256,kv=512x4x256,bf16"
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not refused for being interpreted."""
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
+
+
+def plan(text: str, variant: Variant, wanted: str = "qkv") -> Plan:
+    problem = AttentionProblem.parse(f"attention({text})")
+    assert backend.BACKEND.unsupported(problem, H100, variant) == []
+    return backend.BACKEND.backward(problem, H100, Gradients(wanted=frozenset(wanted)), variant)
+
+
+@pytest.mark.parametrize(("text", "asked", "made"), [
+    (NARROW, "auto", "fused"),
+    (WIDE, "auto", "fused"),
+    (f"{NARROW},deterministic", "auto", "fused"),  # in a fixed order
+    (f"{WIDE},deterministic", "auto", "split"),
+    (f"{WIDE},deterministic", "fused", "fused"),
+    (f"{WIDE},deterministic,where=block_table(128;128;2x4x4x4:bool),blocks=128x128", "auto", "split"),
+    (f"{NARROW},varlen=900x900,deterministic", "auto", "split"),
+    (f"{NARROW},varlen=900x900", "auto", "fused"),
+    (NARROW, "split", "split"),
+])  # fmt: skip
+def test_the_variant_that_is_made(text: str, asked: Variant, made: str) -> None:
+    assert plan(text, asked).variant == made
+
+
+@pytest.mark.parametrize("text", [NARROW, WIDE, f"{NARROW},varlen=900x900"])
+def test_a_split_one_has_no_sum_of_dq_and_takes_passes_apart(text: str) -> None:
+    whole = plan(text, "split")
+    assert not {"dq_sum", "locks"} & {buffer.name for buffer in whole.buffers}
+
+    def calls(wanted: str) -> list[str]:
+        made = [call.kernel.fn.__name__ for call in plan(text, "split", wanted).calls]
+        return [name for name in made if name in ("attention_backward", "attention_queries")]
+
+    assert calls("q") == ["attention_queries"]
+    assert calls("v") == ["attention_backward"]
+    assert calls("qkv") == ["attention_backward"] * (2 if text == WIDE else 1) + ["attention_queries"]
+
+
+@pytest.mark.parametrize(("text", "asked", "reason"), [
+    (f"{NARROW},varlen=900x900,deterministic", "fused", "the deterministic order is kept for batches of one length"),
+    (f"{NARROW},score=bias(2x4x512x512:bf16:grad)", "split", "gradients of biases are formed by the 'fused' backward"),
+])  # fmt: skip
+def test_what_a_variant_refuses(text: str, asked: Variant, reason: str) -> None:
+    refusals = backend.BACKEND.unsupported(AttentionProblem.parse(f"attention({text})"), H100, asked)
+    assert any(reason in refusal for refusal in refusals)
