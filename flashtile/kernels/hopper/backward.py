@@ -54,7 +54,8 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     """Add one query tile to dk and, where T.makes_dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
     of the step before to the sum.
 
-    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs. No step before: FIRST.
+    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs. No step before: FIRST. Where
+    T.douts_first dP, which needs no queries, and dk, after which the next ones may come, precede their neighbours.
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
