@@ -60,7 +60,8 @@ TUNED_DV = {
 # Of the split backward: the pass over keys that makes dk, and that over queries; of the latter per key tile without a mask.
 TUNED_SPLIT = {(64, ",band=:0"): (750, 0), (128, ",band=:0"): (458, 0), (256, ",band=:0"): (466, 0)}
 TUNED_QUERIES = {
-    (64, ""): (366, 0), (128, ",band=:0"): (397, 0), (192, f"{NARROW},band=:0"): (286, 0), (256, ",band=:0"): (304, 0),
+    (64, ""): (366, 0), (128, ",band=:0"): (397, 0), (128, DROPOUT): (413, 0), (192, f"{NARROW},band=:0"): (286, 0),
+    (256, ",band=:0"): (304, 0),
 }  # fmt: skip
 PASSES = {
     **{f"backward:{spell(*which)}": (which, *tuned) for which, tuned in TUNED_BACKWARD.items()},

@@ -84,6 +84,8 @@ def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
 def choose_queries(problem: AttentionProblem, device: Device) -> ForwardLaunch:
     """The tile of the backward's pass over queries."""
     p, (launch, key_us) = problem, QUERIES[_width(problem)]
+    if launch.block_k == 128 and _width(p) > 64 and (p.dropout is not None or p.where):  # what 128 keys need beside spills
+        launch, key_us = replace(launch, block_k=64, stages=2 * launch.stages), key_us / 2
     if p.blocks is not None:
         return replace(launch, swizzle=_together(p))
     if p.lengths.ragged:
