@@ -101,6 +101,16 @@ def strict_determinism() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def hopper_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernels are planned, and not refused for being interpreted."""
+    from flashtile import _triton
+    from flashtile.kernels.hopper import backend
+
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
+
+
 def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile import _triton
 from flashtile.kernels.hopper import backend
 from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
@@ -24,14 +23,7 @@ MUST = (
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernels are not refused for being interpreted."""
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
-    monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
-
-
-@pytest.fixture
-def found(compiled: None) -> Covered:
+def found(hopper_runs: None) -> Covered:
     return covered()
 
 
@@ -43,7 +35,7 @@ def found(compiled: None) -> Covered:
     ("q=64x2x32x128,kv=999x32x128,bf16", True),  # 2.1 GFLOP
     ("q=64x1x32x128,kv=1999x32x128,bf16", False),
 ])  # fmt: skip
-def test_gradients_of_lone_queries_are_left_to_kernels_that_correct_delta(compiled: None, sizes: str, runs: bool) -> None:
+def test_gradients_of_lone_queries_are_left_to_kernels_that_correct_delta(hopper_runs: None, sizes: str, runs: bool) -> None:
     refusals = backend.BACKEND.unsupported_backward(AttentionProblem.parse(f"attention({sizes})"), H100, "fused")
     assert [refusal.startswith("an item has one query, or up to") for refusal in refusals] == [True] * (not runs)
 
@@ -73,7 +65,7 @@ def test_lengths_are_drawn_that_hopper_takes(found) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "runs"), [("q=2x256x4x64,kv=512x4x64", False), ("q=2x1024x4x64,kv=1024x4x64", True)])
-def test_gradients_of_sinks_are_left_to_them_in_small_problems(compiled: None, sizes: str, runs: bool) -> None:
+def test_gradients_of_sinks_are_left_to_them_in_small_problems(hopper_runs: None, sizes: str, runs: bool) -> None:
     for grad in ("", ":grad"):
         refusals = backend.BACKEND.unsupported_backward(
             AttentionProblem.parse(f"attention({sizes},bf16,sink=4:fp32{grad})"), H100, "fused"

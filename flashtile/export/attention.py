@@ -203,9 +203,9 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
         problem = export.at(sizes)
         device = replace(device, sm_count=sizes["sm_count"])
         gradients = Gradients(dlse=problem.returns_lse)
-        # Hopper's own takes its order from the sizes at compile time where it has to be repeatable, and is in passes.
-        ordered = problem.deterministic or export.variant == "split"
-        backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if ordered else GPU_BACKENDS
+        # Hopper's own, where it has to be repeatable or is split, takes an order from the sizes at compile time.
+        fixed = problem.deterministic or export.variant == "split"
+        backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if fixed else GPU_BACKENDS
         backend = first_of(backends, problem, device, export.variant)
         return backend.backward(problem, device, gradients, export.variant)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile import _triton
 from flashtile.kernels.hopper import backend
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
@@ -13,15 +12,9 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
 pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.usefixtures("hopper_runs")
 
 NARROW, WIDE = "q=2x512x4x128,kv=512x4x128,bf16", "q=2x512x4x256,kv=512x4x256,bf16"
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are not refused for being interpreted."""
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
-    monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
 
 
 def plan(text: str, variant: Variant, wanted: str = "qkv") -> Plan:

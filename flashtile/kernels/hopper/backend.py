@@ -9,7 +9,14 @@ from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.hopper.choose import choose_forward, choose_queries, forward_grid
 from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, sums, zeros
-from flashtile.kernels.hopper.tile import COPIED_KEYS, GROUP_ROWS, ForwardLaunch, make_forward_tile, make_queries_tile
+from flashtile.kernels.hopper.tile import (
+    COPIED_KEYS,
+    GROUP_ROWS,
+    ForwardLaunch,
+    ForwardTile,
+    make_forward_tile,
+    make_queries_tile,
+)
 from flashtile.kernels.hopper.tile_backward import (
     PADDED_ROWS,
     BackwardLaunch,
@@ -119,7 +126,8 @@ class HopperBackend:
         p = problem.listed
         launch = launch or choose_forward(p, device)
         form, schedules = form_of(p), Schedules(p)
-        tile, schedule = make_forward_tile(p, launch, form), schedules.of(launch.block_q)
+        tile = make_forward_tile(p, launch, form)
+        tiles, tail = over_queries(p, launch, tile, schedules)
         score, biased = chain(p, device, form), None
         if tile.brought:
             biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
@@ -127,20 +135,15 @@ class HopperBackend:
             kind = p.score[tile.early].kind
             score = JitTuple((*score, kind.load, kind.join))
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
-        records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
         call = KernelCall(
             attention_forward,
             forward_grid(p, launch, device),
             (
-                Descriptor("q", (1, 1, tile.rows, tile.columns)),
-                Descriptor("k", (1, 1, tile.block_k, tile.columns)),
-                Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+                *tiles,
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
                 biased,
                 (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
-                *(integers(p)[n] for n in ("heads", "group", "left", "right")),
-                launch.swizzle,
-                (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
+                *tail,
             ),
             (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
             launch.num_warps,
@@ -268,6 +271,21 @@ class HopperBackend:
 BACKEND = HopperBackend()
 
 
+def over_queries(
+    p: AttentionProblem, launch: ForwardLaunch, tile: ForwardTile, schedules: Schedules
+) -> tuple[tuple[Descriptor, ...], tuple[Any, ...]]:
+    """The first and the last arguments of a pass over queries: q, k and v, and which tiles there are and what makes scores."""
+    schedule = schedules.of(launch.block_q)
+    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
+    tiles = (
+        Descriptor("q", (1, 1, tile.rows, tile.columns)),
+        Descriptor("k", (1, 1, tile.block_k, tile.columns)),
+        Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+    )
+    rest = p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))
+    return tiles, (*(integers(p)[n] for n in ("heads", "group", "left", "right")), launch.swizzle, rest)
+
+
 def queries_call(
     p: AttentionProblem, device: Device, launch: ForwardLaunch, keys: BackwardTile, schedules: Schedules
 ) -> KernelCall:
@@ -275,15 +293,13 @@ def queries_call(
     from flashtile.kernels.hopper.queries import attention_queries
 
     form, varlen = form_of(p), p.lengths.varlen
-    tile, schedule = make_queries_tile(p, launch, form), schedules.of(launch.block_q)
-    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, varlen)
+    tile = make_queries_tile(p, launch, form)
+    tiles, tail = over_queries(p, launch, tile, schedules)
     return KernelCall(
         attention_queries,
         forward_grid(p, launch, device),
         (
-            Descriptor("q", (1, 1, tile.rows, tile.columns)),
-            Descriptor("k", (1, 1, tile.block_k, tile.columns)),
-            Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+            *tiles,
             Descriptor("dout", (1, 1, tile.rows, tile.columns_v)),
             Descriptor("dq", (1, 1, tile.rows, tile.columns)),
             (
@@ -291,9 +307,7 @@ def queries_call(
                 padded_queries(p) if varlen else None,
                 *((Pointer("dq"), Strides("dq")) if varlen else (None, None)),
             ),
-            *(integers(p)[n] for n in ("heads", "group", "left", "right")),
-            launch.swizzle,
-            (p.scale_value, score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))),
+            *tail,
         ),
         (("FOLDS", keys.folds), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
         launch.num_warps,

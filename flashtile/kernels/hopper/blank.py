@@ -57,26 +57,23 @@ def blank_strip(words, keep, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def unseen(tile, size, T: gl.constexpr):
-    """(first, end, edge): which keys of a tile a query sees, and whether those are not all of them, unless T.asks.
+def blank_unseen(tiles, channel, use, tile, size, COLUMNS: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr):
+    """Zero the rows of a channel's tile, keys or values, that no query sees, unless T.asks.
 
-    Others lie in the first and the last tile of a walk, and in no other.
+    Such keys lie in the first and the last tile of a walk, and in no other.
     """
-    first, end, start = 0, size.seqlen_k, tile * T.block_k
+    BLOCK_K: gl.constexpr = T.block_k
+    first, end, start = 0, size.seqlen_k, tile * BLOCK_K
     if T.left:
         first = size.seqlen_k - size.seqlen_q - size.left
     if T.right:
         end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
-    return first - start, end - start, (start < first) | (start + T.block_k > end)
-
-
-@gluon.jit
-def blank_tile(tiles, channel, use, first, end, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """`blank_rows` of all parts of a channel's tile, once it has come."""
-    channel.wait(use)
-    for part in gl.static_range(PARTS):
-        blank_rows(tiles.index(channel.at(use) * PARTS + part).reshape([ROWS, COLUMNS]), first, end)
-    fence_async_shared()
+    if (start < first) | (start + BLOCK_K > end):
+        channel.wait(use)
+        for part in gl.static_range(PARTS):
+            rows = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS])
+            blank_rows(rows, first - start, end - start)
+        fence_async_shared()
 
 
 @gluon.jit

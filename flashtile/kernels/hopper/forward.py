@@ -9,7 +9,7 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.blank import blank_hidden, blank_tile, unseen
+from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw, packed, unpacked
 from flashtile.kernels.hopper.finish import finish
@@ -129,15 +129,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """(key tiles used, the next turn's Job where that is found here): attention of the GROUP-th 64 queries of a Job."""
     scale, score_args, region = rest[0], rest[1], rest[2]
-    at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
-    size = sized(whole, at.item)
-    loaded, indices = visit(job, size, region, T)
-    seen = loaded
-    if T.skips:
-        seen = within(walk(at.row, T.rows, size, T), loaded.end)
-        for _ in range(loaded.end - seen.end):
-            skip(mem, use, GROUP, T)
-            use += 1
+    use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
     fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
@@ -162,20 +154,45 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
             rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
             use += 1
     if T.unseen and T.left and not T.asks:
-        blank_unseen(mem, use - 1, seen.first, size, T)
+        blank_unseen(mem.v, mem.values, use - 1, seen.first, size, T.columns_v, T.parts_v, T)
     acc = add_values(rows, mem, use - 1, T)
     if T.blocks_q == 0 and not T.ragged:
         job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
-    acc = settle(acc, mem, use - 1, T)
-    if T.skips and T.left:
-        for _ in range(seen.first - loaded.first):
-            skip(mem, use, GROUP, T)
-            use += 1
+    acc = settle(acc, mem.values, use - 1, T.pieces)
+    use = leave(use, seen, first, mem, GROUP, T)
     finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
     if not T.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
     return use, job
+
+
+@gluon.jit
+def enter(use, job, mem, whole, region, GROUP: gl.constexpr, T: gl.constexpr):
+    """(use, Job, Size, Walk, first, indices) of the GROUP-th 64 queries of a Job, past the key tiles before their Walk.
+
+    first: where the block's walk ends, of which theirs may be a part; indices as `visit` has them.
+    """
+    at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
+    size = sized(whole, at.item)
+    loaded, indices = visit(job, size, region, T)
+    seen = loaded
+    if T.skips:
+        seen = within(walk(at.row, T.rows, size, T), loaded.end)
+        for _ in range(loaded.end - seen.end):
+            skip(mem, use, GROUP, T)
+            use += 1
+    return use, at, size, seen, loaded.first, indices
+
+
+@gluon.jit
+def leave(use, seen, first, mem, GROUP: gl.constexpr, T: gl.constexpr):
+    """use, past the key tiles behind a Walk."""
+    if T.skips and T.left:
+        for _ in range(seen.first - first):
+            skip(mem, use, GROUP, T)
+            use += 1
+    return use
 
 
 @gluon.jit
@@ -230,7 +247,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     if T.asks and T.blocks_q == 0:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.unseen and not T.asks:
-        blank_unseen(mem, use, tile, size, T)
+        blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched)
 
 
@@ -248,7 +265,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
     if T.apart:
-        acc = settle(add_values(rows, mem, use - 1, T), mem, use - 1, T)
+        acc = settle(add_values(rows, mem, use - 1, T), mem.values, use - 1, T.pieces)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, T)
@@ -272,7 +289,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         total = rows.total + lane_sums(p, T)
         weights = weigh(p, drawn, given[0], mem, T)
         if not T.apart:
-            acc = settle(acc, mem, use - 1, T)
+            acc = settle(acc, mem.values, use - 1, T.pieces)
     else:
         top = row_max(score, T)
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
@@ -287,7 +304,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if T.curved and not T.apart:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.apart:
-            acc = settle(acc, mem, use - 1, T)
+            acc = settle(acc, mem.values, use - 1, T.pieces)
         p = exponentials(score * factor - shift[:, None], T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
         if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump
@@ -365,21 +382,12 @@ def add_columns(acc, weights, tiles, first, COUNT: gl.constexpr, KEYS: gl.conste
 
 
 @gluon.jit
-def blank_unseen(mem, use, tile, size, T: gl.constexpr):
-    """Zero the values that no query sees, in place: 0 times NaN is NaN. Warpgroups may do it to the same tile."""
-    first, end, edge = unseen(tile, size, T)
-    if edge:
-        blank_tile(mem.v, mem.values, use, first, end, T.block_k, T.columns_v, T.parts_v)
-
-
-@gluon.jit
-def settle(acc, mem, use, T: gl.constexpr):
-    """The accumulators, once all products are done; the value tile is let go of."""
-    PIECES: gl.constexpr = T.pieces
+def settle(acc, channel, use, PIECES: gl.constexpr):
+    """The accumulators, once all products are done; the tile that was multiplied is let go of."""
     done = ()
     for i in gl.static_range(PIECES):
         done = done + (warpgroup_mma_wait(0, deps=[acc[i]]),)  # noqa: RUF005
-    mem.values.release(use)
+    channel.release(use)
     return done
 
 

@@ -26,15 +26,13 @@ def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.
 
 @gluon.jit
 def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T: gl.constexpr):
-    """Bring what a Job needs; `use` counts key tiles."""
+    """Bring what a Job needs; `use` counts key tiles. Whoever takes dout, too, multiplies values before keys."""
     head_kv = at.head // size.group
     own = sized(size, at.item)
     seen, indices = visit(at, own, region, T)
+    KEYS_FIRST: gl.constexpr = dout_desc is None  # pyright: ignore[reportAssignmentType]
     key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
-    if dout_desc is None:
-        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
-    else:  # whose products with values come first
-        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+    fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, KEYS_FIRST, T)
     # the last products with the old queries are done, and what was told is read, when their last keys are let go of
     if (T.staged or T.blocks_q > 0) and turn > 0:
         mem.keys.reclaim(use - 1)
@@ -43,22 +41,25 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
     load_queries(q_desc, dout_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
     if T.brought:
         fill_bias(bias_desc, mem, use, at, key, T)
-    if dout_desc is None:
-        fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
-    else:
-        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+    fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, not KEYS_FIRST, T)
     use += 1
     for n in range(seen.end - 1 - seen.first):
         key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
-        if dout_desc is not None:
-            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
-        fill(k_desc, mem.k, mem.keys, use, at.slab, head_kv, key, T.columns, T.parts)
+        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, KEYS_FIRST, T)
         if T.brought:
             fill_bias(bias_desc, mem, use, at, key, T)
-        if dout_desc is None:
-            fill(v_desc, mem.v, mem.values, use, at.slab, head_kv, key, T.columns_v, T.parts_v)
+        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, not KEYS_FIRST, T)
         use += 1
     return use
+
+
+@gluon.jit
+def fill_side(k_desc, v_desc, mem, use, batch, head, row, KEYS: gl.constexpr, T: gl.constexpr):
+    """Load a key tile, or its values."""
+    if KEYS:
+        fill(k_desc, mem.k, mem.keys, use, batch, head, row, T.columns, T.parts)
+    else:
+        fill(v_desc, mem.v, mem.values, use, batch, head, row, T.columns_v, T.parts_v)
 
 
 @gluon.jit

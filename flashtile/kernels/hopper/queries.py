@@ -6,11 +6,11 @@ gradient of probabilities again, and adds their product's gradient times the key
 
 from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.backward import through_dropout
-from flashtile.kernels.hopper.blank import blank_hidden, blank_tile, unseen
+from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw
 from flashtile.kernels.hopper.finish import parted, send
-from flashtile.kernels.hopper.forward import add_parts, empty, multiply_parts, skip
+from flashtile.kernels.hopper.forward import add_parts, empty, enter, leave, multiply_parts, settle
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -26,7 +26,7 @@ from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
 from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.scores import locate, sees
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
-from flashtile.kernels.hopper.work import Job, assign, measure, sized, tile_at, told, told_job, turns, visit, walk, within
+from flashtile.kernels.hopper.work import assign, measure, tile_at, told, told_job, turns
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import ROWS as PADDED
@@ -84,17 +84,10 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
            T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Key tiles used: dq of the GROUP-th 64 queries of a Job."""
     scale, score_args, region = rest[0], rest[1], rest[2]
-    at = Job(job.item, job.slab, job.head, job.row + GROUP * T.rows, job.blocks)
-    size = sized(whole, at.item)
-    loaded, indices = visit(job, size, region, T)
-    seen = loaded
-    if T.skips:
-        seen = within(walk(at.row, T.rows, size, T), loaded.end)
-        for _ in range(loaded.end - seen.end):
-            skip(mem, use, GROUP, T)
-            use += 1
+    use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     rows = load_rows(targets, at, whole, scale, FOLDS, T)
-    mem.queries.wait(turn * T.groups + GROUP)
+    if T.blocks_q == 0:
+        mem.queries.wait(turn * T.groups + GROUP)
     dq = empty(T.rows, T.columns, T.parts)
     if T.masked:  # of a walk at least the first tile
         for n in range(seen.end - seen.high):
@@ -115,10 +108,7 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
             tile = seen.end - 1 - n
             dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
             use += 1
-    if T.skips and T.left:
-        for _ in range(seen.first - loaded.first):
-            skip(mem, use, GROUP, T)
-            use += 1
+    use = leave(use, seen, first, mem, GROUP, T)
     finish(dq, rows[0], dq_desc, targets, mem, at, size, scale, GROUP, T)
     mem.queries.release(turn * T.groups + GROUP)
     return use
@@ -158,16 +148,15 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     if MASKED and T.asks:
         blank_hidden(mem.k, mem.keys, use, tile, at, size, given[1], GROUP, T.columns, T.parts, T, MASK)
     elif MASKED and T.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
-        first, end, edge = unseen(tile, size, T)
-        if edge:
-            blank_tile(mem.k, mem.keys, use, first, end, T.block_k, T.columns, T.parts)
+        blank_unseen(mem.k, mem.keys, use, tile, size, T.columns, T.parts, T)
     mem.keys.wait(use)
     keys = mem.k, key_place * T.parts
     raw = multiply_parts(zero, (mem.q, group * T.parts), keys, False, ROWS, BLOCK_K, T.columns, T.parts)
     drawn = ()
     if T.dropout:
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
-    dp = warpgroup_mma_wait(2 if T.parts == 3 else 1, deps=[dp])
+    PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
+    dp = warpgroup_mma_wait(PIECES, deps=[dp])
     mem.values.release(use)
     dp = through_dropout(dp, drawn, given[0], T)
     raw = warpgroup_mma_wait(0, deps=[raw])
@@ -178,12 +167,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
     dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, keys[1], T.block_k, T.columns, T.parts)
-    PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
-    done = ()
-    for i in gl.static_range(PIECES):
-        done = done + (warpgroup_mma_wait(0, deps=[dq[i]]),)  # noqa: RUF005
-    mem.keys.release(use)
-    return done
+    return settle(dq, mem.keys, use, PIECES)
 
 
 @gluon.jit

@@ -283,6 +283,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     p = problem
     band = p.band
     modified = form.prescale or form.curved
+    deterministic = p.deterministic and not split  # without shares of dq every order is fixed
     brought = -1 if modified or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
@@ -303,7 +304,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         late=loads(p, form, brought),
         modified=modified,
         folds=not modified and p.dropout is None and not launch.parted,
-        deterministic=p.deterministic and not split,  # without shares of dq every order is fixed
+        deterministic=deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
         varlen=p.lengths.varlen,
@@ -321,7 +322,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         stores_ds=stored(p) is not None,
         pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,
-        wave=0 if p.deterministic and not split else WAVE // p.group,
+        wave=0 if deterministic else WAVE // p.group,
     )
 
 
