@@ -27,6 +27,8 @@ SHARED_HEADS: Sizes = ("1x257x4", "400x1", "", True)
 WINDOW: Sizes = ("1x300x2", "320x2", ",band=100:30", False)
 LEFT: Sizes = ("1x256x2", "384x1", ",band=64:", True)
 GROUPED: Sizes = ("1x260x4", "260x2", ",band=:0", False)
+BROAD: Sizes = ("1x600x2", "620x2", ",band=300:0", False)  # no tile meets both bounds
+BROAD_LEFT: Sizes = ("1x500x2", "700x1", ",band=270:", True)
 STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
 SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
 MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
@@ -63,8 +65,12 @@ FORWARD = {
     "head_dim64": (
         Tile(ALL, 64),
         Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
+        Tile((BROAD, BROAD_LEFT), 64, launch=dict(groups=2)),
     ),
-    "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3))),
+    "head_dim128": (
+        Tile((*ALL, BROAD, BROAD_LEFT), 128),
+        Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3)),
+    ),
     "thirds": (
         Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96),
         Tile((CAUSAL,), 80, 40),
@@ -104,7 +110,7 @@ BACKWARD = {
 
 SPLIT = {
     "head_dim64": (Tile(ALL, 64), Tile((CAUSAL, GROUPED), 96)),
-    "head_dim128": (Tile(ALL, 128), Tile((CAUSAL, MODIFIERS), 80, 40)),
+    "head_dim128": (Tile((*ALL, BROAD, BROAD_LEFT), 128), Tile((CAUSAL, MODIFIERS), 80, 40)),
     "wide": (Tile((*FEW, UNSEEN_QUERIES, STRIPE), 256), Tile((CAUSAL, SHARED_HEADS, LEFT), 192, 128), Tile((CAUSAL,), 192)),
 }
 

@@ -141,7 +141,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
         for n in range(seen.end - 1 - seen.high):
             tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
             following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T.above, T, SCORE, MASK)
             use += 1
     for n in range(seen.high - seen.low):
         tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
@@ -151,7 +151,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     if T.left:
         for n in range(seen.low - seen.first):
             tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T.below, T, SCORE, MASK)
             use += 1
     if T.unseen and T.left and not T.asks:
         blank_unseen(mem.v, mem.values, use - 1, seen.first, size, T.columns_v, T.parts_v, T)
@@ -223,14 +223,15 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     mem.keys.release(use)
     if T.blocks_q > 0:
         if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
-            score = shape_scores(score, tile, at, size, scale, score_args, given[1], True, T, SCORE, MASK)
+            score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.above, T, SCORE, MASK)
             blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
         else:
             score = shape_scores(score, tile, at, size, scale, score_args, given[1], False, T, SCORE, MASK)
             score = bent(score, scale, score_args, T, SCORE)
         top = gl.max(score, 1)
     else:
-        score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.masked, T, SCORE, MASK)
+        BOUNDS: gl.constexpr = T.above if T.masked else 0  # pyright: ignore[reportAssignmentType]
+        score = shape_scores(score, tile, at, size, scale, score_args, given[1], BOUNDS, T, SCORE, MASK)
         top = gl.max(score, 1)
         if not T.masked:
             top = bent(top, scale, score_args, T, SCORE)

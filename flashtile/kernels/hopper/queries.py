@@ -92,7 +92,7 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
     if T.masked:  # of a walk at least the first tile
         for n in range(seen.end - seen.high):
             tile = tile_at(indices, seen, seen.end - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.above, T, SCORE, MASK)
             use += 1
         for n in range(seen.high - seen.low):
             tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
@@ -101,7 +101,7 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
         if T.left:
             for n in range(seen.low - seen.first):
                 tile = seen.low - 1 - n
-                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, True, T, SCORE, MASK)
+                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.below, T, SCORE, MASK)
                 use += 1
     else:
         for n in range(seen.end - seen.first):
@@ -162,7 +162,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     raw = warpgroup_mma_wait(0, deps=[raw])
     keep = True
     if MASKED:
-        keep = sees(tile, at, size, given[1], T, MASK)
+        keep = sees(tile, at, size, given[1], MASKED, T, MASK)
     position = locate(tile, at, size, MASKED, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)

@@ -118,18 +118,21 @@ def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def shape_scores(score, tile, at, size, scale, score_args, mask_args,
                  MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key."""
+    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key.
+
+    MASKED says which bounds the tile may meet, as T.above and T.below do.
+    """
     if T.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
     if MASKED:
-        keep = sees(tile, at, size, mask_args, T, MASK)
+        keep = sees(tile, at, size, mask_args, MASKED, T, MASK)
         score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
     return score
 
 
 @gluon.jit
-def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
-    """Which keys of a tile a warpgroup's queries see: one comparison per score for each bound.
+def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """Which keys of a tile a warpgroup's queries see: one comparison per score for each of the BOUNDS, as T.above has them.
 
     A thread's columns are 8 j + k, constants, and an offset of its own, which joins the bounds.
     """
@@ -149,9 +152,12 @@ def sees(tile, at, size, mask_args, T: gl.constexpr, MASK: gl.constexpr):
         last = gl.minimum(position + size.right, last)
     if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
         last = gl.where(at.blocks.visited > 0, last, -1)
-    keep = column <= last - lane * 2
-    if T.left:
-        keep = keep & (column >= position - size.left - lane * 2)
+    if BOUNDS == 2:
+        keep = column >= position - size.left - lane * 2
+    else:
+        keep = column <= last - lane * 2
+        if BOUNDS == 3:
+            keep = keep & (column >= position - size.left - lane * 2)
     keep = gl.convert_layout(keep.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
     if T.predicate:
         keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)

@@ -59,6 +59,7 @@ class ForwardTile:
     stages: int
     left: bool  # the band is bounded on the left
     right: bool
+    narrow: bool  # a tile of scores may meet both bounds
     pads_keys: bool  # the last key tile reaches beyond the keys
     unseen: bool  # some keys are seen by no query: their values may be NaN
     ragged: bool  # items differ in length: blocks take their tiles from a schedule (lib/varlen.py)
@@ -122,6 +123,16 @@ class ForwardTile:
         return self.right or self.pads_keys or self.asks
 
     @property
+    def above(self) -> int:
+        """Which bounds the masked tiles at the end of a walk may meet: 1 the upper one, or the last key, 2 the lower one."""
+        return 3 if self.left and (self.narrow or self.asks) else 1
+
+    @property
+    def below(self) -> int:
+        """The same of those at its beginning."""
+        return 3 if self.narrow else 2
+
+    @property
     def asks(self) -> bool:
         """Whether hidden keys may lie anywhere, as predicates or lists say."""
         return self.predicate or self.blocks_q > 0
@@ -157,6 +168,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         stages=launch.stages,
         left=band.left is not None,
         right=band.right is not None,
+        narrow=band.left is not None and band.left + min(band.right or 0, 0) < launch.block_q + launch.block_k,
         pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
         unseen=has_unseen_keys(p),
         ragged=p.lengths.ragged,
