@@ -18,7 +18,7 @@ from tests import relative_bias  # noqa: F401 (its modifier is in rows of pairs:
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 SAME_CODE = {"sm90": ("H200",)}  # devices that run what is compiled for an architecture's named one
-ONLY_VARIANT = {"hopper": "fused", "cpu": "split", "triton": ""}  # the backward of backends that have one
+ONLY_VARIANT = {"hopper": "fused", "cpu": "split", "triton": ""}  # the backward of rows that name none
 
 
 @dataclass(frozen=True)

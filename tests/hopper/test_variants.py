@@ -14,6 +14,7 @@ from flashtile.spec.options import Variant
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("hopper_runs")
 
+LONG = "q=2x1200x4x128,kv=1200x4x128,bf16"
 NARROW, WIDE = "q=2x512x4x128,kv=512x4x128,bf16", "q=2x512x4x256,kv=512x4x256,bf16"
 
 
@@ -27,6 +28,11 @@ def plan(text: str, variant: Variant, wanted: str = "qkv") -> Plan:
     (NARROW, "auto", "fused"),
     (WIDE, "auto", "fused"),
     (f"{NARROW},deterministic", "auto", "fused"),  # in a fixed order
+    (f"{NARROW},band=:0", "auto", "fused"),
+    (f"{NARROW},band=:0,deterministic", "auto", "split"),
+    (f"{NARROW},band=:0,deterministic", "fused", "fused"),
+    (f"{NARROW},band=:0,score=bias(2x4x512x512:bf16:grad),deterministic", "auto", "fused"),
+    (f"{LONG},band=:0,deterministic", "auto", "fused"),
     (f"{WIDE},deterministic", "auto", "split"),
     (f"{WIDE},deterministic", "fused", "fused"),
     (f"{WIDE},deterministic,where=block_table(128;128;2x4x4x4:bool),blocks=128x128", "auto", "split"),

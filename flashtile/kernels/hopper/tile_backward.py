@@ -242,9 +242,11 @@ def is_split(problem: AttentionProblem, variant: Variant) -> bool:
     mask, whose gradients of biases the ordered one forms alone; unequal lengths have no order.
     """
     p = problem
-    wide = max(p.head_dim, p.head_dim_v) > 128
-    brief = p.band.right is not None and p.seqlen_k <= BRIEF and not any(spec.wants_grad for spec in p.score)
-    return variant == "split" or (variant == "auto" and p.deterministic and (wide or brief or p.lengths.ragged))
+    if variant != "auto" or not p.deterministic:
+        return variant == "split"
+    if max(p.head_dim, p.head_dim_v) > 128 or p.lengths.ragged:
+        return True
+    return p.band.right is not None and p.seqlen_k <= BRIEF and not any(spec.wants_grad for spec in p.score)
 
 
 # keys: 16 x 1024 causal, 32 heads of 64, takes 0.583 ms split, 0.631 in order, 4 x 4096 1.667, 1.535 (an H200, 2026-11-25)
