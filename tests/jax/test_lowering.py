@@ -126,7 +126,7 @@ def test_every_shipped_plan_can_be_launched() -> None:
 
 def test_a_kernel_that_adds_to_what_it_takes_twice_gets_its_parameters_in_another_order() -> None:
     """Hopper's backward takes dq_sum by descriptor and by pointer, and what it also writes after that."""
-    problem = AttentionProblem.parse("attention(q=2x256x4x64,kv=256x2x64,bf16,band=:0,deterministic)")
+    problem = AttentionProblem.parse("attention(q=2x256x4x64,kv=256x2x64,bf16,deterministic)")
     plan = Backward(problem, Gradients()).plan(H100)
     call = next(c for c in plan.calls if isinstance(c, KernelCall) and c.kernel.fn.__name__ == "attention_backward")
     found = seat(call, plan, frozenset({"rows", "dq_sum", "tickets", "locks"}))
