@@ -41,6 +41,30 @@ class Event:
         return float(end.tick - self.tick)
 
 
+class NoGraph:
+    """A CUDA graph that holds nothing, as of launches on another stream than the captured one."""
+
+    def replay(self) -> None:
+        pass
+
+
+class Again(NoGraph):
+    """A graph whose replay calls anew, and writes where the captured call wrote."""
+
+    def __init__(self, call: Callable[[], tuple[torch.Tensor, ...]], results: tuple[torch.Tensor, ...]):
+        self.call, self.results = call, results
+
+    def replay(self) -> None:
+        for kept, made in zip(self.results, self.call(), strict=True):
+            kept.copy_(made)
+
+
+def captured(call: Callable[[], tuple[torch.Tensor, ...]], *_: Any) -> tuple[Again, tuple[torch.Tensor, ...]]:
+    """What `benchmarks.replay.captured` returns, of a graph that can be replayed here."""
+    results = call()
+    return Again(call, results), results
+
+
 class OnTheCpu(TorchFunctionMode):
     """Sends what is asked for on a GPU to the CPU."""
 
@@ -84,6 +108,7 @@ def pretend(patch: Any) -> None:
         "is_available": lambda: True, "synchronize": lambda *_: None, "empty_cache": lambda: None, "Event": Event,
         "get_device_name": lambda *_: PROPERTIES.name, "get_device_properties": lambda *_: PROPERTIES,
         "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
+        "Stream": lambda *_: None, "stream": nullcontext, "CUDAGraph": NoGraph, "graph": lambda *_, **__: nullcontext(),
     }  # fmt: skip
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import companion_cells, companion_sections, processes, record
+from benchmarks import companion_cells, companion_sections, processes, record, replay
 from flashtile.kernels.triton.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
 from flashtile.spec.attention import AttentionProblem
 from tests.bench import fake_gpu
 
+TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
 SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("*.py") if "__main__" in p.read_text())
 NAMED: dict[str, list[str]] = {"exported": ["here.so"], "field_tests": ["tests"]}  # what a script does not begin without
 
@@ -33,12 +34,13 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "cpu": (["--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
     "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
+    "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 
 
 @pytest.fixture
 def pretended(monkeypatch):
-    reasons = TRITON.unsupported(AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"), CPU)
+    reasons = TRITON.unsupported(*TINY, CPU)
     if reasons:  # where there is a GPU, kernels are compiled for it
         pytest.skip("; ".join(reasons))
     fake_gpu.pretend(monkeypatch)
@@ -73,6 +75,34 @@ def test_a_script_runs_to_its_end(name, tmp_path, pretended, capsys) -> None:
     assert len(rows) >= least, said
     assert {row["commit"] for row in rows} == {"told"}
     assert not any(row.get("failure") for row in rows)
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_replays_that_compute_nothing_are_wrong(tmp_path, pretended) -> None:
+    constants = dict(PROBLEMS=TINY, ROUNDS=2)
+    status, rows = run("replay", ["--without", "flex", "fa4"], tmp_path / "rows.csv", pretended, constants)
+    assert status == 1
+    assert len(rows) == 6
+    assert all(row["failure"].startswith("wrong after a replay: ") for row in rows)
+
+
+def test_only_ours_has_to_be_captured(tmp_path, pretended) -> None:
+    constants = dict(PROBLEMS=TINY, captured=raising)
+    status, rows = run("replay", ["--without", "flex"], tmp_path / "rows.csv", pretended, constants)
+    assert status == 1
+    assert [row["provider"] for row in rows if row["failure"]] == ["flashtile", "flashtile"]
+    assert all("is not captured" in row["note"] or "not installed" in row["note"] for row in rows if not row["failure"])
+
+
+def test_replays_are_held_against_the_best_peer() -> None:
+    assert replay.beside({"flashtile": 4.0, "fa4": 5.0, "flex": 3.0}) == {"best": "flex", "of_best": 0.75}
+    assert replay.beside({"flashtile": 4.0}) == replay.beside({"fa4": 5.0}) == {}
+    ratios: list[dict[str, Any]] = [{"of_best": 2.0}, {"of_best": 0.5}, {}]
+    rows = [{"problem": name, "pass": "step", **ratio} for name, ratio in zip("abc", ratios, strict=True)]
+    assert replay.summary(rows) == ["step: of_best 1.000 over 2 problems, least 0.500 of b"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
