@@ -29,6 +29,14 @@ LEFT: Sizes = ("1x256x2", "384x1", ",band=64:", True)
 GROUPED: Sizes = ("1x260x4", "260x2", ",band=:0", False)
 BROAD: Sizes = ("1x600x2", "620x2", ",band=300:0", False)  # no tile meets both bounds
 BROAD_LEFT: Sizes = ("1x500x2", "700x1", ",band=270:", True)
+# of the first tile that these warpgroups see, or of the last, one half
+HALVES: Sizes = ("1x384x2", "384x1", ",band=:0", False)
+HALVES_WINDOW: Sizes = ("1x640x1", "640x1", ",band=256:0", False)
+HALVES_BROAD: Sizes = ("1x450x2", "700x1", ",band=319:6", False)
+HALVES_LEFT: Sizes = ("1x512x1", "620x1", ",band=300:", False)
+HALVES_TAIL: Sizes = ("1x200x2", "318x2", "", False)
+HALVED_SOFTCAP: Sizes = ("1x384x2", "384x1", ",band=256:0,score=softcap(2.0)", False)
+HALVED = (HALVES, HALVES_WINDOW, HALVES_BROAD, HALVES_LEFT, HALVES_TAIL)
 STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
 SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
 MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
@@ -66,14 +74,18 @@ FORWARD = {
         Tile(ALL, 64),
         Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
         Tile((BROAD, BROAD_LEFT), 64, launch=dict(groups=2)),
+        Tile(HALVED, 64, launch=dict(groups=3, stages=3, resident=True, loader_warps=1)),
+        Tile((*HALVED, HALVED_SOFTCAP), 64, launch=dict(groups=2)),
     ),
     "head_dim128": (
         Tile((*ALL, BROAD, BROAD_LEFT), 128),
         Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 128, launch=dict(resident=True, swizzle=3)),
+        Tile((*HALVED, HALVED_SOFTCAP), 128),
     ),
     "thirds": (
         Tile((CAUSAL, SHARED_HEADS, MODIFIERS), 96),
         Tile((CAUSAL,), 80, 40),
+        Tile((HALVES, HALVES_WINDOW), 96),
     ),
     "apart": (
         Tile((CAUSAL, UNSEEN_QUERIES, SHARED_HEADS, LONGER), 128, launch=APART),
@@ -81,7 +93,7 @@ FORWARD = {
     ),
     "wide": (
         Tile((CAUSAL, UNSEEN_QUERIES, STRIPE, MODIFIERS), 256),
-        Tile((CAUSAL, SHARED_HEADS, WINDOW), 192, 128),
+        Tile((CAUSAL, SHARED_HEADS, WINDOW, HALVES, HALVES_WINDOW), 192, 128),
         Tile((CAUSAL, SHARED_HEADS), 192, 96),
         Tile((CAUSAL, SHARED_HEADS), 192, 192),
     ),

@@ -8,7 +8,7 @@ from flashtile.kernels.lib.score import unit
 
 
 @gluon.jit
-def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
+def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
@@ -47,7 +47,7 @@ def finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
     if T.staged:
         store_wait(0)
-    acc = parted(acc, PARTS_V, COLUMNS)
+    acc = parted(rows.acc, PARTS_V, COLUMNS)
     for part in gl.static_range(PARTS_V):
         out = acc[part] * share
         if T.masked:

@@ -14,7 +14,6 @@ from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw, packed, unpacked
 from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
-    abreast,
     aggregate,
     fence_async_shared,
     gl,
@@ -22,14 +21,23 @@ from flashtile.kernels.hopper.gluon import (
     named_arrive,
     named_wait,
     pack,
-    scale_unless_one,
     settled,
     store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
+from flashtile.kernels.hopper.halves import (
+    LOWER,
+    UPPER,
+    WHOLE,
+    begins_in_upper_half,
+    ends_in_lower_half,
+    followed_by_zeros,
+    keys_of,
+    part_of,
+)
+from flashtile.kernels.hopper.layouts import operand_layout, row_layout
 from flashtile.kernels.hopper.loader import load
+from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.hopper.scores import (
     exponentials,
     fetch,
@@ -135,36 +143,63 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
     if T.blocks_q == 0:
         mem.queries.wait(turn * T.groups + GROUP)
-    rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
+    if T.halves:
+        if ends_in_lower_half(at, seen, size, T):
+            rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, LOWER, T, SCORE, MASK)
+        else:
+            rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
+    else:
+        rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
     use += 1
     if T.masks_first:
         for n in range(seen.end - 1 - seen.high):
             tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
             following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T.above, T, SCORE, MASK)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                        GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
     for n in range(seen.high - seen.low):
         tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
         following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
-        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                    GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
         use += 1
     if T.left:
-        for n in range(seen.low - seen.first):
+        low = seen.first
+        if T.halves:
+            low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
+        for n in range(seen.low - low):
             tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given, GROUP, T.below, T, SCORE, MASK)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                        GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
-    if T.unseen and T.left and not T.asks:
-        blank_unseen(mem.v, mem.values, use - 1, seen.first, size, T.columns_v, T.parts_v, T)
-    acc = add_values(rows, mem, use - 1, T)
-    if T.blocks_q == 0 and not T.ragged:
-        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
-    acc = settle(acc, mem.values, use - 1, T.pieces)
+    if T.halves and T.left:
+        if low > seen.first:
+            half = step(rows, mem, use, seen.first, seen.first, at, size, scale, score_args, given,
+                        GROUP, T.below, UPPER, T, SCORE, MASK)  # fmt: skip
+            use += 1
+            done, job = conclude(half, job, mem, use - 1, seen.first, size, whole, turn, region, UPPER, T)
+        else:
+            done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
+    else:
+        done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
-    finish(acc, rows, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
+    finish(done, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
     if not T.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
     return use, job
+
+
+@gluon.jit
+def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.constexpr, T: gl.constexpr):
+    """(the Rows, all values added; the next turn's Job where that is found here) behind a walk's last tile."""
+    if T.unseen and T.left and not T.asks:
+        blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
+    acc = add_values(rows, mem, use, HALF, T)
+    if T.blocks_q == 0 and not T.ragged:
+        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
+    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, ()), job
 
 
 @gluon.jit
@@ -211,13 +246,14 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given,
-          GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """The state after the first key tile, without its values."""
-    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.masked, T, SCORE)
+          GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """The state after the first key tile, or a HALF of it, without its values."""
+    KEYS: gl.constexpr = keys_of(HALF, T.block_k)
+    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.masked, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, T.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
-    score = multiply_keys(score, mem, use, GROUP, T)
+    score = multiply_keys(score, mem, use, GROUP, HALF, T)
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
@@ -231,7 +267,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = gl.max(score, 1)
     else:
         BOUNDS: gl.constexpr = T.above if T.masked else 0  # pyright: ignore[reportAssignmentType]
-        score = shape_scores(score, tile, at, size, scale, score_args, given[1], BOUNDS, T, SCORE, MASK)
+        score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], BOUNDS, T, SCORE, MASK)
         top = gl.max(score, 1)
         if not T.masked:
             top = bent(top, scale, score_args, T, SCORE)
@@ -244,18 +280,22 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     drawn = ()
     if T.dropout:
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+    if HALF == LOWER:
+        p = followed_by_zeros(p)
     weights = weigh(p, drawn, given[0], mem, T)
     if T.asks and T.blocks_q == 0:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.unseen and not T.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
+    top = gl.convert_layout(top, row_layout(T.block_k))
     return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched)
 
 
 @gluon.jit
 def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-         GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """The state after a further key tile; the values of the one before are added meanwhile.
+         GROUP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr,
+         MASK: gl.constexpr):  # fmt: skip
+    """The state after a further key tile, or a HALF of it; the values of the one before are added meanwhile.
 
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
@@ -263,15 +303,16 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     jump is left of most rescaling. Where T.apart the values are added before the keys are multiplied: scores need no registers
     while probabilities have theirs, so that three warpgroups fit, and while one waits the others multiply.
     """
-    score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, T, SCORE)
+    KEYS: gl.constexpr = keys_of(HALF, T.block_k)
+    score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
     if T.apart:
-        acc = settle(add_values(rows, mem, use - 1, T), mem.values, use - 1, T.pieces)
+        acc = settle(add_values(rows, mem, use - 1, WHOLE, T), mem.values, use - 1, T.pieces)
     mem.keys.wait(use)
     take_turn(GROUP, T)
-    score = multiply_keys(score, mem, use, GROUP, T)
+    score = multiply_keys(score, mem, use, GROUP, HALF, T)
     if not T.apart:
-        acc = add_values(rows, mem, use - 1, T)
+        acc = add_values(rows, mem, use - 1, WHOLE, T)
     pass_turn(GROUP, T)
     drawn = ()
     if T.dropout:
@@ -280,19 +321,19 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         mem.keys.wait(use)
     score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
+    score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     if T.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
             score = bent(score, scale, score_args, T, SCORE)
-        p = exponentials(score * factor - (top * factor)[:, None], T)
+        p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], T)
         total = rows.total + lane_sums(p, T)
         weights = weigh(p, drawn, given[0], mem, T)
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     else:
-        top = row_max(score, T)
+        top = gl.convert_layout(row_max(score, T), row_layout(T.block_k))
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
@@ -306,8 +347,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
-        p = exponentials(score * factor - shift[:, None], T)
-        total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+        p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], T)
+        decayed = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None]
+        total = decayed + lane_sums(p, T)
         if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump
             weights = weigh(p, drawn, given[0], mem, T)
             acc = scaled(acc, decay, T)
@@ -333,91 +375,20 @@ def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(score, mem, use, GROUP: gl.constexpr, T: gl.constexpr):
-    """Queries times a key tile, under way, onto `score` if modifiers add."""
+def multiply_keys(score, mem, use, GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr):
+    """Queries times a key tile, or a HALF of it, under way, onto `score` if modifiers add."""
     keys = mem.k, mem.keys.at(use) * T.parts
-    return multiply_parts(score, (mem.q, GROUP * T.parts), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts)
+    return multiply_parts(score, (mem.q, GROUP * T.parts), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
 
 
 @gluon.jit
-def multiply_parts(start, left, right, ADDS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr,
-                   PARTS: gl.constexpr):  # fmt: skip
-    """Rows times rows, under way, onto `start` if ADDS; of three parts two are summed over in one product.
-
-    left, right: (tiles, where the first part lies).
-    """
-    PAIR: gl.constexpr = 2 if PARTS == 3 else 1  # pyright: ignore[reportAssignmentType]
-    a, b = abreast(left[0], left[1], PAIR, ROWS, COLUMNS), abreast(right[0], right[1], PAIR, KEYS, COLUMNS)
-    score = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
-    if PARTS == 3:
-        a, b = abreast(left[0], left[1] + 2, 1, ROWS, COLUMNS), abreast(right[0], right[1] + 2, 1, KEYS, COLUMNS)
-        score = warpgroup_mma(a, b.permute((1, 0)), score, is_async=True)
-    return score
-
-
-@gluon.jit
-def add_values(rows, mem, use, T: gl.constexpr):
-    """The accumulators plus probabilities times a value tile, under way."""
+def add_values(rows, mem, use, HALF: gl.constexpr, T: gl.constexpr):
+    """The accumulators plus probabilities times a value tile, or a HALF of it, under way."""
     mem.values.wait(use)
     weights = rows.weights
     if T.dropout:
         weights = unpacked(weights, mem.v.dtype)
-    return add_parts(rows.acc, weights, mem.v, mem.values.at(use) * T.parts_v, T.block_k, T.columns_v, T.parts_v)
-
-
-@gluon.jit
-def add_parts(acc, weights, tiles, first, KEYS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """Accumulators plus weights times the parts of a tile from `first` on, under way."""
-    if PARTS == 3:
-        wide = add_columns(acc[0], weights, tiles, first, 2, KEYS, COLUMNS)
-        return wide, add_columns(acc[1], weights, tiles, first + 2, 1, KEYS, COLUMNS)
-    else:
-        return (add_columns(acc[0], weights, tiles, first, 1, KEYS, COLUMNS),)
-
-
-@gluon.jit
-def add_columns(acc, weights, tiles, first, COUNT: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr):
-    """An accumulator plus weights times COUNT parts of a tile, under way."""
-    weights = gl.convert_layout(weights, operand_layout(COUNT * COLUMNS))
-    return warpgroup_mma(weights, abreast(tiles, first, COUNT, KEYS, COLUMNS), acc, is_async=True)
-
-
-@gluon.jit
-def settle(acc, channel, use, PIECES: gl.constexpr):
-    """The accumulators, once all products are done; the tile that was multiplied is let go of."""
-    done = ()
-    for i in gl.static_range(PIECES):
-        done = done + (warpgroup_mma_wait(0, deps=[acc[i]]),)  # noqa: RUF005
-    channel.release(use)
-    return done
-
-
-@gluon.jit
-def scaled(acc, decay, T: gl.constexpr):
-    """The accumulators relative to a new maximum."""
-    PIECES: gl.constexpr = T.pieces
-    result = ()
-    for i in gl.static_range(PIECES):
-        result = result + (scaled_columns(acc[i], decay, T),)  # noqa: RUF005
-    return result
-
-
-@gluon.jit
-def scaled_columns(acc, decay, T: gl.constexpr):
-    COLUMNS: gl.constexpr = acc.shape[1]
-    column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-    return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
-
-
-@gluon.jit
-def empty(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """Accumulators of nothing."""
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    if PARTS == 3:
-        WIDE: gl.constexpr = 2 * COLUMNS
-        return gl.zeros([ROWS, WIDE], gl.float32, matrix_layout(WIDE)), acc  # pyright: ignore[reportCallIssue]
-    else:
-        return (acc,)
+    return add_parts(rows.acc, weights, mem.v, mem.values.at(use) * T.parts_v, T.block_k, T.columns_v, T.parts_v, HALF)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw
 from flashtile.kernels.hopper.finish import parted, send
-from flashtile.kernels.hopper.forward import add_parts, empty, enter, leave, multiply_parts, settle
+from flashtile.kernels.hopper.forward import enter, leave
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -24,6 +24,7 @@ from flashtile.kernels.hopper.gluon import (
 )
 from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
 from flashtile.kernels.hopper.loader import load
+from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, settle
 from flashtile.kernels.hopper.scores import locate, sees
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import assign, measure, tile_at, told, told_job, turns
@@ -162,7 +163,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     raw = warpgroup_mma_wait(0, deps=[raw])
     keep = True
     if MASKED:
-        keep = sees(tile, at, size, given[1], MASKED, T, MASK)
+        keep = sees(tile, at, size, given[1], MASKED, BLOCK_K, T, MASK)
     position = locate(tile, at, size, MASKED, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)

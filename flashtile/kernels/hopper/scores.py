@@ -1,7 +1,8 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
+from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
@@ -72,13 +73,13 @@ def indices(tile, at, size, CLAMPED: gl.constexpr, L: gl.constexpr, T: gl.conste
 
 
 @gluon.jit
-def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
-           SCORE: gl.constexpr):  # fmt: skip
-    """What the product with a key tile starts from: what modifiers add, which costs nothing between product and softmax."""
+def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
+           T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """What the product with KEYS of a tile starts from: what modifiers add, which costs nothing between product and softmax."""
     ADDS: gl.constexpr = T.adds
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
-    score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    score = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(ADDS):
         if i == T.early:
             if T.brought:
@@ -120,32 +121,65 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
                  MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key.
 
-    MASKED says which bounds the tile may meet, as T.above and T.below do.
+    MASKED says which bounds the tile may meet, as T.above and T.below do. Tiles are counted in the width of `score`.
     """
     if T.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
     if MASKED:
-        keep = sees(tile, at, size, mask_args, MASKED, T, MASK)
-        score = gl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
+        score = bent(score, scale, score_args, T, SCORE)
+        if T.halves and MASKED < 3 and score.shape[1] == T.block_k:
+            score = hide_by_halves(score, tile, at, size, MASKED, T)
+        else:
+            score = gl.where(sees(tile, at, size, mask_args, MASKED, score.shape[1], T, MASK), score, float("-inf"))
     return score
 
 
 @gluon.jit
-def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
-    """Which keys of a tile a warpgroup's queries see: one comparison per score for each of the BOUNDS, as T.above has them.
+def hide_by_halves(score, tile, at, size, BOUND: gl.constexpr, T: gl.constexpr):
+    """-inf where a query does not see a key of a tile that may meet one BOUND: a half that all see whole is jumped over."""
+    KEYS: gl.constexpr = T.block_k // 2
+    low, high = split_halves(score)
+    position = at.row + size.seqlen_k - size.seqlen_q - tile * T.block_k
+    if BOUND == 2:
+        first = position + T.rows - 1 - size.left
+        cut_low, cut_high = first > 0, first > KEYS
+    else:
+        last = size.seqlen_k - tile * T.block_k
+        if T.right:
+            last = gl.minimum(last, position + size.right + 1)
+        cut_low, cut_high = last < KEYS, last < 2 * KEYS
+    if cut_low:
+        low = hide(low, 2 * tile, at, size, BOUND, KEYS, T)
+    if cut_high:
+        high = hide(high, 2 * tile + 1, at, size, BOUND, KEYS, T)
+    return gl.convert_layout(join_halves(low, high), score.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def hide(score, tile, at, size, BOUND: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
+    """-inf where a query does not see a key of a tile of KEYS.
+
+    Computed where this stands: otherwise LLVM makes selects of the branch around it.
+    """
+    keep = sees(stay(tile), at, size, (), BOUND, KEYS, T, ())
+    return gl.where(gl.convert_layout(keep, score.type.layout, assert_trivial=True), score, float("-inf"))
+
+
+@gluon.jit
+def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """Which of a tile's KEYS a warpgroup's queries see: one comparison per score for each of the BOUNDS, as T.above has them.
 
     A thread's columns are 8 j + k, constants, and an offset of its own, which joins the bounds.
     """
     ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    parts = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
     L: gl.constexpr = parts.type.layout
-    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
     row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
     column = eight * 8 + pair
-    start = tile * BLOCK_K
+    start = tile * KEYS
     position = row + (size.seqlen_k - size.seqlen_q) - start
     last = position * 0 + (size.seqlen_k - 1 - start)
     if T.right:
@@ -158,7 +192,7 @@ def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, T: gl.constexpr, MASK:
         keep = column <= last - lane * 2
         if BOUNDS == 3:
             keep = keep & (column >= position - size.left - lane * 2)
-    keep = gl.convert_layout(keep.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
+    keep = gl.convert_layout(keep.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
     if T.predicate:
         keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
     return keep
@@ -168,10 +202,10 @@ def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, T: gl.constexpr, MASK:
 def row_max(score, T: gl.constexpr):
     """Maximum of each row; T.split_max: of its even and odd columns apart first, two chains instead of one."""
     ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
+    KEYS: gl.constexpr = score.shape[1]
     if T.split_max:
-        lanes = gl.max(gl.max(score.reshape([ROWS, BLOCK_K // 8, 4, 2]), 1), 2)
-        return gl.convert_layout(gl.max(lanes, 1), row_layout(BLOCK_K))
+        lanes = gl.max(gl.max(score.reshape([ROWS, KEYS // 8, 4, 2]), 1), 2)
+        return gl.convert_layout(gl.max(lanes, 1), row_layout(KEYS))
     else:
         return gl.max(score, 1)
 
@@ -181,7 +215,13 @@ def lane_sums(p, T: gl.constexpr):
     """Sums within each thread: a row's four lanes are added up only at the end."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
-    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
+    KEYS: gl.constexpr = p.shape[1]
+    sums = gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
+    if KEYS == BLOCK_K:
+        return sums
+    else:
+        whole = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+        return gl.convert_layout(sums, gl.sum(gl.sum(whole.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1).type.layout)
 
 
 @gluon.jit
@@ -218,7 +258,7 @@ def exponentials(x, T: gl.constexpr):
     """2^x of a tile; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
     if T.mixes:
         ROWS: gl.constexpr = T.rows
-        BLOCK_K: gl.constexpr = T.block_k
+        BLOCK_K: gl.constexpr = x.shape[1]
         rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
         more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
         share = gl.join(gl.exp2(more), polynomial(share)).permute([0, 1, 3, 2]).reshape(rest.shape)

@@ -93,6 +93,7 @@ class ForwardTile:
     loader_registers: int
     registers: int
     apart: bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys
+    halves: bool  # of the first and last key tile of a walk, no more is multiplied than the half that a warpgroup sees
 
     @property
     def wide(self) -> bool:
@@ -202,12 +203,13 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         loader_registers=24,
         registers=consumer_registers(launch),
         apart=launch.apart,
+        halves=sees_halves(p, launch, form),
     )
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    nothing = dict(sink=False, early=-1, brought=False, bounded=False, lags=False, mixes=False, staged=False)
+    nothing = dict(sink=False, early=-1, brought=False, bounded=False, lags=False, mixes=False, staged=False, halves=False)
     return replace(make_forward_tile(problem, launch, form), **nothing)
 
 
@@ -219,6 +221,19 @@ def bounded(problem: AttentionProblem, form: Form) -> bool:
     return curve.largest(problem.score[-1].scalars) * log2(e) <= WIDEST
 
 
+def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
+    """T.halves: where the mask is a band, nothing is added or drawn for every score of a tile, and walks are short.
+
+    Of 16k keys under a causal mask, walks of 64 tiles on average, it gains nothing (docs/hopper.md).
+    """
+    p, band = problem, problem.band
+    plain = not (form.prescale or form.adds or p.where or p.blocks is not None or p.dropout is not None or launch.apart)
+    short = band.left is not None or p.lengths.ragged or p.seqlen_k <= SHORT
+    masked = band.left is not None or band.right is not None or p.lengths.ragged or p.seqlen_k % launch.block_k > 0
+    return plain and short and masked and launch.block_k == 2 * GROUP_ROWS
+
+
+SHORT = 4096  # keys
 WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
 
 

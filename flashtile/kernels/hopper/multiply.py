@@ -1,0 +1,78 @@
+"""Products of a warpgroup with tiles of shared memory, whose head dims are rows of parts, and accumulators of them."""
+
+from flashtile.kernels.hopper.gluon import abreast, gl, gluon, scale_unless_one, warpgroup_mma, warpgroup_mma_wait
+from flashtile.kernels.hopper.halves import half_of
+from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
+
+
+@gluon.jit
+def multiply_parts(start, left, right, ADDS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr,
+                   PARTS: gl.constexpr, HALF: gl.constexpr = 0):  # fmt: skip
+    """Rows times rows, or a HALF of these, under way, onto `start` if ADDS; of three parts two are summed over in one product.
+
+    left, right: (tiles, where the first part lies).
+    """
+    PAIR: gl.constexpr = 2 if PARTS == 3 else 1  # pyright: ignore[reportAssignmentType]
+    a, b = abreast(left[0], left[1], PAIR, ROWS, COLUMNS), half_of(abreast(right[0], right[1], PAIR, KEYS, COLUMNS), HALF)
+    score = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
+    if PARTS == 3:
+        a, b = abreast(left[0], left[1] + 2, 1, ROWS, COLUMNS), half_of(abreast(right[0], right[1] + 2, 1, KEYS, COLUMNS), HALF)
+        score = warpgroup_mma(a, b.permute((1, 0)), score, is_async=True)
+    return score
+
+
+@gluon.jit
+def add_parts(acc, weights, tiles, first, KEYS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+              HALF: gl.constexpr = 0):  # fmt: skip
+    """Accumulators plus weights times the parts of a tile from `first` on, or of a HALF of its rows, under way."""
+    if PARTS == 3:
+        wide = add_columns(acc[0], weights, tiles, first, 2, KEYS, COLUMNS, HALF)
+        return wide, add_columns(acc[1], weights, tiles, first + 2, 1, KEYS, COLUMNS, HALF)
+    else:
+        return (add_columns(acc[0], weights, tiles, first, 1, KEYS, COLUMNS, HALF),)
+
+
+@gluon.jit
+def add_columns(acc, weights, tiles, first, COUNT: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """An accumulator plus weights times COUNT parts of a tile, under way."""
+    weights = gl.convert_layout(weights, operand_layout(COUNT * COLUMNS))
+    return warpgroup_mma(weights, half_of(abreast(tiles, first, COUNT, KEYS, COLUMNS), HALF), acc, is_async=True)
+
+
+@gluon.jit
+def settle(acc, channel, use, PIECES: gl.constexpr):
+    """The accumulators, once all products are done; the tile that was multiplied is let go of."""
+    done = ()
+    for i in gl.static_range(PIECES):
+        done = done + (warpgroup_mma_wait(0, deps=[acc[i]]),)  # noqa: RUF005
+    channel.release(use)
+    return done
+
+
+@gluon.jit
+def scaled(acc, decay, T: gl.constexpr):
+    """The accumulators relative to a new maximum."""
+    PIECES: gl.constexpr = T.pieces
+    result = ()
+    for i in gl.static_range(PIECES):
+        result = result + (scaled_columns(acc[i], decay, T),)  # noqa: RUF005
+    return result
+
+
+@gluon.jit
+def scaled_columns(acc, decay, T: gl.constexpr):
+    COLUMNS: gl.constexpr = acc.shape[1]
+    column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
+    return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
+
+
+@gluon.jit
+def empty(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
+    """Accumulators of nothing."""
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+    if PARTS == 3:
+        WIDE: gl.constexpr = 2 * COLUMNS
+        return gl.zeros([ROWS, WIDE], gl.float32, matrix_layout(WIDE)), acc  # pyright: ignore[reportCallIssue]
+    else:
+        return (acc,)
