@@ -224,13 +224,14 @@ def bounded(problem: AttentionProblem, form: Form) -> bool:
 def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
     """T.halves: where the mask is a band, nothing is added or drawn for every score of a tile, and walks are short.
 
-    Of 16k keys under a causal mask, walks of 64 tiles on average, it gains nothing (docs/hopper.md).
+    Of 16k keys under a causal mask, walks of 64 tiles on average, and of 192 columns it gains nothing (docs/hopper.md).
     """
     p, band = problem, problem.band
     plain = not (form.prescale or form.adds or p.where or p.blocks is not None or p.dropout is not None or launch.apart)
     short = band.left is not None or p.lengths.ragged or p.seqlen_k <= SHORT
     masked = band.left is not None or band.right is not None or p.lengths.ragged or p.seqlen_k % launch.block_k > 0
-    return plain and short and masked and launch.block_k == 2 * GROUP_ROWS
+    columns, parts = cut(p.head_dim)
+    return plain and short and masked and columns * parts <= 128 and launch.block_k == 2 * GROUP_ROWS
 
 
 SHORT = 4096  # keys
