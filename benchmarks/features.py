@@ -78,7 +78,7 @@ def checked(case: Case, backend: str) -> Row:
     tensors = case.tensors(torch.device("cuda", 0))
     spelled = prepared(case, tensors, backend)[0].problem.spell()
     failure = "; ".join(breaches(case, run(backend, case, tensors), *expected(case, tensors)))
-    return {"backend": backend, "backward": case.backward, "failure": failure, "problem": spelled}
+    return {"backend": backend, "name": case.name, "backward": case.backward, "failure": failure, "problem": spelled}
 
 
 def checked_hopper(case: pairwise_hopper.HopperCase, backend: str) -> Row:
@@ -88,7 +88,7 @@ def checked_hopper(case: pairwise_hopper.HopperCase, backend: str) -> Row:
     result, (truth, plain) = pairwise_hopper.results(case, tensors), expected(case, tensors)
     failure = "; ".join(breaches(case, result, {name: truth[name] for name in result}, plain))
     backward = ("deterministic" if case.deterministic else case.backward) if case.gradients else "none"
-    return {"backend": backend, "backward": backward, "failure": failure, "problem": problem.spell()}
+    return {"backend": backend, "name": case.name, "backward": backward, "failure": failure, "problem": problem.spell()}
 
 
 def refused(pairs: dict[Meeting, str], what: str) -> Iterator[Row]:

@@ -111,9 +111,10 @@ class _Threads(ThreadPoolExecutor):
 
 
 @contextmanager
-def side_by_side(kind: str) -> Generator[None]:
+def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
     """As `compiling`: what kernels' `warmup` asks for inside is compiled in threads, and there at the end.
 
+    threads: how many at most. Front ends, a third of a kernel's time, take turns at the interpreter whatever there are.
     What fails is left to whoever launches it, who then hears why.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
@@ -122,7 +123,7 @@ def side_by_side(kind: str) -> Generator[None]:
         if active_mode.get() is not None:  # a caller's own, which cannot be nested
             yield
             return
-        with _Threads() as threads, AsyncCompileMode(threads, ignore_errors=True):
+        with _Threads(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
             yield
 
 

@@ -139,12 +139,16 @@ class Bound:
         return [launch for launch in self.launches if isinstance(launch, KernelLaunch) and not launch.empty]
 
     def compile_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compile a plan's kernels side by side, before its first launch; not those that need what a host call makes."""
+        """Compile a plan's kernels side by side, before its first launch; not those that need what a host call makes.
+
+        The last ones first, which are the largest, and two at a time: with more front ends beside its own the largest kernel,
+        which all wait for, is later done.
+        """
         launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
         if len(launches) < 2:
             return
-        with _triton.side_by_side(KIND):
-            for launch in launches:
+        with _triton.side_by_side(KIND, threads=2):
+            for launch in reversed(launches):
                 launch.warm(tensors)
 
     def launch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
