@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import runpy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -215,6 +216,7 @@ def _refuse_fa4(problem: AttentionProblem, device: torch.device) -> str | None:
 
 
 def _make_fa4(problem: AttentionProblem, device: torch.device) -> Attend:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what another process compiled is found on disk
     module: Any = importlib.import_module("flash_attn.cute")
     flash_attn_func, causal, scale = module.flash_attn_func, problem.mask == CAUSAL, problem.scale
 
@@ -230,5 +232,5 @@ PEERS: tuple[Provider, ...] = (
     _sdpa("efficient", "EFFICIENT_ATTENTION", fp32=True, groups=False),
     _sdpa("math", "MATH", cpu=True, fp32=True),
     Provider("flex", _make_flex, _refuse_flex, heads_first=True, compiles=True),
-    Provider("fa4", _make_fa4, _refuse_fa4),
+    Provider("fa4", _make_fa4, _refuse_fa4, compiles=True),
 )
