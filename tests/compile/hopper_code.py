@@ -64,6 +64,7 @@ for argument in sys.argv[1:]:
         "priced_bytes": 0 if direction else forward_shared_bytes(problem, choose_forward(problem, H100)),
         "serialised": re.findall(r"\(C75\d\d\)", used.log),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "of_64_columns": len(re.findall(r"wgmma\.mma_async\S*\.m64n64k16", ptx)),
         "bulk": len(re.findall(r"cp\.async\.bulk\.tensor[^\n]*global", ptx)),
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
         "loops": loops,
