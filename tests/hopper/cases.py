@@ -62,6 +62,7 @@ def _longer() -> Iterator[Case]:
     yield replace(given, name="bias-gradient-table", head_dim=128, mask="table")
     yield replace(given, name="bias-gradient-holes", mask="holes", heads_kv=4)
     yield replace(given, name="bias-gradient-pair", head_dim=128, score=("bias-heads",))
+    yield replace(given, name="bias-gradient-pair-table", head_dim=128, score=("bias-heads",), mask="table", seqlen_q=400)
     yield replace(given, name="bias-gradient-two-heads", heads_q=2, heads_kv=1, causal=True, score=("bias-batch",))
     yield replace(given, name="bias-gradient-batch", batch=3, score=("bias-heads",), deterministic=True)
     yield replace(given, name="bias-gradient-heads", causal=True, score=("bias-batch",))

@@ -42,9 +42,12 @@ def stored(problem: AttentionProblem) -> int | None:
 
 
 def paired(problem: AttentionProblem) -> bool:
-    """Whether two batch entries, and nobody else, share the tensor whose gradient is `stored`."""
+    """Whether two batch entries, and nobody else, share the tensor whose gradient is `stored`, and have tiles of one length:
+    where there are lists of blocks the longest tiles come first, whichever entry's they are.
+    """
     p, which = problem, stored(problem)
-    return which is not None and p.batch == 2 and p.score[which].tensors[0].shape[:2] == (1, p.heads_q)
+    alike = p.batch == 2 and p.blocks is None
+    return which is not None and alike and p.score[which].tensors[0].shape[:2] == (1, p.heads_q)
 
 
 def zeros(p: AttentionProblem, target: str, planes: int, tile: Any) -> KernelCall:
