@@ -46,8 +46,9 @@ def paired(problem: AttentionProblem) -> bool:
     where there are lists of blocks the longest tiles come first, whichever entry's they are.
     """
     p, which = problem, stored(problem)
-    alike = p.batch == 2 and p.blocks is None
-    return which is not None and alike and p.score[which].tensors[0].shape[:2] == (1, p.heads_q)
+    if which is None or p.blocks is not None:
+        return False
+    return p.batch == 2 and p.score[which].tensors[0].shape[:2] == (1, p.heads_q)
 
 
 def zeros(p: AttentionProblem, target: str, planes: int, tile: Any) -> KernelCall:
