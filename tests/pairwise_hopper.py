@@ -207,26 +207,20 @@ def sizes(choice: Choice, dice: random.Random) -> dict[str, int]:
     Items have sixteen queries each, or more: Hopper refuses the backward of fewer. Compilers make use of multiples of 16 and of
     ones: half of the choices have lengths that are such multiples, the others none, and a third always has one item.
     """
+    kind = random.Random("-".join(choice.values()))
+    odd = choice["score"] == "bias-odd-keys"
+    whole, alone = kind.random() < 0.5 and not odd, kind.random() < 1 / 3
     fewest = 64 if choice["items"].startswith("varlen") else 16
     least = max(48, fewest) if choice["mask"] in ("window", "left") else 2 * fewest
-    spans = ((385, 512),) if choice["backward"] == "deterministic" else ((least, 128), (129, 700))
+    spans = ((385, 496),) if choice["backward"] == "deterministic" else ((least, 128), (129, 700))
     keys, more = dice.randint(*dice.choice(spans)), dice.randint(1, 300)
+    if whole:
+        keys, more = keys + -keys % 16, more + -more % 16
+    else:  # an odd number of queries, and of keys but where the copy engine brings or stores a bias, eight keys at a time
+        keys += (8 - keys) % 16 if choice["score"].startswith("bias") and not odd else 1 - keys % 2
+        more, fewest = more + (keys + more + 1) % 2, fewest + 1
     queries = {"equal": keys, "more-keys": max(keys - more, fewest), "more-queries": keys + more, "one-query": 1}
-    # what the copy engine brings, and stores, has eight keys at a time
-    eights = choice["score"].startswith("bias") and choice["score"] != "bias-odd-keys"
-    kind = random.Random("-".join(choice.values()))
-    whole, alone = kind.random() < 0.5, kind.random() < 1 / 3
-
-    def near(length: int, step: int) -> int:
-        if length == 1:
-            return 1
-        return length + -length % 16 if whole else length + (step - length) % (2 * step)
-
-    return {
-        "seqlen_q": near(queries[choice["lengths"]], 8 if eights and choice["lengths"] == "equal" else 1),
-        "seqlen_k": near(keys, 8 if eights else 1),
-        "batch": 1 if alone else dice.randint(2, 3),
-    }
+    return {"seqlen_q": queries[choice["lengths"]], "seqlen_k": keys, "batch": 1 if alone else dice.randint(2, 3)}
 
 
 def results(case: HopperCase, tensors: Tensors) -> Tensors:
