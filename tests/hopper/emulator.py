@@ -210,8 +210,14 @@ def claim(lock: language.Pointer) -> Any:
     found = language.load(lock)
     if int(found) == 0:
         language.store(lock, found + 1)
-    here().block.wait(lambda: int(found) == 0 or int(language.load(lock)) > 1, "the first share of a part")
+    here().block.pause()
     return found
+
+
+def is_first(lock: language.Pointer, answer: Any = None) -> bool:
+    answer = claim(lock) if answer is None or int(answer) < 0 else answer
+    here().block.wait(lambda: int(answer) == 0 or int(language.load(lock)) > 1, "the first share of a part")
+    return int(answer) == 0
 
 
 def report(lock: language.Pointer) -> None:
@@ -282,7 +288,7 @@ def install(seed: int = 0) -> None:
 
     replace(ticket, take=take)
     replace(stream, await_stream=lambda: None)  # the emulator runs one kernel at a time
-    replace(order, await_turn=await_turn, claim=claim, report=report, adds_done=store_wait)
+    replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, adds_done=store_wait)
 
 
 WORDS: tuple[Any, ...] = (

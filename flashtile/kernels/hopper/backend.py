@@ -221,6 +221,7 @@ class HopperBackend:
                 row_region,
             ),
             (("T", tile),),
+            ROW_WARPS,
             early=True,
         )
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
@@ -260,7 +261,7 @@ class HopperBackend:
         elif "q" in gradients.wanted:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
-            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),), early=True))
+            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),), ROW_WARPS, early=True))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -270,6 +271,7 @@ class HopperBackend:
 
 BACKEND = HopperBackend()
 
+ROW_WARPS = 8  # of the passes before and after: 64 queries of a head, with as many loads under way as a block can have
 LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper.md)
 
 

@@ -19,10 +19,9 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
         dirty, clean = share_of_sum(sum_desc)
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    ticket = gl.program_id(0)
     if T.resident:
-        ticket = spread(take(counter_ptr)) * T.tiles_taken
-    else:
-        ticket = gl.program_id(0)
+        ticket = first_ticket(counter_ptr, T)
     if not T.tells:
         memory.to.tickets.publish(turn, (ticket,))
     while ticket < work.tiles:
@@ -61,7 +60,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
                 step = step + 1
         if T.resident and T.takes_late:
             taken = following(ticket, counter_ptr, T)
-        ticket = spread(taken) if T.resident else taken
+        ticket = numbered(taken, T) if T.resident else taken
         turn = turn + 1
         if not T.tells:
             memory.to.tickets.publish(turn, (ticket,))
@@ -92,15 +91,45 @@ def clear(ptr, piece, end):
 
 
 @gluon.jit
+def first_ticket(counter_ptr, T: gl.constexpr):
+    """The ticket that a block begins with: that of its own number, for which nothing travels to memory and back.
+
+    Not where items differ in length: consumers would spill there.
+    """
+    if T.ragged:
+        return spread(take(counter_ptr)) * T.tiles_taken
+    else:
+        return gl.program_id(0) * T.tiles_taken
+
+
+@gluon.jit
 def following(ticket, counter_ptr, T: gl.constexpr):
-    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once."""
+    """The ticket after this one, for `numbered`: one of T.tiles_taken that a block takes at once."""
     if T.tiles_taken == 1:
         return take(counter_ptr)
     else:
         taken = ticket + 1
         if taken % T.tiles_taken == 0:
-            taken = take(counter_ptr) * T.tiles_taken
+            taken = behind_first(take(counter_ptr), T) * T.tiles_taken
         return taken
+
+
+@gluon.jit
+def numbered(taken, T: gl.constexpr):
+    """The ticket that `following` took."""
+    if T.tiles_taken == 1:
+        return behind_first(taken, T)
+    else:
+        return taken
+
+
+@gluon.jit
+def behind_first(taken, T: gl.constexpr):
+    """What was taken, counted behind what blocks begin with."""
+    if T.ragged:
+        return spread(taken)
+    else:
+        return spread(taken) + gl.num_programs(0)
 
 
 @gluon.jit

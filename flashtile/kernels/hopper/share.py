@@ -1,7 +1,7 @@
 """A block's share of dq, on its way from registers to the sum of all blocks."""
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
-from flashtile.kernels.hopper.order import adds_done, await_turn, claim, report
+from flashtile.kernels.hopper.order import NOBODY_ASKED, adds_done, await_turn, claim, is_first, report
 from flashtile.kernels.hopper.visit import find, meeting
 
 
@@ -33,12 +33,20 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
 
 @gluon.jit
 def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
-    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic."""
+    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic.
+
+    A part is claimed a step ahead, before its share comes, and while the first share of the one before is under way: who is
+    first has two journeys to memory more in every step than the others. A tile's first part is not: its share takes longer to
+    come than a step, and others would wait for it.
+    """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    turn, step = gl.to_tensor(0), gl.to_tensor(0)
+    EARLY: gl.constexpr = not (T.tells or T.deterministic)  # pyright: ignore[reportAssignmentType]
+    turn, step, answer = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
+        if EARLY:
+            answer = gl.to_tensor(NOBODY_ASKED)
         while step < place.visits.end:
             if T.tells:
                 memory.to.sums.wait(2 * step + W)
@@ -51,14 +59,20 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 first = before == 0
             if not T.tells:
                 memory.to.sums.wait(2 * step + W)
-            if not T.deterministic:
-                first = claim(sum_ptrs[2] + at) == 0
+            if EARLY:
+                first = is_first(sum_ptrs[2] + at, answer)
+            elif not T.deterministic:
+                first = is_first(sum_ptrs[2] + at)
             if first:
                 tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             else:
                 tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
             store_wait(0)
             memory.to.sums.release(2 * step + W)
+            if EARLY:
+                if step + 1 < place.visits.end:
+                    next_head, next_start = meeting(memory, step + 1, place, 1, T)
+                    answer = claim(sum_ptrs[2] + part_of(next_head, next_start, W, place, sizes, T))
             if T.deterministic or first:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
