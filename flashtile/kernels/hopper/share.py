@@ -35,9 +35,9 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
 def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic.
 
-    A part is claimed a step ahead, before its share comes, and while the first share of the one before is under way: who is
-    first has two journeys to memory more in every step than the others. A tile's first part is not: its share takes longer to
-    come than a step, and others would wait for it.
+    Where every block has one tile a part is claimed a step ahead, before its share comes, and while the first share of the one
+    before is under way: who is first has two journeys to memory more in every step than the others. With more tiles a part that
+    is claimed for longer is one that others wait for (docs/hopper.md).
     """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     EARLY: gl.constexpr = not (T.tells or T.deterministic)  # pyright: ignore[reportAssignmentType]
@@ -46,7 +46,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
         if EARLY:
-            answer = gl.to_tensor(NOBODY_ASKED)
+            answer = ask(sum_ptrs, memory, step, W, place, sizes, work, T)
         while step < place.visits.end:
             if T.tells:
                 memory.to.sums.wait(2 * step + W)
@@ -70,9 +70,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
             store_wait(0)
             memory.to.sums.release(2 * step + W)
             if EARLY:
-                if step + 1 < place.visits.end:
-                    next_head, next_start = meeting(memory, step + 1, place, 1, T)
-                    answer = claim(sum_ptrs[2] + part_of(next_head, next_start, W, place, sizes, T))
+                answer = ask(sum_ptrs, memory, step + 1, W, place, sizes, work, T)
             if T.deterministic or first:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
@@ -80,6 +78,16 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)
+
+
+@gluon.jit
+def ask(sum_ptrs, memory, step, part, place, sizes, work, T: gl.constexpr):
+    """Claim the part of a step to come, if there is one and every block has one tile."""
+    answer = gl.to_tensor(NOBODY_ASKED)
+    if (step < place.visits.end) & (work.tiles <= gl.num_programs(0)):
+        head, start = meeting(memory, step, place, 1, T)
+        answer = claim(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))
+    return answer
 
 
 @gluon.jit
