@@ -271,7 +271,7 @@ class HopperBackend:
 
 BACKEND = HopperBackend()
 
-ROW_WARPS = 8  # of the passes before and after: 64 queries of a head, with as many loads under way as a block can have
+ROW_WARPS = 8  # of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper.md)
 LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper.md)
 
 

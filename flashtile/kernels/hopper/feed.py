@@ -19,9 +19,11 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
         dirty, clean = share_of_sum(sum_desc)
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    ticket = gl.program_id(0)
-    if T.resident:
-        ticket = first_ticket(counter_ptr, T)
+    ticket, ahead = gl.program_id(0), gl.to_tensor(0)
+    if T.resident and T.ragged:  # with their own numbers consumers would spill
+        ticket = spread(take(counter_ptr)) * T.tiles_taken
+    elif T.resident:  # a block begins with the ticket of its own number, which travels from nowhere
+        ticket, ahead = ticket * T.tiles_taken, gl.num_programs(0) * T.tiles_taken
     if not T.tells:
         memory.to.tickets.publish(turn, (ticket,))
     while ticket < work.tiles:
@@ -37,7 +39,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
                 tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = work.tiles
         if T.resident and not T.takes_late:
-            taken = following(ticket, counter_ptr, T)
+            taken = following(ticket - ahead, counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         if T.tells:
             for member in range(T.group):
@@ -59,8 +61,8 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
                     dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
         if T.resident and T.takes_late:
-            taken = following(ticket, counter_ptr, T)
-        ticket = numbered(taken, T) if T.resident else taken
+            taken = following(ticket - ahead, counter_ptr, T)
+        ticket = spread(taken) + ahead if T.resident else taken
         turn = turn + 1
         if not T.tells:
             memory.to.tickets.publish(turn, (ticket,))
@@ -91,45 +93,15 @@ def clear(ptr, piece, end):
 
 
 @gluon.jit
-def first_ticket(counter_ptr, T: gl.constexpr):
-    """The ticket that a block begins with: that of its own number, for which nothing travels to memory and back.
-
-    Not where items differ in length: consumers would spill there.
-    """
-    if T.ragged:
-        return spread(take(counter_ptr)) * T.tiles_taken
-    else:
-        return gl.program_id(0) * T.tiles_taken
-
-
-@gluon.jit
 def following(ticket, counter_ptr, T: gl.constexpr):
-    """The ticket after this one, for `numbered`: one of T.tiles_taken that a block takes at once."""
+    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once."""
     if T.tiles_taken == 1:
         return take(counter_ptr)
     else:
         taken = ticket + 1
         if taken % T.tiles_taken == 0:
-            taken = behind_first(take(counter_ptr), T) * T.tiles_taken
+            taken = take(counter_ptr) * T.tiles_taken
         return taken
-
-
-@gluon.jit
-def numbered(taken, T: gl.constexpr):
-    """The ticket that `following` took."""
-    if T.tiles_taken == 1:
-        return behind_first(taken, T)
-    else:
-        return taken
-
-
-@gluon.jit
-def behind_first(taken, T: gl.constexpr):
-    """What was taken, counted behind what blocks begin with."""
-    if T.ragged:
-        return spread(taken)
-    else:
-        return spread(taken) + gl.num_programs(0)
 
 
 @gluon.jit

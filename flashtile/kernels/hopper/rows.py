@@ -107,15 +107,13 @@ def dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, row, heads, scale, T:
     at = sum_ptrs[0] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     # (half, 8 columns, warp, row, pair, row of 8, column of a pair) -> (warp, row of 8, row, half, 8 columns, pair, column)
     exists = item.span_q > row // ROWS * ROWS
-    added = exists
-    if not T.clears:  # nothing was added for queries that no key tile visits: what is there is loaded meanwhile
-        PARTS: tl.constexpr = T.columns // T.columns_dq
-        added = tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0) != 0
-    if T.cut:  # nor for columns that do not exist
+    if T.cut:  # nothing was added for columns that do not exist
         exists = exists & (tl.arange(0, 64 * COLUMNS) < 48 * COLUMNS)
     value = tl.load(at, mask=exists, other=0.0) if T.ragged or T.cut else tl.load(at)
-    if not T.clears:
-        value = tl.where(added, value, 0.0)
+    if not T.clears:  # nor for queries that no key tile visits: the sum is under way meanwhile
+        PARTS: tl.constexpr = T.columns // T.columns_dq
+        added = tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0)
+        value = tl.where(added != 0, value, 0.0)
     value = tl.reshape(value, [COLUMNS // WIDE, WIDE // 8, 4, 8, 4, 2, 2])
     value = tl.reshape(tl.permute(value, (2, 5, 3, 0, 1, 4, 6)), [64, COLUMNS])
     if T.ragged:  # rows that do not count may have met an infinite key
