@@ -76,12 +76,16 @@ def test_what_is_not_refused_is_right_on_a_gpu(device: torch.device, case: Case,
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_scores_are_not_low_on_average(device: torch.device, head_dim: int) -> None:
-    """Where there is one key, lse is the score: cut-off sums alone would make it 3e-7 too small at head_dim 256."""
+def test_cut_off_sums_are_made_up_for(device: torch.device, head_dim: int, biased: bool) -> None:
+    """Where there is one key, lse is the score: of a product of 256 columns 3e-7 are cut off, of a bias twice as much."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(4, length, 8, head_dim, device=device, dtype=torch.float16) for length in (2048, 1, 1))
-    _, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, options=flashtile.Options(backend="hopper"))
     scores = torch.einsum("bqhd,bkhd->bhq", q.double(), k.double())
-    off = (lse.double() - scores) * scores / scores.square().sum()
-    assert abs(off.sum().item()) < 1.2e-7  # a float32 scale is so coarse
+    bias = -scores.half()
+    given = {"score": (flashtile.Bias(bias[..., None]),)} if biased else {}
+    options = flashtile.Options(backend="hopper")
+    _, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, options=options, **given)
+    off = lse.double() - (scores + bias.double() if biased else scores)
+    assert abs((off * scores).sum() / scores.square().sum()) < 1.2e-7  # a float32 scale is so coarse

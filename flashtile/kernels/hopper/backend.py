@@ -12,6 +12,7 @@ from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, 
 from flashtile.kernels.hopper.tile import (
     COPIED_KEYS,
     GROUP_ROWS,
+    LOST,
     ForwardLaunch,
     ForwardTile,
     make_forward_tile,
@@ -272,7 +273,6 @@ class HopperBackend:
 BACKEND = HopperBackend()
 
 ROW_WARPS = 8  # of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper.md)
-LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper.md)
 
 
 def product_scale(p: AttentionProblem) -> float:

@@ -14,6 +14,7 @@ from flashtile.spec.dtype import DType
 WARPGROUP = 128  # threads that issue one matrix instruction
 GROUP_ROWS = 64  # query rows of a consumer warpgroup: the height of its matrix instruction
 REGISTERS = 65536  # of an SM, 32 bits wide
+LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper.md)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,14 @@ class ForwardTile:
     @property
     def rows(self) -> int:
         return GROUP_ROWS
+
+    @property
+    def regained(self) -> float:
+        """What a product must start from, in parts of what it shall add: that is there whole whenever the sum is cut off.
+
+        Of the product itself half is, on average: see `backend.product_scale`.
+        """
+        return 1.0 + 2.0 * LOST * self.head_dim
 
     @property
     def pieces(self) -> int:
