@@ -12,6 +12,7 @@ from tests.compile.conftest import NEWEST, Compiled
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 HALF, NARROW = ",fp16", ",128"  # instead of bfloat16; values of 128 columns
+ONE_WAVE = ",one-wave"  # few tiles instead of many
 SOFTCAP, ALIBI, BIAS = ",score=softcap(30.0)", ",score=alibi(4x16:fp32)", ",score=bias(1x16x4096x4096:bf16)"
 KEYS, BIAS_GRADIENT = ",score=bias(4x1x1x4096:bf16)", ",score=bias(4x16x4096x4096:bf16:grad)"
 DROPOUT, VARLEN, BLOCKS = ",dropout=0.1", ",varlen=16384x16384", ",where=block_table(128;128;4x16x32x32:bool),blocks=128x128"
@@ -38,13 +39,16 @@ HALVED = {(128, VARLEN), *((128, f",band=:0{rest}") for rest in ("", SOFTCAP, ",
 
 def spell(head_dim: int, rest: str) -> str:
     dtype, head_dim_v = "" if rest.startswith(HALF) else ",bf16", 128 if rest.startswith(NARROW) else head_dim
-    return f"attention(q=4x4096x16x{head_dim},kv=4096x16x{head_dim_v}{dtype}{rest.removeprefix(NARROW)})"
+    batch, seqlen = (1, 1024) if rest.startswith(ONE_WAVE) else (4, 4096)
+    rest = rest.removeprefix(NARROW).removeprefix(ONE_WAVE)
+    return f"attention(q={batch}x{seqlen}x16x{head_dim},kv={seqlen}x16x{head_dim_v}{dtype}{rest})"
 
 
 # Instructions of the backward per step without a mask, and accesses to local memory that the loop may have.
 TUNED_BACKWARD = {
     (64, ""): (585, 0), (64, ",band=:0"): (861, 0), (128, ""): (411, 0), (128, ",band=:0"): (547, 0),
     (256, ""): (453, 0), (256, ",band=:0"): (600, 0),
+    (64, f"{ONE_WAVE},band=:0"): (854, 0), (128, f"{ONE_WAVE},band=:0"): (550, 0),  # blocks of short tiles help
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
     (128, DOCUMENTS): (1000, 27), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8

@@ -84,6 +84,12 @@ def _longer() -> Iterator[Case]:
     for scale in (0.25, 0.5, 4.0):
         for dtype in ("fp16", "bf16"):
             yield replace(wide, name=f"lags-{dtype}-scale{scale}", dtype=dtype, scale=scale, batch=1)
+    # one wave of tiles: blocks of short ones help with long ones
+    wave = Case("one-wave", seqlen_q=700, seqlen_k=700, heads_q=2, heads_kv=2, head_dim=64, dtype="bf16", causal=True)
+    yield wave
+    yield replace(wave, name="one-wave-128", head_dim=128, seqlen_q=512, seqlen_k=512, batch=2, upstream="both")
+    yield replace(wave, name="one-wave-more-keys", head_dim=96, seqlen_q=640, seqlen_k=800, dtype="fp16")
+    yield replace(wave, name="one-wave-more-queries", head_dim=128, seqlen_q=900, seqlen_k=600)
     padded = replace(uneven, batch=2, cu_q=None, cu_k=None, used_q=(333, 600), used_k=(640, 301))
     yield replace(padded, name="padded-causal", causal=True)
     yield replace(padded, name="padded-bias", head_dim=128, causal=True, score=("bias",), score_dtype="fp16", fixed_slopes=True)

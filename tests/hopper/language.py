@@ -85,7 +85,7 @@ def num_programs(axis: int) -> Scalar:
     return Scalar(here().block.count)
 
 
-def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+def load(pointer: Pointer, mask: Any = None, other: float = 0.0, eviction_policy: str = "") -> torch.Tensor:
     offset, mask = pointer.places(mask)
     if mask is None and offset.dim() == 0 and pointer.flat.dtype in (int32, int64):
         return Scalar(pointer.flat[offset].item())
@@ -96,7 +96,7 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor
     return result
 
 
-def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+def store(pointer: Pointer, value: torch.Tensor, mask: Any = None, eviction_policy: str = "") -> None:
     offset, mask = pointer.places(mask)
     value = to_tensor(value).to(pointer.flat.dtype).broadcast_to(offset.shape)
     if mask is None:

@@ -65,3 +65,23 @@ def test_a_split_one_has_no_sum_of_dq_and_takes_passes_apart(text: str) -> None:
 def test_what_a_variant_refuses(text: str, asked: Variant, reason: str) -> None:
     refusals = backend.BACKEND.unsupported(AttentionProblem.parse(f"attention({text})"), H100, asked)
     assert any(reason in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(("text", "helps"), [
+    ("q=1x1024x16x128,kv=1024x16x128,bf16,band=:0", True),
+    ("q=2x700x6x64,kv=900x6x64,fp16,band=:0", True),
+    ("q=1x1024x17x128,kv=1024x17x128,bf16,band=:0", False),  # more tiles than multiprocessors
+    ("q=1x384x16x128,kv=384x16x128,bf16,band=:0", False),  # three tiles of a head: nothing to share evenly
+    ("q=1x1024x16x128,kv=1024x16x128,bf16", False),
+    ("q=1x1024x16x128,kv=1024x16x128,bf16,band=300:0", False),
+    ("q=1x1024x16x128,kv=1024x8x128,bf16,band=:0", False),
+    ("q=1x1024x8x256,kv=1024x8x256,bf16,band=:0", False),
+    ("q=1x1024x16x128,kv=1024x16x128,bf16,band=:0,deterministic", False),
+])  # fmt: skip
+def test_which_blocks_help(text: str, helps: bool) -> None:
+    made = plan(text, "auto")
+    room = [buffer for buffer in made.buffers if buffer.name == "given"]
+    assert len(room) == helps
+    if helps:  # as many long tiles as blocks that can help
+        (keys,) = (call for call in made.calls if call.kernel.fn.__name__ == "attention_backward")
+        assert room[0].shape[0] == keys.grid[0] // 2

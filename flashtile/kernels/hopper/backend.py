@@ -184,7 +184,7 @@ class HopperBackend:
             rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
-            Buffer("tickets", (2,), "int32", "scratch"),
+            Buffer("tickets", (tile.counts,), "int32", "scratch"),
         ]
         sums_dq = None
         if not split:
@@ -195,6 +195,10 @@ class HopperBackend:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
             scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
+        given = None
+        if tile.helps:
+            given = Pointer("given")
+            scratch.append(Buffer("given", (tiles // 2, 2, GROUP_ROWS, tile.columns + tile.columns_v), "fp32", "scratch"))
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
         unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in sorted(unasked)]
@@ -243,7 +247,7 @@ class HopperBackend:
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),
                     (
-                        ((sums_dq if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks), *whole),
+                        ((sums_dq if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks, given), *whole),
                         *(region, product_scale(p), score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
                     ),
                 ),

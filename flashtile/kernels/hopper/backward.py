@@ -15,6 +15,7 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.kernels.hopper.helping import GIVES, TAKES, add_given, give
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.order import adds_done
@@ -396,7 +397,15 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
             dv *= seed.factor
-        store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
+        if T.helps:
+            if place.visits.job == GIVES:
+                give(dk, dv, sums, place, sizes, W, T)
+            else:
+                if place.visits.job == TAKES:
+                    dk, dv = add_given(dk, dv, sums, place, sizes, W, T)
+                store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
+        else:
+            store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
@@ -409,10 +418,10 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
-    of tickets, locks if T.locked, as `rows.attention_rows` left them), (dk, its strides), (dv, its strides)), the latter two
-    where T.varlen. A pass for dv alone is given the sum if another adds to it, and clears it; unless T.makes_dq there is none.
-    region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the modifier T.early, or None; ds_desc: where
-    T.stores_ds, its gradient.
+    of tickets, locks if T.locked, as `rows.attention_rows` left them, room for what `give` gives if T.helps), (dk, its
+    strides), (dv, its strides)), the latter two where T.varlen. A pass for dv alone is given the sum if another adds to it, and
+    clears it; unless T.makes_dq there is none. region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the
+    modifier T.early, or None; ds_desc: where T.stores_ds, its gradient.
     """
     grads, region, scale = settled(rest[0]), settled(rest[1]), rest[2]
     mask_args, lists = settled(rest[4]), settled(rest[5])
@@ -423,6 +432,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         tiles = gl.cdiv(seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+    if T.helps:  # as many first jobs, and second ones
+        tiles = 2 * tiles
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
     counter_ptr = grads[0][1] if T.makes_dk else grads[0][1] + 1
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)

@@ -2,6 +2,7 @@
 
 from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
+from flashtile.kernels.hopper.helping import GIVES
 from flashtile.kernels.hopper.ticket import spread, take
 from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
 
@@ -60,9 +61,12 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
                 if CLEARS:
                     dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
-        if T.resident and T.takes_late:
+        if T.resident and T.takes_late and not T.helps:
             taken = following(ticket - ahead, counter_ptr, T)
-        ticket = spread(taken) + ahead if T.resident else taken
+        if T.helps:  # who has helped takes its own tile next
+            ticket = gl.where(place.visits.job == GIVES, ticket + work.tiles // 2, work.tiles)
+        else:
+            ticket = spread(taken) + ahead if T.resident else taken
         turn = turn + 1
         if not T.tells:
             memory.to.tickets.publish(turn, (ticket,))

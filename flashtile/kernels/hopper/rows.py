@@ -91,7 +91,8 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
     if tl.program_id(0) == 0:
-        tl.store(out_ptrs[2] + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        COUNTS: tl.constexpr = T.counts
+        tl.store(out_ptrs[2] + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
     if T.sink:
         if out_ptrs[4] is not None:
             tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)

@@ -79,7 +79,6 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
     ADDS: gl.constexpr = T.adds
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
-    unit = T.regained / scale
     score = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(ADDS):
         if i == T.early:
@@ -90,9 +89,9 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
                 mem.biases.release(use)
             else:
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
-            score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, unit)
+            score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, T.regained / scale)
         else:
-            score = SCORE[i](score, locate(tile, at, size, MASKED, T), score_args[i], unit)
+            score = SCORE[i](score, locate(tile, at, size, MASKED, T), score_args[i], T.regained / scale)
     return score
 
 

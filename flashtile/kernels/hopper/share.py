@@ -1,6 +1,7 @@
 """A block's share of dq, on its way from registers to the sum of all blocks."""
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
+from flashtile.kernels.hopper.helping import flatten
 from flashtile.kernels.hopper.order import NOBODY_ASKED, adds_done, await_turn, claim, is_first, report
 from flashtile.kernels.hopper.visit import find, meeting
 
@@ -14,8 +15,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
-    shares = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * COLUMNS])
-    shares = gl.convert_layout(shares, flat, assert_trivial=True)
+    shares = flatten(dq)
     if T.copies_dq:
         use = 2 * step + W
         memory.to.sums.claim(use)
@@ -35,9 +35,10 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
 def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
     """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic.
 
-    Where every block has one tile a part is claimed a step ahead, before its share comes, and while the first share of the one
-    before is under way: who is first has two journeys to memory more in every step than the others. With more tiles a part that
-    is claimed for longer is one that others wait for (docs/hopper.md).
+    Where every block has one tile, or helps with another, a part is claimed a step ahead, before its share comes, and while the
+    first share of the one before is under way: who is first has two journeys to memory more in every step than the others. With
+    more tiles a part that is claimed for longer is one that others wait for (docs/hopper.md); none of a tile's first step is
+    claimed while consumers are busy with the tile before, for two blocks might then wait for each other.
     """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     EARLY: gl.constexpr = not (T.tells or T.deterministic)  # pyright: ignore[reportAssignmentType]
@@ -46,7 +47,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
         if EARLY:
-            answer = ask(sum_ptrs, memory, step, W, place, sizes, work, T)
+            answer = ask(sum_ptrs, memory, step, turn == 0, W, place, sizes, work, T)
         while step < place.visits.end:
             if T.tells:
                 memory.to.sums.wait(2 * step + W)
@@ -70,7 +71,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
             store_wait(0)
             memory.to.sums.release(2 * step + W)
             if EARLY:
-                answer = ask(sum_ptrs, memory, step + 1, W, place, sizes, work, T)
+                answer = ask(sum_ptrs, memory, step + 1, True, W, place, sizes, work, T)
             if T.deterministic or first:
                 adds_done(0)
                 report(sum_ptrs[2] + at)
@@ -81,10 +82,13 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
 
 
 @gluon.jit
-def ask(sum_ptrs, memory, step, part, place, sizes, work, T: gl.constexpr):
-    """Claim the part of a step to come, if there is one and every block has one tile."""
+def ask(sum_ptrs, memory, step, may, part, place, sizes, work, T: gl.constexpr):
+    """Claim the part of a step to come, if there is one, it may be claimed, and the problem is one wave."""
     answer = gl.to_tensor(NOBODY_ASKED)
-    if (step < place.visits.end) & (work.tiles <= gl.num_programs(0)):
+    wanted = (step < place.visits.end) & may
+    if not T.helps:
+        wanted = wanted & (work.tiles <= gl.num_programs(0))
+    if wanted:
         head, start = meeting(memory, step, place, 1, T)
         answer = claim(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))
     return answer

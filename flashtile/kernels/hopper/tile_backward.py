@@ -15,6 +15,7 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
 WAVE = 128  # about a tile for every SM, as the portable kernels have it, of as many query heads
+COUNTS = 256  # two of tickets, and two flags for each long tile that is helped with
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
 
 
@@ -28,6 +29,7 @@ class BackwardLaunch:
     parted: bool = False  # dk and dq in one pass over keys, dv in another: registers have no room for dk and dv of wide heads
     swizzle: int = 4  # heads that go together, for the L2 cache
     resident: bool = True  # as many blocks as SMs, which take one tile after another
+    helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
 
     @property
     def block_k(self) -> int:
@@ -41,7 +43,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}"]
-        return " ".join([*words, *(["parted"] if self.parted else [])])
+        return " ".join([*words, *(w for w in ("parted", "helps") if getattr(self, w))])
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class BackwardTile:
     pairs_ds: bool = False  # two batch entries share it: a block takes a tile of both, and adds the second's to the first's
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
+    helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
 
     @property
@@ -223,8 +226,13 @@ class BackwardTile:
 
     @property
     def last_first(self) -> bool:
-        """Whether the last key tile starts first: see `Walk.turn`. Otherwise the longest does."""
-        return self.deterministic and self.right and self.blocks_q == 0
+        """Whether the last key tile starts first: see `Walk.turn` and `helping`. Otherwise the longest does."""
+        return self.helps or (self.deterministic and self.right and self.blocks_q == 0)
+
+    @property
+    def counts(self) -> int:
+        """Counts that are cleared before: of tickets, and what helpers report."""
+        return COUNTS if self.helps else 2
 
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
@@ -264,7 +272,19 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, stages=2, stages_dout=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
-    return ordered(launch, problem, device) if problem.deterministic and not split else launch
+    if problem.deterministic and not split:
+        return ordered(launch, problem, device)
+    return replace(launch, helps=not split and is_one_wave(problem, launch, device))
+
+
+def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
+    """Whether every block has one tile, some long and some short, of a problem whose roles find their tiles themselves."""
+    p = problem
+    if launch.parted or p.lengths.ragged or p.group > 1 or p.score or p.where or p.blocks is not None or p.dropout is not None:
+        return False
+    causal = p.band.right is not None and p.band.left is None
+    tiles = backward_tiles(p, launch)
+    return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 2
 
 
 # Of 1 x 16384 x 16 x 128 (17 MB) four heads together take 0.96 of the time of one by one, of 1 x 32768 (34 MB) 1.20; with
@@ -330,6 +350,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         stores_ds=stored(p) is not None,
         pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,
+        helps=launch.helps,
         wave=0 if deterministic else WAVE // p.group,
     )
 

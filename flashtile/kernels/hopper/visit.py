@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.gluon import afresh, aggregate, gl, gluon, uniform
+from flashtile.kernels.hopper.helping import divide
 from flashtile.kernels.hopper.ticket import read_word, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, long_lists, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows, seat
@@ -38,9 +39,10 @@ class Visits:
     tiles: gl.tensor  # of one query head
     begin: gl.tensor  # steps are counted over all key tiles of a block
     end: gl.tensor
+    job: gl.tensor  # GIVES or TAKES of `helping`, or 0
 
     @gluon.constexpr_function
-    def __init__(self, lo, stride, full_lo, full_hi, tiles, begin, end):
+    def __init__(self, lo, stride, full_lo, full_hi, tiles, begin, end, job):
         self.lo = lo
         self.stride = stride
         self.full_lo = full_lo
@@ -48,6 +50,7 @@ class Visits:
         self.tiles = tiles
         self.begin = begin
         self.end = end
+        self.job = job
 
 
 @aggregate
@@ -175,12 +178,18 @@ def walk(ticket, begin, work, T: gl.constexpr):
         tile, head_kv, item = longest_first(ticket, span // BLOCK_K, heads_kv, work, T)
     else:
         number, tiles = ticket, work.tiles
+        if T.helps:
+            tiles = work.tiles // 2
+            number = ticket % tiles
         if T.pairs_ds:  # two batch entries' tiles one behind the other
             number, tiles = ticket // 2, work.tiles // 2
         tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
         if T.pairs_ds:
             item = Item(ticket % 2, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
+    job, before, left = 0, 0, 0
+    if T.helps:
+        tile, job, before, left = divide(tile, ticket >= work.tiles // 2, gl.cdiv(span, BLOCK_K), sizes, band, T)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
     queries = sizes.q
@@ -196,6 +205,8 @@ def walk(ticket, begin, work, T: gl.constexpr):
         padded = region[1]
     tiles = gl.cdiv(hi - lo, BLOCK_Q)
     steps = tiles * T.group
+    if T.helps:
+        lo, steps = lo + before * BLOCK_Q, left
     if T.predicate:  # any tile may be visible in part
         full_lo = hi
         full_hi = hi
@@ -213,7 +224,8 @@ def walk(ticket, begin, work, T: gl.constexpr):
         back = ticket // (per_head * abreast(per_head, T)) % 2 == 0
         stride = gl.where(back, -BLOCK_Q, BLOCK_Q)
         lo = gl.where(back, lo + (tiles - 1) * BLOCK_Q, lo)
-    visits = Visits(gl.to_tensor(lo), stride, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps)
+    visits = Visits(gl.to_tensor(lo), stride, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
+                    gl.to_tensor(job))  # fmt: skip
     place = Walk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
                  first_padded(item, T), gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes
@@ -251,7 +263,14 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
         padded, place = work.region[1], batch * 0
     lo, tiles, begin = tickets.number(turn, 10, WARPS), tickets.number(turn, 13, WARPS), tickets.number(turn, 14, WARPS)
     visits = Visits(
-        lo, gl.to_tensor(T.block_q), tickets.number(turn, 11, WARPS), tickets.number(turn, 12, WARPS), tiles, begin, end
+        lo,
+        gl.to_tensor(T.block_q),
+        tickets.number(turn, 11, WARPS),
+        tickets.number(turn, 12, WARPS),
+        tiles,
+        begin,
+        end,
+        gl.to_tensor(0),
     )
     walk = Walk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row, gl.to_tensor(padded),
                 tickets.number(turn, 3, WARPS), visits)  # fmt: skip
