@@ -287,7 +287,7 @@ def install(seed: int = 0) -> None:
     from flashtile.kernels.lib import stream
 
     replace(ticket, take=take)
-    replace(stream, await_stream=lambda: None)  # the emulator runs one kernel at a time
+    replace(stream, await_stream=lambda soon=True: None, let_next=lambda: None)  # the emulator runs one kernel at a time
     replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, adds_done=store_wait)
 
 

@@ -34,7 +34,7 @@ from flashtile.kernels.hopper.weigh import (
 from flashtile.kernels.hopper.write import scaled, store_keys
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.grid import Sizes
-from flashtile.kernels.lib.stream import await_stream
+from flashtile.kernels.lib.stream import await_stream, let_next
 
 
 @gluon.jit
@@ -409,6 +409,8 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
+    if T.sums_dq:  # the pass after has small blocks
+        let_next()
     store_wait(0)
 
 
@@ -438,7 +440,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     counter_ptr = grads[0][1] if T.makes_dk else grads[0][1] + 1
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
-    await_stream()
+    await_stream(not T.sums_dq)
     if not T.copies_dq:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),

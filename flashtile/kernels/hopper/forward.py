@@ -66,7 +66,7 @@ from flashtile.kernels.hopper.work import (
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
-from flashtile.kernels.lib.stream import await_stream
+from flashtile.kernels.lib.stream import await_stream, let_next
 
 FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is; Triton uses the lower ones
 
@@ -128,6 +128,7 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
                 mem.queries.wait(turn * T.groups + GROUP)
                 job = told(mem.job, whole)
             use, job = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
+    let_next()
     if T.staged:
         store_wait(0)
 
@@ -435,7 +436,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
         biases = make_channel(1, GROUPS)
     mem = Memory(q, k, v, out, bias, job, tickets, make_channel(GROUPS, 1), keys, values, biases)
     fence_async_shared()
-    await_stream()
+    await_stream(False)
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
     if T.groups == 2 and T.loader_warps == 4:
         gl.warp_specialize([
