@@ -77,6 +77,8 @@ def problems() -> Iterator[str]:
         for precision in ("tf32x3", "tf32", "ieee"):
             for band in ("", ",band=:0"):
                 yield f"attention(q=2x2048x8x{head_dim},kv=2048x8x{head_dim},fp32{band},{precision})"
+        for dtype, n in (("bf16", 1000), ("fp16", 1300)):  # one wave, where blocks of short key tiles help with long ones
+            yield f"attention(q=1x1000x8x{head_dim},kv={n}x8x{head_dim},{dtype},band=:0)"
         for batch, n, rest in ((16, 512, ""), (1, 200, ""), (1, 200, ",score=softcap(30.0)+alibi(1x8:fp32:grad)")):
             yield f"attention(q={batch}x{n}x8x{head_dim},kv={n}x8x{head_dim},fp32,band=:0{rest},tf32x3)"  # other products
     for dims in ((40, 40), (80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):
