@@ -177,7 +177,8 @@ def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, A
 def test_it_compiles_under_the_newest_triton(compiled: Compiled) -> None:
     causal = [spell(head_dim, ",band=:0") for head_dim in (64, 256)]
     backwards = f"backward:{spell(128, '')}", f"backward:{spell(128, BIAS)}", f"queries:{spell(128, '')}"
-    some = *causal, spell(128, ""), *backwards
+    thirds = spell(96, ""), spell(192, NARROW), spell(192, ""), f"queries:{spell(96, '')}", f"queries:{spell(192, NARROW)}"
+    some = *causal, spell(128, ""), *thirds, *backwards
     for found in compiled("hopper_code.py", *some, packages=NEWEST):
         assert found["wgmma"]
         assert found["bulk"]

@@ -160,14 +160,15 @@ def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
 
 
 def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
-    """The shared memory that begins with a tile as another one."""
-    flat = tile.tensor.view(-1)
-    rest = flat.as_strided((flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset(),), (1,))
-    return Memory(rest.view(dtype)[: torch.Size(shape).numel()].view(shape))
+    """The shared memory of a tile, or its beginning, as another one."""
+    flat = (tile.tiles if isinstance(tile, Abreast) else tile.tensor).view(-1).view(dtype)
+    count = torch.Size(shape).numel()
+    assert count <= len(flat), "more than what is looked at"
+    return Memory(flat[:count].view(shape))
 
 
-def abreast(tiles: Memory, first: Any, count: int, rows: int, columns: int) -> Memory:
-    return Abreast(tiles.tensor[int(first) : int(first) + count].view(count, rows, columns))
+def abreast(tiles: Memory, pair: Any, rows: int, columns: int) -> Memory:
+    return Abreast(tiles.tensor[2 * int(pair) : 2 * int(pair) + 2].view(2, rows, columns))
 
 
 def store_wait(pendings: int) -> None:

@@ -1,6 +1,7 @@
 """Rows of shared memory that nothing may depend on: 0 times NaN is NaN."""
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast
+from flashtile.kernels.hopper.parts import part_at
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import seen
 from flashtile.kernels.lib.score import locate
@@ -71,7 +72,7 @@ def blank_unseen(tiles, channel, use, tile, size, COLUMNS: gl.constexpr, PARTS: 
     if (start < first) | (start + BLOCK_K > end):
         channel.wait(use)
         for part in gl.static_range(PARTS):
-            rows = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS])
+            rows = part_at(tiles, channel.at(use), part, PARTS).reshape([BLOCK_K, COLUMNS])
             blank_rows(rows, first - start, end - start)
         fence_async_shared()
 
@@ -93,7 +94,7 @@ def blank_hidden(tiles, channel, use, tile, at, size, mask_args, GROUP: gl.const
     channel.wait(use)
     largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
     for part in gl.static_range(PARTS):
-        v = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS])
+        v = part_at(tiles, channel.at(use), part, PARTS).reshape([BLOCK_K, COLUMNS])
         for first in gl.static_range(0, BLOCK_K, STRIP):
             largest = gl.maximum(largest, v.slice(first, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
     if gl.max(gl.max(largest, 1), 0) >= INFINITE:
@@ -107,6 +108,6 @@ def blank_hidden(tiles, channel, use, tile, at, size, mask_args, GROUP: gl.const
             keep = (keep & (row < at.row + (T.groups - GROUP) * T.rows)).to(gl.int32)
             wanted = gl.convert_layout(gl.max(keep, 0), gl.SliceLayout(1, LAYOUT))[:, None] > 0
             for part in gl.static_range(PARTS):
-                strip = tiles.index(channel.at(use) * PARTS + part).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
+                strip = part_at(tiles, channel.at(use), part, PARTS).reshape([BLOCK_K, COLUMNS]).slice(first, STRIP)
                 strip.store(gl.where(wanted, strip.load(LAYOUT), 0.0))
     fence_async_shared()

@@ -3,6 +3,7 @@
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
 from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
 from flashtile.kernels.hopper.partial import store_part
+from flashtile.kernels.hopper.parts import first_parts, part_at
 from flashtile.kernels.lib.exponential import LN2, LOG2E
 from flashtile.kernels.lib.score import unit
 
@@ -90,10 +91,13 @@ def parted(acc, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def out_tile(mem, out_desc, GROUP: gl.constexpr, PART: gl.constexpr, T: gl.constexpr):
     """Where a part of a warpgroup's out is staged: shared memory of its own, or that of its queries, which are done."""
+    PARTS_V: gl.constexpr = T.parts_v
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = T.columns_v
     if T.staged:
-        return mem.out.index(GROUP * T.parts_v + PART)
+        return part_at(mem.out, GROUP, PART, PARTS_V)
+    elif (T.parts == PARTS_V) & (T.columns == COLUMNS):
+        return part_at(mem.q, GROUP, PART, PARTS_V)
     else:
-        PARTS_V: gl.constexpr = T.parts_v
-        ROWS: gl.constexpr = T.rows
-        COLUMNS: gl.constexpr = T.columns_v
-        return recast(mem.q.index(GROUP * T.parts), mem.q.dtype, [PARTS_V, 1, 1, ROWS, COLUMNS], out_desc.layout).index(PART)
+        room = first_parts(mem.q, GROUP, ROWS, T.columns, T.parts)
+        return recast(room, mem.q.dtype, [PARTS_V, 1, 1, ROWS, COLUMNS], out_desc.layout).index(PART)

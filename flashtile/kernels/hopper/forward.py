@@ -75,7 +75,7 @@ FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is
 class Memory:
     """Shared memory of a block: tiles, and the channels through which they arrive. out has no channel.
 
-    Tiles are [place * parts + part, 1, 1, rows, columns]: every head dim is a row of parts.
+    Tiles are [places x parts, 1, 1, rows, columns], in the order of `parts`.
     """
 
     q: gl.shared_memory_descriptor
@@ -378,8 +378,8 @@ def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def multiply_keys(score, mem, use, GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr):
     """Queries times a key tile, or a HALF of it, under way, onto `score` if modifiers add."""
-    keys = mem.k, mem.keys.at(use) * T.parts
-    return multiply_parts(score, (mem.q, GROUP * T.parts), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
+    keys = mem.k, mem.keys.at(use)
+    return multiply_parts(score, (mem.q, GROUP), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
 
 
 @gluon.jit
@@ -389,7 +389,7 @@ def add_values(rows, mem, use, HALF: gl.constexpr, T: gl.constexpr):
     weights = rows.weights
     if T.dropout:
         weights = unpacked(weights, mem.v.dtype)
-    return add_parts(rows.acc, weights, mem.v, mem.values.at(use) * T.parts_v, T.block_k, T.columns_v, T.parts_v, HALF)
+    return add_parts(rows.acc, weights, mem.v, mem.values.at(use), T.block_k, T.columns_v, T.parts_v, HALF)
 
 
 @gluon.jit

@@ -56,19 +56,16 @@ def settled(value: Any, _semantic: Any = None) -> Any:
     return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
 
 
-# (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile; 3.9 renamed it
+# (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile, or as tiles; 3.9 renamed it
 recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
-def abreast(tiles, first, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """COUNT of a buffer's tiles from `first` on, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
-    WIDTH: gl.constexpr = COUNT * COLUMNS
-    if COUNT == 1:
-        return tiles.index(first).reshape([ROWS, WIDTH])
-    else:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)  # pyright: ignore[reportAssignmentType]
-        return recast(tiles.index(first), tiles.dtype, [ROWS, WIDTH], SHARED)
+def abreast(tiles, pair, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A pair of a buffer's tiles, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
+    PAIRS: gl.constexpr = tiles.shape[0] // 2
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)  # pyright: ignore[reportAssignmentType]
+    return recast(tiles, tiles.dtype, [PAIRS, ROWS, 2 * COLUMNS], SHARED).index(pair)
 
 
 @gluon.constexpr_function

@@ -1,6 +1,7 @@
 """The forward's loading role: queries, keys and values of every tile, by the copy engine."""
 
 from flashtile.kernels.hopper.gluon import gl, gluon, tma_load
+from flashtile.kernels.hopper.parts import part_at
 from flashtile.kernels.hopper.work import assign, job_at, place_of, sized, take_place, tell, tell_job, tile_at, turns, visit
 
 
@@ -74,10 +75,10 @@ def load_queries(desc, dout_desc, mem, turn, batch, head, row, T: gl.constexpr):
         use = turn * GROUPS + group
         bar = mem.queries.announce(use, BYTES) if T.staged else mem.queries.acquire(use, BYTES)
         for part in gl.static_range(PARTS):
-            tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, mem.q.index(group * PARTS + part))
+            tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, part_at(mem.q, group, part, PARTS))
         if dout_desc is not None:
             for part in gl.static_range(PARTS_V):
-                place = mem.dout.index(group * PARTS_V + part)
+                place = part_at(mem.dout, group, part, PARTS_V)
                 tma_load(dout_desc, [batch, head, row + group * T.rows, part * T.columns_v], bar, place)
 
 
@@ -86,7 +87,7 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
     """Load the tile at `row`, all its parts, into its place in the ring."""
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
     for part in gl.static_range(PARTS):
-        tma_load(desc, [batch, head, row, part * COLUMNS], bar, tiles.index(channel.at(use) * PARTS + part))
+        tma_load(desc, [batch, head, row, part * COLUMNS], bar, part_at(tiles, channel.at(use), part, PARTS))
 
 
 @gluon.jit

@@ -1,8 +1,9 @@
 """Products of a warpgroup with tiles of shared memory, whose head dims are rows of parts, and accumulators of them."""
 
-from flashtile.kernels.hopper.gluon import abreast, gl, gluon, scale_unless_one, warpgroup_mma, warpgroup_mma_wait
+from flashtile.kernels.hopper.gluon import gl, gluon, scale_unless_one, warpgroup_mma, warpgroup_mma_wait
 from flashtile.kernels.hopper.halves import half_of
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
+from flashtile.kernels.hopper.parts import first_parts, part_at
 
 
 @gluon.jit
@@ -10,34 +11,33 @@ def multiply_parts(start, left, right, ADDS: gl.constexpr, ROWS: gl.constexpr, K
                    PARTS: gl.constexpr, HALF: gl.constexpr = 0):  # fmt: skip
     """Rows times rows, or a HALF of these, under way, onto `start` if ADDS; of three parts two are summed over in one product.
 
-    left, right: (tiles, where the first part lies).
+    left, right: (tiles, place).
     """
-    PAIR: gl.constexpr = 2 if PARTS == 3 else 1  # pyright: ignore[reportAssignmentType]
-    a, b = abreast(left[0], left[1], PAIR, ROWS, COLUMNS), half_of(abreast(right[0], right[1], PAIR, KEYS, COLUMNS), HALF)
+    a, b = first_parts(*left, ROWS, COLUMNS, PARTS), half_of(first_parts(*right, KEYS, COLUMNS, PARTS), HALF)
     score = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
     if PARTS == 3:
-        a, b = abreast(left[0], left[1] + 2, 1, ROWS, COLUMNS), half_of(abreast(right[0], right[1] + 2, 1, KEYS, COLUMNS), HALF)
-        score = warpgroup_mma(a, b.permute((1, 0)), score, is_async=True)
+        a, b = part_at(*left, 2, PARTS).reshape([ROWS, COLUMNS]), part_at(*right, 2, PARTS).reshape([KEYS, COLUMNS])
+        score = warpgroup_mma(a, half_of(b, HALF).permute((1, 0)), score, is_async=True)
     return score
 
 
 @gluon.jit
-def add_parts(acc, weights, tiles, first, KEYS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+def add_parts(acc, weights, tiles, place, KEYS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
               HALF: gl.constexpr = 0):  # fmt: skip
-    """Accumulators plus weights times the parts of a tile from `first` on, or of a HALF of its rows, under way."""
+    """Accumulators plus weights times the parts of the tile at a place, or of a HALF of its rows, under way."""
+    wide = add_columns(acc[0], weights, first_parts(tiles, place, KEYS, COLUMNS, PARTS), HALF)
     if PARTS == 3:
-        wide = add_columns(acc[0], weights, tiles, first, 2, KEYS, COLUMNS, HALF)
-        return wide, add_columns(acc[1], weights, tiles, first + 2, 1, KEYS, COLUMNS, HALF)
+        return wide, add_columns(acc[1], weights, part_at(tiles, place, 2, PARTS).reshape([KEYS, COLUMNS]), HALF)
     else:
-        return (add_columns(acc[0], weights, tiles, first, 1, KEYS, COLUMNS, HALF),)
+        return (wide,)
 
 
 @gluon.jit
-def add_columns(acc, weights, tiles, first, COUNT: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr,
-                HALF: gl.constexpr):  # fmt: skip
-    """An accumulator plus weights times COUNT parts of a tile, under way."""
-    weights = gl.convert_layout(weights, operand_layout(COUNT * COLUMNS))
-    return warpgroup_mma(weights, half_of(abreast(tiles, first, COUNT, KEYS, COLUMNS), HALF), acc, is_async=True)
+def add_columns(acc, weights, tile, HALF: gl.constexpr):
+    """An accumulator plus weights times a tile, under way."""
+    COLUMNS: gl.constexpr = tile.shape[1]
+    weights = gl.convert_layout(weights, operand_layout(COLUMNS))
+    return warpgroup_mma(weights, half_of(tile, HALF), acc, is_async=True)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from flashtile.kernels.hopper.gluon import (
 from flashtile.kernels.hopper.layouts import matrix_layout, row_layout
 from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, settle
+from flashtile.kernels.hopper.parts import part_at
 from flashtile.kernels.hopper.scores import locate, sees
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import assign, measure, tile_at, told, told_job, turns
@@ -144,15 +145,13 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     if T.stages == 1:  # in every step: the operands' descriptors, found before the loop, would spill
         group, key_place, value_place = uniform(gl.to_tensor(GROUP)), uniform(key_place), uniform(value_place)
     mem.values.wait(use)
-    values = mem.v, value_place * T.parts_v
-    dp = multiply_parts(zero, (mem.dout, group * T.parts_v), values, False, ROWS, BLOCK_K, T.columns_v, T.parts_v)
+    dp = multiply_parts(zero, (mem.dout, group), (mem.v, value_place), False, ROWS, BLOCK_K, T.columns_v, T.parts_v)
     if MASKED and T.asks:
         blank_hidden(mem.k, mem.keys, use, tile, at, size, given[1], GROUP, T.columns, T.parts, T, MASK)
     elif MASKED and T.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
         blank_unseen(mem.k, mem.keys, use, tile, size, T.columns, T.parts, T)
     mem.keys.wait(use)
-    keys = mem.k, key_place * T.parts
-    raw = multiply_parts(zero, (mem.q, group * T.parts), keys, False, ROWS, BLOCK_K, T.columns, T.parts)
+    raw = multiply_parts(zero, (mem.q, group), (mem.k, key_place), False, ROWS, BLOCK_K, T.columns, T.parts)
     drawn = ()
     if T.dropout:
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
@@ -167,7 +166,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     position = locate(tile, at, size, MASKED, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
-    dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, keys[1], T.block_k, T.columns, T.parts)
+    dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, key_place, T.block_k, T.columns, T.parts)
     return settle(dq, mem.keys, use, PIECES)
 
 
@@ -185,10 +184,10 @@ def finish(dq, level, dq_desc, targets, mem, at, size, scale, GROUP: gl.constexp
     dq = parted(dq, PARTS, COLUMNS)
     for part in gl.static_range(PARTS):
         made = gl.where(keep, dq[part] * scale, 0.0)
-        mem.q.index(GROUP * PARTS + part).reshape([ROWS, COLUMNS]).store(made.to(mem.q.dtype))
+        part_at(mem.q, GROUP, part, PARTS).reshape([ROWS, COLUMNS]).store(made.to(mem.q.dtype))
     fence_async_shared()
     for part in gl.static_range(PARTS):
-        send(mem.q.index(GROUP * PARTS + part), dq_desc, targets[2:], at, part * COLUMNS, T.head_dim, T)
+        send(part_at(mem.q, GROUP, part, PARTS), dq_desc, targets[2:], at, part * COLUMNS, T.head_dim, T)
     store_wait(0)
 
 
