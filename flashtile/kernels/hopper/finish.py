@@ -98,6 +98,6 @@ def out_tile(mem, out_desc, GROUP: gl.constexpr, PART: gl.constexpr, T: gl.const
         return part_at(mem.out, GROUP, PART, PARTS_V)
     elif (T.parts == PARTS_V) & (T.columns == COLUMNS):
         return part_at(mem.q, GROUP, PART, PARTS_V)
-    else:
+    else:  # narrower, so that the first parts of queries have room for all of it
         room = first_parts(mem.q, GROUP, ROWS, T.columns, T.parts)
         return recast(room, mem.q.dtype, [PARTS_V, 1, 1, ROWS, COLUMNS], out_desc.layout).index(PART)
