@@ -22,7 +22,7 @@ from flashtile.torch.lengths import given_lengths
 from tests import pairwise
 from tests.cases import Case, Tensors
 from tests.hopper.assess import forward
-from tests.judge import evaluate, run, wants_gradient
+from tests.judge import run, run_without_lse, wants_gradient
 from tests.pairwise import Choice, Meeting, Table, cover
 
 TRIES = 16  # more of them save hardly a choice
@@ -229,9 +229,4 @@ def results(case: HopperCase, tensors: Tensors) -> Tensors:
         return forward(case, tensors, tensors["q"].device)
     if case.returns_lse:
         return run("hopper", case, tensors)
-
-    def alone(*inputs: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return case.function(*inputs, **how), inputs[0].new_empty(0)
-
-    made = evaluate(alone, case, tensors, options=case.options("hopper"))
-    return {name: tensor for name, tensor in made.items() if name != "lse"}
+    return run_without_lse("hopper", case, tensors)

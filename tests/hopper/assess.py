@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tests.cases import Case, Tensors, holes, strangers
-from tests.judge import breaches, expected, run
+from tests.judge import breaches, expected, run, run_without_lse
 
 
 def assess(case: Case, place: torch.device, backward: bool) -> list[str]:
@@ -24,6 +24,9 @@ def assess(case: Case, place: torch.device, backward: bool) -> list[str]:
     for name in ("out", "lse"):  # gradients are added up in any order
         if not torch.equal(results[0][name], results[-1][name]):
             wrong.append(f"{name} has other bits beside NaN")
+    if backward and case.upstream == "out":
+        alone = run_without_lse("hopper", case, tensors)
+        wrong += [f"without lse: {breach}" for breach in breaches(case, alone, {name: truth[name] for name in alone}, plain)]
     return wrong
 
 

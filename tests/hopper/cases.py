@@ -68,8 +68,14 @@ def _longer() -> Iterator[Case]:
     yield replace(given, name="bias-gradient-heads", causal=True, score=("bias-batch",))
     yield replace(given, name="bias-gradient-plane", score=("bias-plane",))
     # scores between bounds, which no maximum is asked of: rows whose scores are all at the lower one, or at the upper one
-    capped = Case("softcap-widest", head_dim=64, seqlen_q=200, seqlen_k=200, scale=10.0, dtype="bf16", score=("softcap50",))
-    yield replace(capped, causal=True, upstream="out")
+    # and without lse, where curves are those of the hardware
+    capped = Case(
+        "softcap-widest", head_dim=64, seqlen_q=200, seqlen_k=200, scale=10.0, dtype="bf16", score=("softcap50",),
+        upstream="out",
+    )  # fmt: skip
+    yield replace(capped, causal=True)
+    yield replace(capped, name="softcap-128", head_dim=128, scale=None, score=("softcap",), heads_q=4, heads_kv=2)
+    yield replace(capped, name="softcap-256-causal", head_dim=256, scale=0.5, score=("softcap30",), causal=True)
     yield replace(capped, name="softcap-few", seqlen_k=3, head_dim=128)
     yield replace(capped, name="softcap-least", seqlen_q=40, seqlen_k=8, causal=True, score=("softcap30",), scale=2.0)
     yield replace(capped, name="softcap-sink", causal=True, sink="fp32", seqlen_q=300, score=("alibi", "softcap30"), scale=-1.0)

@@ -322,7 +322,7 @@ def queries_call(
             ),
             *tail,
         ),
-        (("FOLDS", keys.folds), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+        (("FOLDS", keys.folds + keys.folds_level), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
         launch.num_warps,
         early=True,
     )

@@ -43,7 +43,7 @@ def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.conste
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
     first_key = place.column + W * 64
-    raw = starts(level_rows, T.block_q, T)
+    raw = starts(level_rows, T.block_q, T.folds_level)
     if T.adds_first:
         raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
     return head, start, first_key, raw
@@ -77,10 +77,10 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
 
     if T.douts_first:
         memory.to.douts.wait(step)
-        dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T), False, T.cut_v)
+        dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T.folds), False, T.cut_v)
     head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
-    dp = starts(delta_rows, BLOCK_Q, T)
-    raw_token = multiply_rows(k, q, raw, T.folds or T.adds_first, T.cut)
+    dp = starts(delta_rows, BLOCK_Q, T.folds)
+    raw_token = multiply_rows(k, q, raw, T.folds_level or T.adds_first, T.cut)
     drawn = ()
     if T.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
@@ -99,7 +99,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
         raw = warpgroup_mma_wait(2 if T.cut_v else 1, deps=[raw_token])
     level = 0.0
     delta = 0.0
-    if not T.folds:  # not before: ptxas would spill it
+    if not T.folds_level:  # not before: ptxas would spill it
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
@@ -114,7 +114,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     else:
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
-        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
+        p, slope = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
         if T.makes_dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
@@ -123,7 +123,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
         dp = through_dropout(dp, drawn, seed, T)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-        ds = differentiate(p, dp, delta, start, first_key, masked, sizes, work.band, T)
+        ds = differentiate(slope, dp, delta, start, first_key, masked, sizes, work.band, T)
     if not (T.makes_dv or T.douts_first):
         memory.to.douts.release(step)
 
@@ -290,7 +290,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
     Before queries are let go of there is a fence, for the next ones' rows overwrite what was read. It stands under the product
     unless modifiers follow this: among their loads and curves ptxas then leaves out waits (`export/hazards.py`).
     """
-    RESTS: gl.constexpr = not (T.modified or T.late)  # pyright: ignore[reportAssignmentType]
+    RESTS: gl.constexpr = not (T.modified or T.curved or T.late)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
@@ -305,7 +305,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     masked = asks(memory, step, place, start, ASKS, T)
     level = 0.0
-    if not T.folds:
+    if not T.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if RESTS:
         fence_async_shared()
@@ -318,7 +318,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
     else:
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
-        p = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, T, MASK)
+        p, _ = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
     weights = gl.convert_layout(weighed(p, drawn, seed, memory.q.dtype, T), operand_layout(T.columns_v))
     if not RESTS:
         fence_async_shared()

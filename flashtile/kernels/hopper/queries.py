@@ -129,8 +129,10 @@ def load_rows(targets, at, whole, scale, FOLDS: gl.constexpr, T: gl.constexpr):
     known = index < gl.cdiv(at.item.span_q, PADDED) * PADDED
     level = gl.load(targets[0] + first + index, mask=known, other=0.0)
     delta = gl.load(targets[0] + first + padded + index, mask=known, other=0.0)
-    if FOLDS:
-        level, delta = level * (-scale * LOG2E), -delta
+    if FOLDS == 2:
+        level = level * (-scale * LOG2E)
+    if FOLDS > 0:
+        delta = -delta
     return gl.where(known, level, float("inf")), delta
 
 
@@ -196,8 +198,8 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
                       FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors, counts and rest as `forward.attention_forward` has them.
 
-    targets = (rows as `rows.attention_rows` leaves them, which FOLDS says, how many a head has where T.varlen, and there dq
-    and its strides).
+    targets = (rows as `rows.attention_rows` leaves them, how many a head has where T.varlen, and there dq and its strides).
+    FOLDS: 0, 1 if delta is folded, 2 if level is, too.
     """
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
     ROWS: gl.constexpr = T.rows

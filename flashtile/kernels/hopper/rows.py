@@ -42,10 +42,9 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     if T.sink:
         sink = tl.load(in_ptrs[4] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
         sunk = tl.sum(-tl.exp2((sink - level) * LOG2E) * delta)
+    level = -level / scale if T.folds_level else level * LOG2E
     if T.folds:
-        level, delta = -level / scale, -delta
-    else:
-        level = level * LOG2E
+        delta = -delta
     per_head, first = (batch * heads + head).to(tl.int64) * padded, first_padded(item, T)
     head_rows, rows = per_head + first, out_ptrs[0] + 2 * per_head + (first + index)
     written = index < tl.cdiv(item.span_q, ROWS) * ROWS  # none of a tile that a schedule has no item for
@@ -67,7 +66,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     """What the backward needs of every query, (level, delta), and zeros for the counts of tickets and the sum of dq, if given.
 
     64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
-    level is lse in the form that the kernel exponentiates (T.folds: -lse / scale, what the matrix unit
+    level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
     in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum or None, tickets, locks if T.locked else

@@ -14,6 +14,8 @@ from flashtile.spec.dtype import DType
 WARPGROUP = 128  # threads that issue one matrix instruction
 GROUP_ROWS = 64  # query rows of a consumer warpgroup: the height of its matrix instruction
 REGISTERS = 65536  # of an SM, 32 bits wide
+WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
+DEEPEST = 63.0  # no two scores up to 43 are further apart than 2^126
 LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper.md)
 
 
@@ -81,6 +83,7 @@ class ForwardTile:
     brought: bool  # by the copy engine, to shared memory; otherwise into registers
     together: bool  # as `shares_items` says: see `work.counted`
     bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
+    deep: bool  # so far from it that 2^ of some is no normal float32 number
     lags: bool  # exponents are measured from an earlier maximum until scores pass it by far: until then O is not rescaled
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
@@ -199,6 +202,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         brought=brought(p, launch, form),
         together=shares_items(p),
         bounded=bounded(p, form),
+        deep=not bounded(p, form, DEEPEST),
         lags=lags(p, form),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
@@ -218,16 +222,16 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    nothing = dict(sink=False, early=-1, brought=False, bounded=False, lags=False, mixes=False, staged=False, halves=False)
-    return replace(make_forward_tile(problem, launch, form), **nothing)
+    off = ("sink", "brought", "bounded", "lags", "mixes", "staged", "halves")
+    return replace(make_forward_tile(problem, launch, form), early=-1, **dict.fromkeys(off, False))
 
 
-def bounded(problem: AttentionProblem, form: Form) -> bool:
+def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bool:
     """T.bounded: where a last curve has bounds, and bfloat16 has exponents enough for whatever lies between them."""
     curve = problem.score[-1].kind.curve if form.curved else None
     if curve is None or curve.largest is None or problem.dtype is not DType.BF16:
         return False
-    return curve.largest(problem.score[-1].scalars) * log2(e) <= WIDEST
+    return curve.largest(problem.score[-1].scalars) * log2(e) <= widest
 
 
 def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
@@ -244,7 +248,6 @@ def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) ->
 
 
 SHORT = 4096  # keys
-WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
 
 
 def lags(problem: AttentionProblem, form: Form) -> bool:

@@ -8,7 +8,7 @@ from math import ceil
 from flashtile.kernels.hopper.stored import paired, stored
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, copied, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import Form, shares_items
+from flashtile.kernels.lib.score import Form, form_of, shares_items
 from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -66,8 +66,9 @@ class BackwardTile:
     curved: bool  # and a last one that is a curve
     early: int  # which of those that add the copy engine brings to shared memory; -1 if none
     late: bool  # the others add to products that are done, not to what these start from
-    modified: bool  # there are modifiers that do more than add: probabilities are formed as by the portable kernels
-    folds: bool  # the matrix unit adds level and delta
+    modified: bool  # modifiers are applied one by one: probabilities are formed as by the portable kernels
+    folds: bool  # the matrix unit adds delta
+    folds_level: bool  # and level
     deterministic: bool
     swizzle: int
     ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
@@ -139,7 +140,7 @@ class BackwardTile:
     @property
     def splits(self) -> bool:
         """Whether steps that need no mask are a loop of their own, behind those that do: it hardly pays elsewhere."""
-        others = self.left or self.predicate or self.modified or self.dropout
+        others = self.left or self.predicate or self.modified or self.curved or self.dropout
         return self.ragged and self.group == 1 and not others
 
     @property
@@ -263,7 +264,9 @@ BRIEF = 1024
 
 def choose_backward(problem: AttentionProblem, device: Device, split: bool = False) -> BackwardLaunch:
     launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
-    busy = problem.dropout is not None or problem.score or (problem.where and problem.blocks is None)
+    form = form_of(problem)
+    asks = problem.where and (form.curved or problem.blocks is None)
+    busy = problem.dropout is not None or form.prescale or form.adds or asks
     if busy and launch.block_q > GROUP_ROWS:  # what each score of 128 queries needs besides spills in the loop
         launch = replace(launch, block_q=GROUP_ROWS)
     if problem.blocks is not None:
@@ -310,9 +313,9 @@ def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form, split: bool = False) -> BackwardTile:
     p = problem
     band = p.band
-    modified = form.prescale or form.curved
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
-    brought = -1 if modified or launch.parted else copied(p, form)
+    folds = not form.prescale and p.dropout is None and not launch.parted
+    brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
         head_dim=p.head_dim,
@@ -330,8 +333,9 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         curved=form.curved,
         early=brought,
         late=loads(p, form, brought),
-        modified=modified,
-        folds=not modified and p.dropout is None and not launch.parted,
+        modified=form.prescale,
+        folds=folds,
+        folds_level=folds and not form.curved,
         deterministic=deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,

@@ -8,7 +8,7 @@ from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
-from flashtile.kernels.lib.score import locate, probabilities
+from flashtile.kernels.lib.score import bent, locate, probabilities, unit
 
 NEGATIVE_ZERO = constexpr(-(2**31))  # the bits of -0.0: Triton writes 0.0 for the number
 
@@ -64,8 +64,8 @@ def sees(head, first_query, first_key, place, sizes, work, LAYOUT: gl.constexpr,
 
 
 @gluon.jit
-def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
-    """x (keys x queries) with zeros where `mask.visible` is false, at one comparison per score for each bound.
+def hide(x, nothing, first_query, first_key, sizes, band, T: gl.constexpr):
+    """x (keys x queries), `nothing` where `mask.visible` is false, at one comparison per score for each bound.
 
     Queries that do not exist have p = 0 anyway. A thread's columns are 8 j + k and an offset of its own, which joins the
     bounds: what is left to compare with are constants.
@@ -89,18 +89,18 @@ def hide(x, first_query, first_key, sizes, band, T: gl.constexpr):
     keep = column >= first - offset
     if T.left:
         keep = keep & (column <= aligned + band[0] - offset)
-    return gl.convert_layout(gl.where(keep, parts, 0.0).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
+    return gl.convert_layout(gl.where(keep, parts, nothing).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def starts(rows, COLUMNS: gl.constexpr, T: gl.constexpr):
-    """What a product of 64 rows starts from: zero or, where T.folds, a number for each column, which saves adding it.
+def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
+    """What a product of 64 rows starts from: zero or, where it FOLDS, a number for each column, which saves adding it.
 
     Made before the first product is begun: ptxas lets nobody write to an accumulator while another one is at work.
     """
     LAYOUT: gl.constexpr = matrix_layout(COLUMNS)
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
-    if T.folds:
+    if FOLDS:
         numbers, _ = gl.broadcast(rows.load(gl.SliceLayout(0, LAYOUT))[None, :], zero)
         return numbers
     else:
@@ -156,40 +156,55 @@ def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, w
 
 
 @gluon.jit
-def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, work, scale, T: gl.constexpr,
-          MASK: gl.constexpr):  # fmt: skip
-    """p of a step's products (keys x queries), of its queries from `offset` on; level as `rows.attention_rows` gives it.
+def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, work, scale, score_args, T: gl.constexpr,
+          SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """(p, p times the derivative of a curve) of a step's products (keys x queries), of its queries from `offset` on.
 
-    What a predicate hides gets -0.0, which no exponential is: by that `differentiate` knows it.
+    level as `rows.attention_rows` gives it. What a predicate hides gets -0.0, which neither is elsewhere, for curves rise: by
+    that `differentiate` knows it.
     """
-    if T.folds:
-        p = gl.exp2(raw * (scale * LOG2E))
+    score, factor = bent(raw, scale, score_args, T, SCORE), unit(scale, score_args, T, SCORE)
+    EARLY: gl.constexpr = T.curved and not T.predicate  # pyright: ignore[reportAssignmentType]
+    if T.masks and EARLY:  # before there are two to hide; the derivative there may be anything
+        if masked:
+            _, start = meeting(memory, step, place, 4, T)
+            score = hide(score, float("-inf"), start + offset, first_key, sizes, work.band, T)
+    if T.folds_level:
+        p = gl.exp2(score * (factor * LOG2E))
     else:
-        p = gl.exp2(raw * (scale * LOG2E) - level)
-    if T.masks:
+        p = gl.exp2(score * (factor * LOG2E) - level)
+    slope = p * SCORE[T.adds + 1](score) if T.curved else p
+    if T.masks and not EARLY:
         if masked:
             head, start = meeting(memory, step, place, 4, T)
             if T.predicate:
                 COLUMNS: gl.constexpr = p.shape[1]
                 place, sizes = again(place, sizes, memory, work, 4, T)
                 keep = sees(head, start + offset, first_key, place, sizes, work, matrix_layout(COLUMNS), [64, COLUMNS], T, MASK)
-                p = gl.where(keep, p.to(gl.int32, bitcast=True), NEGATIVE_ZERO).to(gl.float32, bitcast=True)
+                p, slope = marked(p, keep), marked(slope, keep)
             else:
-                p = hide(p, start + offset, first_key, sizes, work.band, T)
-    return p
+                p = hide(p, 0.0, start + offset, first_key, sizes, work.band, T)
+                slope = p
+    return p, slope
 
 
 @gluon.jit
-def differentiate(p, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
-    """The gradient of the scaled product."""
+def marked(x, keep):
+    """x, -0.0 where it is not to be kept."""
+    return gl.where(keep, x.to(gl.int32, bitcast=True), NEGATIVE_ZERO).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def differentiate(slope, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
+    """The gradient of the scaled product; `slope` as `weigh` has it."""
     if T.folds:
-        ds = p * dp
+        ds = slope * dp
     else:
-        ds = p * (dp - delta)
+        ds = slope * (dp - delta)
     if T.masks:
         if masked:  # dp may be NaN where nothing is to be seen
             if T.predicate:
-                ds = gl.where(stay(p.to(gl.int32, bitcast=True)) < 0, 0.0, ds)
+                ds = gl.where(stay(slope.to(gl.int32, bitcast=True)) < 0, 0.0, ds)
             else:
-                ds = hide(ds, first_query, first_key, sizes, band, T)
+                ds = hide(ds, 0.0, first_query, first_key, sizes, band, T)
     return ds
