@@ -4,10 +4,10 @@
                                        [--output hopper-checks.csv]
 
 repeats: forward and deterministic backward of CONFIGURATIONS, again and again on the same tensors; every result is compared
-bitwise with the first. first: seconds of NEW problems' first forward and first backward in processes that have computed
-another one before, with an empty disk cache and with what this left. sanitizer: SANITIZED under compute-sanitizer's memcheck
-and racecheck, which must report nothing; and, for what racecheck makes of mbarriers, `handover.py`,
-which has two and nothing else. The exit status is 1 if anything failed.
+bitwise with the first. first: seconds of NEW problems' first forward and first backward, one problem after another, in
+processes that have computed another one before, with an empty disk cache and with what this left. sanitizer: SANITIZED under
+compute-sanitizer's memcheck and racecheck, which must report nothing; and, for what racecheck makes of mbarriers,
+`handover.py`, which has two and nothing else. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ CONFIGURATIONS = {
     " ".join(f"{key}={value}" for key, value in shape.items()): Case("hopper-checks", **{**COMMON, **shape}) for shape in SHAPES
 }
 NEW = [
-    "head_dim=64 causal=True", "head_dim=96 causal=True", "head_dim=128", "head_dim=128 causal=True",
-    "head_dim=192 head_dim_v=128", "head_dim=256",
+    "head_dim=256", "head_dim=192 head_dim_v=128", "head_dim=128 causal=True", "head_dim=128", "head_dim=96 causal=True",
+    "head_dim=64 causal=True",
 ]  # fmt: skip
 BEFORE = "head_dim=64 window=(100, 0) dtype=fp16"  # another one
 SANITIZED = [
@@ -170,7 +170,7 @@ def rows_of(section: str, repeats: int, ends: float) -> Iterator[tuple[str, Any]
     if section == "repeats":
         found = in_processes(repeated, [(name, repeats) for name in CONFIGURATIONS], ends, 4)
     elif section == "first":
-        found = in_processes(first_of, [(name,) for name in NEW], ends)
+        found = in_processes(first_of, [(name,) for name in NEW], ends, 1)
     else:
         found = in_processes(sanitized, checks(), ends)
     for job, made in found:
