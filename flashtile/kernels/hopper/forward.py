@@ -328,7 +328,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         top = rows.top
         if not MASKED:
             score = bent(score, scale, score_args, T, SCORE)
-        p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED or T.deep, T)
+        p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total + lane_sums(p, T)
         weights = weigh(p, drawn, given[0], mem, T)
         if not T.apart:
@@ -348,7 +348,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
-        p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], True, T)
+        p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
         decayed = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None]
         total = decayed + lane_sums(p, T)
         if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump

@@ -254,14 +254,14 @@ def lowest(factor):
 
 
 @gluon.jit
-def exponentials(x, DEEP: gl.constexpr, T: gl.constexpr):
-    """2^x of a tile, x >= -126 unless DEEP; where T.mixes one of four is a polynomial: a curve and 2^x share one slow unit."""
+def exponentials(x, MASKED: gl.constexpr, T: gl.constexpr):
+    """2^x of a tile; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
     if T.mixes:
         ROWS: gl.constexpr = T.rows
         BLOCK_K: gl.constexpr = x.shape[1]
         rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
         more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
-        share = gl.join(gl.exp2(more), polynomial(share, DEEP)).permute([0, 1, 3, 2]).reshape(rest.shape)
+        share = gl.join(gl.exp2(more), polynomial(share, MASKED or T.deep)).permute([0, 1, 3, 2]).reshape(rest.shape)
         share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
         made = gl.join(gl.exp2(rest), share).permute([0, 1, 3, 2]).reshape([ROWS, BLOCK_K])
         return gl.convert_layout(made, x.type.layout, assert_trivial=True)
@@ -271,7 +271,7 @@ def exponentials(x, DEEP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def polynomial(x, DEEP: gl.constexpr):
-    """2^x to 7.5e-5: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
+    """2^x to 7.5e-5, x >= -126 unless DEEP: probabilities are rounded to 4e-4 or worse. A fit on [-1/2, 1/2]; NaN stays NaN."""
     if DEEP:
         x = gl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
     whole = x + 12583039.0  # 1.5 * 2^23 + 127: the last of the sum's bits are the nearest integer, and an exponent's offset

@@ -67,8 +67,7 @@ class BackwardTile:
     early: int  # which of those that add the copy engine brings to shared memory; -1 if none
     late: bool  # the others add to products that are done, not to what these start from
     modified: bool  # modifiers are applied one by one: probabilities are formed as by the portable kernels
-    folds: bool  # the matrix unit adds delta
-    folds_level: bool  # and level
+    folds: bool  # the matrix unit adds delta and, where there is no curve, level
     deterministic: bool
     swizzle: int
     ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
@@ -147,6 +146,11 @@ class BackwardTile:
     def tells(self) -> bool:
         """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
         return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modifiers > 0 or self.dropout
+
+    @property
+    def folds_level(self) -> bool:
+        """Whether the matrix unit adds level, too: a curve is taken of the scores without it."""
+        return self.folds and not self.curved
 
     @property
     def adds_first(self) -> bool:
@@ -314,7 +318,6 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     p = problem
     band = p.band
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
-    folds = not form.prescale and p.dropout is None and not launch.parted
     brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
@@ -334,8 +337,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         early=brought,
         late=loads(p, form, brought),
         modified=form.prescale,
-        folds=folds,
-        folds_level=folds and not form.curved,
+        folds=not form.prescale and p.dropout is None and not launch.parted,
         deterministic=deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
