@@ -22,7 +22,7 @@ from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Result files of `flashtile bench`, without the device, whose means README shows: of the kernels that run by themselves.
+# Result files of `flashtile bench`, without the device. README shows the newest one's means, of kernels that run by themselves.
 SHOWN = ("hopper-fa3-paper", "hopper-cudnn-cross", "hopper-llmc", "hopper-triton-tutorial", "hopper-mla", "fp32-llmc")
 COMPANIONS = RESULTS / "companions-h100.csv"
 
@@ -98,7 +98,7 @@ def short() -> str:
     """Markdown for README: geometric means of the suites, and how near the other ops come to their ceilings."""
     parts: list[str] = []
     for stem in SHOWN:
-        results = read(sorted(RESULTS.glob(f"{stem}-*.csv"))[-1])
+        results = max(map(read, RESULTS.glob(f"{stem}-*.csv")), key=lambda rows: max(row.date for row in rows))
         parts += [f"`{stem}`:", "", report.markdown(results, [report.means(results)])]
     rows = companion_tables.read(COMPANIONS)
     parts += [
