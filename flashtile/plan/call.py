@@ -119,7 +119,10 @@ class HostCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """Buffers and calls, in order. `notes` are the lines that `explain` prints."""
+    """Buffers and calls, in order. `notes` are the lines that `explain` prints.
+
+    `optional`: outputs that no kernel writes whose address is given as 0, by a caller without use of them.
+    """
 
     problem: Problem
     backend: str
@@ -127,6 +130,7 @@ class Plan:
     buffers: tuple[Buffer, ...]
     calls: tuple[KernelCall | HostCall, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
+    optional: frozenset[str] = frozenset()
 
     @property
     def described(self) -> frozenset[str]:

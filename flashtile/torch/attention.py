@@ -110,11 +110,13 @@ def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.T
 
     packs: q, k, v as `call.packing` has them; parts: the views of them, where the caller has them.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*packs, *others)):
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in (*packs, *others)]:
         call.require_backward()
         return _apply(call, parts, *map(_alive, packs), *map(_alive, others))
-    out, lse, *_ = call.forward(packs, others, parts)
-    return (out, lse) if call.problem.returns_lse else out
+    if call.problem.returns_lse:
+        out, lse, *_ = call.forward(packs, others, parts)
+        return out, lse
+    return call.forward(packs, others, parts, False)[0]
 
 
 class PreparedCall:
@@ -160,9 +162,14 @@ class PreparedCall:
         return tensors
 
     def forward(
-        self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None
+        self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None, whole: bool = True
     ) -> list[torch.Tensor]:
-        """The plan's outputs, `kept` in order: out and lse first."""
+        """The plan's outputs, `kept` in order: out and lse first; unless `whole`, what is behind out may be None."""
+        replay = self.bound_forward and self.bound_forward.replay
+        if replay is not None and replay.outputs is not None:
+            if self.packing is not APART:
+                packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
+            return replay.direct((*packs, *others), whole)
         tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
@@ -175,21 +182,25 @@ class PreparedCall:
         """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned."""
         count = len(self.packing.packs)
         first_kept = count + len(self.names)
-        packs, others, kept = tuple(saved[:count]), saved[count:first_kept], saved[first_kept:]
+        packs, others = tuple(saved[:count]), saved[count:first_kept]
         if dout is None:
             if dlse is None:
                 return (None,) * first_kept
-            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(kept[0].shape)
+            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(saved[first_kept].shape)
         wanted, names = self.wished.get(needs) or self.wish(needs)
-        tensors = self.tensors(packs, others)
-        tensors.update(zip(self.kept, kept, strict=True))
-        tensors["dout"] = dout.resolve_neg() if dout.is_neg() else dout
-        if dlse is not None:
-            tensors["dlse"] = dlse.resolve_neg()
+        arriving = (dout,) if dlse is None else (dout, dlse)
+        arriving = tuple([t.resolve_neg() if t.is_neg() else t for t in arriving])
         deterministic = self.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        self.backward(tensors, packs, wanted, deterministic)
+        inputs = (*saved, *arriving)
+        bound = self.bound_backward.get(_backward_key(wanted, deterministic, inputs)) if self.packing is APART else None
+        if bound is not None and bound.replay is not None and bound.replay.outputs is not None:
+            tensors = dict(zip(bound.outputs, bound.replay.direct(inputs), strict=True))
+        else:
+            tensors = self.tensors(packs, others)
+            tensors.update(zip((*self.kept, "dout", "dlse"), inputs[first_kept:], strict=False))
+            self.backward(tensors, packs, wanted, deterministic)
         given = [None if name is None else tensors[name] for name in names]
         for i, tensor in enumerate(others, count):
             gradient = given[i]
@@ -206,8 +217,7 @@ class PreparedCall:
     def backward(
         self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
     ) -> Tensors:
-        given = tensors.values()  # a hook of saved tensors may have laid also those otherwise that the forward kept
-        key = wanted, deterministic, *[t.stride() for t in given], *[t.data_ptr() & 15 for t in given]
+        key = _backward_key(wanted, deterministic, tuple(tensors.values()))
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem
@@ -444,7 +454,14 @@ def _layout(tensor: torch.Tensor) -> Any:
     return tensor.stride(), tensor.data_ptr() & 15
 
 
-def _alignment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+def _alignment(*tensors: torch.Tensor) -> Any:
     """0 when all are 16-byte aligned, which Triton specialises on."""
-    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
-    return 0 if not (addresses[0] | addresses[1] | addresses[2]) & 15 else tuple(a & 15 for a in addresses)
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return tuple([t.data_ptr() & 15 for t in tensors]) if bits & 15 else 0
+
+
+def _backward_key(wanted: frozenset[str], deterministic: bool, inputs: tuple[torch.Tensor, ...]) -> Any:
+    """What a backward's binding depends on: a hook of saved tensors may have laid otherwise also what the forward kept."""
+    return wanted, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +16,7 @@ from flashtile.torch.descriptor import MOST_ADDRESSES
 from flashtile.torch.graph import Launches, LaunchGraph
 
 if TYPE_CHECKING:
-    from flashtile.torch.run import Bound
+    from flashtile.torch.run import Allocation, Bound
 
 SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
 MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
@@ -33,19 +34,47 @@ class Replay:
         scratch = {b.name for b in bound.plan.named("scratch")}
         self.device, self.known = bound.device, dict[tuple[int, ...], Met]()
         self.launches = bound.kernel_launches()
-        self.alike = tuple(bound.alike.items())  # made by `empty_like`, which takes half as long
-        self.allocations = [a for a in bound.allocations if (a[0] not in scratch or a[4]) and a[0] not in bound.alike]
+        self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
         self.offsets, self.scratch_bytes = dict[str, int](), 0
         for name, shape, _, dtype, zeroed in bound.allocations:
             if name in scratch and not zeroed:
                 self.offsets[name] = self.scratch_bytes
                 self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
-        used = {name: None for launch in self.launches for name in launch.names}
-        self.names = [name for name in used if name not in self.offsets]
         self.graphs_left = MOST_GRAPHS if pays(bound.plan, len(self.launches)) else 0
+        self.outputs = [_output(bound, a) for a in self.allocations] if bound.plain else None
+        self.names = [*bound.inputs, *[name for name, *_ in self.allocations]]
+        if self.outputs is None:
+            used = {name: None for launch in self.launches for name in launch.names}
+            self.names = [name for name in used if name not in self.offsets]
+
+    def direct(self, inputs: Sequence[torch.Tensor], whole: bool = True) -> list[Any]:
+        """The plan's outputs, of inputs in the order in which they were bound; unless `whole`, optional outputs are None.
+
+        Only of plain bindings. It takes half of the host's time of `Bound.run`.
+        """
+        assert self.outputs is not None
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.direct(inputs, whole)
+        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[t.data_ptr() for t in inputs]]
+        outputs: list[Any] = []
+        for like, make, optional in self.outputs:
+            if optional and not whole:
+                outputs.append(None)
+                places.append(0)
+                continue
+            tensor = make(inputs[like])
+            outputs.append(tensor)
+            places.append(tensor.data_ptr())
+        self.launch(places)
+        return outputs
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
-        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[tensors[name].data_ptr() for name in self.names]]
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self.launch([stream, *[tensors[name].data_ptr() for name in self.names]])
+
+    def launch(self, places: list[int]) -> None:
+        """Everything, given the stream and the addresses of `names`."""
         if self.offsets:
             scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
             places.append(scratch.data_ptr())
@@ -82,6 +111,15 @@ class Replay:
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
         self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return self.known[places]
+
+
+def _output(bound: Bound, allocation: Allocation) -> tuple[int, Callable[[torch.Tensor], torch.Tensor], bool]:
+    """(which input it is like, how to make it of that, whether it is optional); `empty_like` takes half as long."""
+    name, shape, strides, dtype, _ = allocation
+    optional, device = name in bound.plan.optional, bound.device
+    if name in bound.alike:
+        return bound.inputs.index(bound.alike[name]), torch.empty_like, optional
+    return 0, lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device), optional
 
 
 @dataclass

@@ -69,6 +69,9 @@ def output_strides(buffer: Buffer, like: torch.Tensor | None, described: bool = 
     return tuple(strides)
 
 
+Allocation = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, bool]  # name, shape, strides, dtype, zeroed
+
+
 class Bound:
     """A plan bound to one layout of inputs. `run` takes input tensors by name and returns outputs by name."""
 
@@ -76,12 +79,13 @@ class Bound:
         self, plan: Plan, inputs: dict[str, torch.Tensor], device: torch.device, packed: Sequence[PackedGradient] = ()
     ):
         self.plan, self.device, self.packed, self.on_gpu = plan, device, packed, device.type == "cuda"
+        self.inputs = list(inputs)
         within = {name: strides for gradient in packed for name, strides in gradient.parts.items()}
         self.strides = {name: tensor.stride() for name, tensor in inputs.items()}
         self.zeroed: list[str] = []  # of the parts of packed gradients
         self.over: list[tuple[str, str]] = []
         self.shared: list[tuple[str, str]] = []
-        self.allocations: list[tuple[str, Any, tuple[int, ...], torch.dtype, bool]] = []
+        self.allocations: list[Allocation] = []
         self.alike: dict[str, str] = {}  # of these the outputs that lie as an input does
         self.staged = [
             (name, staged_strides(inputs[name].shape, inputs[name].element_size())) for name in staged_inputs(plan, inputs)
@@ -107,6 +111,8 @@ class Bound:
             if lies and buffer.role == "output" and not zeroed and buffer.like not in dict(self.staged):
                 self.alike[buffer.name] = str(buffer.like)
             self.allocations.append((buffer.name, shape, strides, dtype, zeroed))
+        # whether inputs are taken as they are, and all outputs are tensors that nothing but launches writes
+        self.plain = not (self.staged or packed or self.over or self.shared or any(zeroed for *_, zeroed in self.allocations))
         self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | None = None  # once every kernel is compiled
@@ -121,9 +127,6 @@ class Bound:
             tensors.update(gradient.allocate(self.device))
         for name in self.zeroed:
             tensors[name].zero_()
-        if self.replay:
-            for name, source in self.replay.alike:
-                tensors[name] = torch.empty_like(tensors[source])
         for name, shape, strides, dtype, zeroed in self.replay.allocations if self.replay else self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors[name] = tensor.zero_() if zeroed else tensor
@@ -139,14 +142,11 @@ class Bound:
         return [launch for launch in self.launches if isinstance(launch, KernelLaunch) and not launch.empty]
 
     def compile_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compile a plan's kernels side by side, before its first launch; not those that need what a host call makes.
+        """Compile a plan's kernels, and their launchers, side by side, before its first launch.
 
-        The last ones first, which are the largest, and two at a time: with more front ends beside its own the largest kernel,
-        which all wait for, is later done.
+        Not those that need what a host call makes. The last ones first, which are the largest and which all wait for.
         """
         launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
-        if len(launches) < 2:
-            return
         with _triton.side_by_side(KIND, threads=2):
             for launch in reversed(launches):
                 launch.warm(tensors)

@@ -74,6 +74,11 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
     assert bound.replay is not None
     (((_, *addresses), met),) = bound.replay.known.items()  # after the stream
     places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
+    with on_card():
+        outputs = bound.replay.direct(tuple(inputs.values()), whole=False)
+    assert [output is None for output in outputs] == [b.name in plan.optional for b in plan.named("output")]
+    told = [*inputs.values(), *outputs]
+    assert [*bound.replay.known][-1][1 : 1 + len(told)] == tuple(0 if t is None else t.data_ptr() for t in told)
     bound.replay.graphs_left = 1
     with patch.object(torch, "empty_strided", lambda *_, **__: Address(addresses[-1])):  # the scratch
         met.times = MEETINGS

@@ -44,6 +44,10 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, self.offset + offset)
 
+    def to(self, dtype: Any) -> Scalar:
+        """Of a tensor without elements 0."""
+        return Scalar(self.flat.data_ptr())
+
     @property
     def dtype(self) -> Pointer.Type:
         return Pointer.Type(self.flat.dtype)

@@ -180,6 +180,11 @@ def test_a_warpgroup_without_queries_lets_go_of_its_block_s_keys() -> None:
     judge([*Tile((narrow, blind), 256).cases("forward"), *Tile((LEFT,), 64, launch=dict(groups=3)).cases("forward")])
 
 
+def test_an_lse_without_an_address_is_not_written() -> None:
+    tiles = Tile((CAUSAL, TINY), 64), Tile((HALVES_TAIL,), 96), Tile((CAUSAL,), 256)
+    judge([dict(case, leaves=["lse"]) for tile in tiles for case in tile.cases("forward")])
+
+
 def test_modifiers_in_other_forms() -> None:
     biased: Sizes = ("1x140x2", "150x2", ",band=:0,score=alibi(1x2:fp32)+softcap(30.0)", False)
     twice: Sizes = ("1x140x1", "150x1", ",score=softcap(2.0)+softcap(3.0)", False)  # one by one

@@ -151,7 +151,8 @@ class HopperBackend:
             early=True,
         )
         buffers = (*forward_buffers(p), *schedules.buffers)
-        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
+        notes = (f"forward tile {launch.spell()}",)
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
 
     def backward(
         self,

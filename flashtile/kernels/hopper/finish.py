@@ -11,7 +11,7 @@ from flashtile.kernels.lib.score import unit
 @gluon.jit
 def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """Write out and lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
+    """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
     targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
     """
@@ -40,7 +40,8 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
         lse = gl.where(index < size.seqlen_q, lse, float("-inf"))
     token = at.item.first_q + index
     head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
-    gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
+    if targets[0].to(gl.int64) != 0:
+        gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
     if T.dropout:
         share *= seed.factor
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
