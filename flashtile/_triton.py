@@ -7,7 +7,9 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from threading import RLock
+from inspect import getclosurevars
+from threading import Lock, RLock
+from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -95,26 +97,56 @@ def compiling(kind: str) -> Any:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Of each kernel that is compiled builds the launcher, too: some releases make it of C, a third of a second each."""
+    """Builds each kernel's launcher, too, beside the kernel: some releases make it of C, a quarter of a second each.
+
+    Front ends take turns: they are Python's, so two at a time only delay the one that was asked for first.
+    """
+
+    def __init__(self, threads: int | None):
+        super().__init__(threads)
+        self.launchers, self.turn = ThreadPoolExecutor(), Lock()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from triton.runtime import driver
+        source = getclosurevars(fn).nonlocals["src"]
+        make_ir = source.make_ir
 
-        active: Any = driver.active
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with self.turn:
+                return make_ir(*args, **kwargs)
 
-        def build() -> Any:
-            kernel = fn(*args, **kwargs)
-            active.launcher_cls(kernel.src, kernel.metadata)  # the first launch finds it on disk
-            return kernel
+        source.make_ir = in_turn
+        self.launchers.submit(_build_launcher, source)
+        return super().submit(fn, *args, **kwargs)
 
-        return super().submit(build)
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self.launchers.shutdown(wait, cancel_futures=cancel_futures)
+
+
+def _build_launcher(source: Any) -> None:
+    """Leave the launcher of a kernel on disk, where its first launch finds it: its text does not depend on the compiled code.
+
+    A release whose launchers want more of it than this goes on without.
+    """
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    descriptors = sum(isinstance(kind, str) and kind.startswith("tensordesc") for kind in source.signature.values())
+    sizes = dict.fromkeys(("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"), 0)
+    active.launcher_cls(
+        source,
+        SimpleNamespace(
+            tensordesc_meta=[{}] * descriptors, warp_size=active.get_current_target().warp_size, num_ctas=1,
+            launch_cooperative_grid=False, launch_pdl=False, **sizes,
+        ),
+    )  # fmt: skip
 
 
 @contextmanager
 def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
     """As `compiling`: what kernels' `warmup` asks for inside is compiled in threads, and there at the end.
 
-    threads: how many at most. Front ends, a third of a kernel's time, take turns at the interpreter whatever there are.
+    threads: how many at most.
     What fails is left to whoever launches it, who then hears why.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
