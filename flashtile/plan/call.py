@@ -86,12 +86,14 @@ class KernelCall:
     num_warps: int = 4
     num_stages: int = 2
     contracts: bool = True  # the compiler may round a product and a sum once
+    registers: int | None = None  # of a thread, at most; otherwise ptxas rather holds few loads under way than exceed 32
     early: bool = False  # it may be launched before the call before it is done: it waits by itself (`lib.stream.await_stream`)
 
     @property
     def options(self) -> dict[str, Any]:
         """What Triton is told beside the constants."""
-        return dict(num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=self.contracts)
+        options = dict(num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=self.contracts)
+        return options if self.registers is None else dict(options, maxnreg=self.registers)
 
     def buffers(self) -> Iterator[str]:
         """Names of the buffers that it reads and writes."""

@@ -34,7 +34,9 @@ class Kernel:
         return self if instance is None else MethodType(self, instance)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, maxnreg: int | None = None, **constants: Any
+        ) -> None:
             assert grid[1:] == (1, 1)
             for index in range(grid[0]):
                 given = [argument(a) for a in args]

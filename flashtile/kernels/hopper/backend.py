@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -228,6 +229,7 @@ class HopperBackend:
             ),
             (("T", tile),),
             ROW_WARPS,
+            registers=None if tile.ragged else ROW_REGISTERS,
             early=True,
         )
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
@@ -267,7 +269,7 @@ class HopperBackend:
         elif "q" in gradients.wanted:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
-            calls.append(KernelCall(attention_dq, rows.grid, args, (("T", tile),), ROW_WARPS, early=True))
+            calls.append(replace(rows, kernel=attention_dq, args=args))
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -277,7 +279,8 @@ class HopperBackend:
 
 BACKEND = HopperBackend()
 
-ROW_WARPS = 8  # of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper.md)
+# of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper.md)
+ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
 def product_scale(p: AttentionProblem) -> float:

@@ -354,6 +354,8 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
+        if T.begins_early:
+            await_stream(not T.sums_dq)
         dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
@@ -440,7 +442,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     counter_ptr = grads[0][1] if T.makes_dk else grads[0][1] + 1
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
-    await_stream(not T.sums_dq)
+    if not T.begins_early:
+        await_stream(not T.sums_dq)
     if not T.copies_dq:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),

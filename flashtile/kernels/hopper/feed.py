@@ -5,6 +5,7 @@ from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_lo
 from flashtile.kernels.hopper.helping import GIVES
 from flashtile.kernels.hopper.ticket import spread, take
 from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
+from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
@@ -98,7 +99,9 @@ def clear(ptr, piece, end):
 
 @gluon.jit
 def following(ticket, counter_ptr, T: gl.constexpr):
-    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once."""
+    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once; the pass before made it 0."""
+    if T.begins_early:
+        await_stream(False)
     if T.tiles_taken == 1:
         return take(counter_ptr)
     else:
@@ -163,11 +166,13 @@ def load_dout(desc, memory, head, start, place, step):
 
 @gluon.jit
 def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
-    """Load queries and their rows."""
+    """Load queries and their rows, which the pass before has made."""
     row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
+    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+    if T.begins_early:
+        await_stream(False)
     tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
     tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
-    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_
 from flashtile.kernels.hopper.helping import flatten
 from flashtile.kernels.hopper.order import NOBODY_ASKED, adds_done, await_turn, claim, is_first, report
 from flashtile.kernels.hopper.visit import find, meeting
+from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
@@ -46,6 +47,8 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
+        if T.begins_early:
+            await_stream(False)
         if EARLY:
             answer = ask(sum_ptrs, memory, step, turn == 0, W, place, sizes, work, T)
         while step < place.visits.end:

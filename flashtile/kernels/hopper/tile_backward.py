@@ -158,6 +158,11 @@ class BackwardTile:
         return self.early >= 0 or (self.adds > 0 and not (self.modified or self.late))
 
     @property
+    def begins_early(self) -> bool:
+        """Whether keys, values and queries come while the pass before ends, which waited for all that made them."""
+        return not self.ragged and self.blocks_q == 0
+
+    @property
     def takes_late(self) -> bool:
         """Whether a block takes its next ticket where a tile ends, so that no tile waits behind a long one.
 
