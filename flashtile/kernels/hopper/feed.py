@@ -168,11 +168,13 @@ def load_dout(desc, memory, head, start, place, step):
 def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
     """Load queries and their rows, which the pass before has made."""
     row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
-    tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
     if T.begins_early:
+        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
         await_stream(False)
     tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
     tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+    if not T.begins_early:
+        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
 
 
 @gluon.jit

@@ -159,8 +159,11 @@ class BackwardTile:
 
     @property
     def begins_early(self) -> bool:
-        """Whether keys, values and queries come while the pass before ends, which waited for all that made them."""
-        return not self.ragged and self.blocks_q == 0
+        """Whether keys, values and queries come while the pass before ends, which waited for all that made them.
+
+        Beside curves consumers would spill more (docs/hopper.md).
+        """
+        return not (self.ragged or self.blocks_q > 0 or self.curved)
 
     @property
     def takes_late(self) -> bool:
