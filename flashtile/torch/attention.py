@@ -27,6 +27,7 @@ from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
+from flashtile.torch.replay import Replay
 from flashtile.torch.run import DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
@@ -134,6 +135,7 @@ class PreparedCall:
         self.bound_backward: dict[Any, Bound] = {}
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
+        self.direct: dict[Any, tuple[Replay, list[int | None]]] = {}  # of backwards: replays, and which outputs
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -151,7 +153,7 @@ class PreparedCall:
         found = self.packings.get(packing)
         if found is None:
             found = self.packings[packing] = copy(self)
-            found.packing, found.bound_backward, found.wished = packing, {}, {}
+            found.packing, found.bound_backward, found.wished, found.direct = packing, {}, {}, {}
         return found
 
     def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None) -> Tensors:
@@ -182,26 +184,30 @@ class PreparedCall:
         """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned."""
         count = len(self.packing.packs)
         first_kept = count + len(self.names)
-        packs, others = tuple(saved[:count]), saved[count:first_kept]
         if dout is None:
             if dlse is None:
                 return (None,) * first_kept
-            dout = torch.zeros((), dtype=packs[0].dtype, device=packs[0].device).expand(saved[first_kept].shape)
-        wanted, names = self.wished.get(needs) or self.wish(needs)
+            dout = torch.zeros((), dtype=saved[0].dtype, device=saved[0].device).expand(saved[first_kept].shape)
         arriving = (dout,) if dlse is None else (dout, dlse)
-        arriving = tuple([t.resolve_neg() if t.is_neg() else t for t in arriving])
+        inputs = (*saved, *[t.resolve_neg() if t.is_neg() else t for t in arriving])
         deterministic = self.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        inputs = (*saved, *arriving)
-        bound = self.bound_backward.get(_backward_key(wanted, deterministic, inputs)) if self.packing is APART else None
-        if bound is not None and bound.replay is not None and bound.replay.outputs is not None:
-            tensors = dict(zip(bound.outputs, bound.replay.direct(inputs), strict=True))
-        else:
-            tensors = self.tensors(packs, others)
-            tensors.update(zip((*self.kept, "dout", "dlse"), inputs[first_kept:], strict=False))
-            self.backward(tensors, packs, wanted, deterministic)
+        # a hook of saved tensors may have laid also those otherwise that the forward kept
+        key = needs, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]
+        direct = self.direct.get(key)
+        if direct is not None:
+            made = direct[0].direct(inputs)
+            return tuple([None if i is None else made[i] for i in direct[1]])
+        wanted, names = self.wished.get(needs) or self.wish(needs)
+        packs, others = tuple(saved[:count]), saved[count:first_kept]
+        tensors = self.tensors(packs, others)
+        tensors.update(zip((*self.kept, "dout", "dlse"), inputs[first_kept:], strict=False))
+        replay = self.backward(tensors, packs, wanted, deterministic).replay
         given = [None if name is None else tensors[name] for name in names]
+        if self.packing is APART and replay is not None and replay.outputs is not None:
+            if all(g is None or g.dtype is t.dtype for g, t in zip(given, saved, strict=False)):
+                self.direct[key] = replay, [None if name is None else replay.made.index(name) for name in names]
         for i, tensor in enumerate(others, count):
             gradient = given[i]
             given[i] = None if gradient is None else gradient.to(tensor.dtype)
@@ -214,10 +220,10 @@ class PreparedCall:
         self.wished[needs] = wanted, [f"d{name}" if need else None for name, need in zip(names, needs, strict=True)]
         return self.wished[needs]
 
-    def backward(
-        self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool
-    ) -> Tensors:
-        key = _backward_key(wanted, deterministic, tuple(tensors.values()))
+    def backward(self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool) -> Bound:
+        """The binding that has added the gradients to the tensors."""
+        given = tensors.values()
+        key = wanted, deterministic, _alignment(*given), *[t.stride() for t in given]
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem
@@ -231,7 +237,8 @@ class PreparedCall:
                 if len(pack.parts) > 1 and wanted.issuperset(pack.parts)
             ]
             bound = self.bound_backward[key] = Bound(plan, tensors, self.device, packed)
-        return bound.run(tensors)
+        bound.run(tensors)
+        return bound
 
 
 class _Attention(torch.autograd.Function):
@@ -460,8 +467,3 @@ def _alignment(*tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         bits |= tensor.data_ptr()
     return tuple([t.data_ptr() & 15 for t in tensors]) if bits & 15 else 0
-
-
-def _backward_key(wanted: frozenset[str], deterministic: bool, inputs: tuple[torch.Tensor, ...]) -> Any:
-    """What a backward's binding depends on: a hook of saved tensors may have laid otherwise also what the forward kept."""
-    return wanted, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]

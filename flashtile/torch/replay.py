@@ -42,7 +42,8 @@ class Replay:
                 self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
         self.graphs_left = MOST_GRAPHS if pays(bound.plan, len(self.launches)) else 0
         self.outputs = [_output(bound, a) for a in self.allocations] if bound.plain else None
-        self.names = [*bound.inputs, *[name for name, *_ in self.allocations]]
+        self.made = [name for name, *_ in self.allocations]  # in the order of `outputs`, where it is not None
+        self.names = [*bound.inputs, *self.made]
         if self.outputs is None:
             used = {name: None for launch in self.launches for name in launch.names}
             self.names = [name for name in used if name not in self.offsets]

@@ -113,7 +113,6 @@ class Bound:
             self.allocations.append((buffer.name, shape, strides, dtype, zeroed))
         # whether inputs are taken as they are, and all outputs are tensors that nothing but launches writes
         self.plain = not (self.staged or packed or self.over or self.shared or any(zeroed for *_, zeroed in self.allocations))
-        self.outputs = tuple(b.name for b in plan.named("output"))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | None = None  # once every kernel is compiled
         self.ahead = _triton.INTERPRETED or not self.on_gpu  # whether nothing is left to compile ahead

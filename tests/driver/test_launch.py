@@ -27,8 +27,8 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here launches rea
 compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the recording driver with")
 
 
-def printed(tmp_path: Path, script: str, spelling: str) -> list[str]:
-    """The lines that a script of this folder prints of a problem, with the recording driver."""
+def printed(tmp_path: Path, script: str, *arguments: str) -> list[str]:
+    """The lines that a script of this folder prints, given arguments, with the recording driver."""
     assert COMPILER is not None
     library = tmp_path / "libcuda.so.1"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(library), str(HERE / "libcuda.c")], check=True)
@@ -38,7 +38,7 @@ def printed(tmp_path: Path, script: str, spelling: str) -> list[str]:
         "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "LAUNCHES": str(tmp_path / "launches"),
         "EARLY": str(tmp_path / "early"), "PARAMETERS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", f"tests.driver.{script}", spelling]
+    command = [sys.executable, "-m", f"tests.driver.{script}", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
@@ -81,3 +81,14 @@ def test_a_plan_s_kernels_are_compiled_side_by_side_and_once(tmp_path: Path) -> 
     names = ["attention_backward", "attention_backward", "attention_dq", "attention_rows"]
     assert ahead == [(name, False, False) for name in names]
     assert after_failure == [(name, True, True) for name in names]  # by the launches themselves
+
+
+@on_cpu
+@compiler
+def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> None:
+    """After the first forward and the first backward, which compile; without a gradient no lse is made."""
+    alone, every, one = (ast.literal_eval(line) for line in printed(tmp_path, "direct", "-", "qkv", "k"))
+    assert alone == 3 * [["out", None]]
+    assert every == [["out", "lse"]] + 3 * [["out", "lse"], ["dq", "dk", "dv"]]
+    assert one[:2] == 2 * [["out", "lse"]]
+    assert all("dk" in outputs for outputs in one[2::2])

@@ -200,6 +200,17 @@ def test_launches_on_the_same_memory_become_a_graph(
 
 
 @EVERY
+def test_calls_without_an_lse_agree_with_those_that_return_it(device: torch.device, backend: str, variant: Variant) -> None:
+    """Where nobody wants it some plans make none, once their kernels are compiled and again as a graph."""
+    q, k, v = (torch.randn(2, 333, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
+    options = Options(backend=backend, backward=variant)
+    expected, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, options=options)
+    for _ in range(replay.MEETINGS + 3):
+        assert torch.equal(flashtile.attention(q, k, v, causal=True, options=options), expected)
+    assert torch.equal(flashtile.attention(q, k, v, causal=True, return_lse=True, options=options)[1], lse)
+
+
+@EVERY
 def test_a_capture_is_given_kernels_not_graphs(device: torch.device, backend: str, variant: Variant) -> None:
     q, k, v = (torch.randn(1, 200, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
     options, side = Options(backend=backend, backward=variant), torch.cuda.Stream()
