@@ -354,8 +354,8 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
-        if T.begins_early and not T.sums_dq:
-            await_stream()
+        if T.begins_early and (T.curved or not T.sums_dq):  # of the others the loader waits for all; curves are faster for it
+            await_stream(not T.sums_dq)
         dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)

@@ -161,9 +161,9 @@ class BackwardTile:
     def begins_early(self) -> bool:
         """Whether keys, values and queries come while the pass before ends, which waited for all that made them.
 
-        Beside curves consumers would spill more (docs/hopper.md).
+        Beside curves of 128 queries consumers would spill more (docs/hopper.md).
         """
-        return not (self.ragged or self.blocks_q > 0 or self.curved)
+        return not (self.ragged or self.blocks_q > 0 or (self.curved and self.block_q > GROUP_ROWS))
 
     @property
     def takes_late(self) -> bool:
