@@ -107,7 +107,7 @@ class _Threads(ThreadPoolExecutor):
         self.launchers, self.turn = ThreadPoolExecutor(), Lock()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        source = getclosurevars(fn).nonlocals["src"]
+        source = getclosurevars(fn).nonlocals["src"]  # what it compiles, private to Triton; 3.6 to 3.9 call it so
         make_ir = source.make_ir
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
@@ -146,8 +146,7 @@ def _build_launcher(source: Any) -> None:
 def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
     """As `compiling`: what kernels' `warmup` asks for inside is compiled in threads, and there at the end.
 
-    threads: how many at most.
-    What fails is left to whoever launches it, who then hears why.
+    threads: how many at most. What fails is left to whoever launches it, who then hears why.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 

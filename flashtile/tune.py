@@ -140,7 +140,7 @@ def measure(
     launches: list[Launch],
 ) -> list[Measured]:  # fmt: skip
     """The launches with their times; a wrong, refused or broken one says why in `failed`."""
-    measured = []
+    measured: list[Measured] = []
     for launch in launches:
         plan, index = plan_of(problem, place, which, launch)
         measured.append(Measured(launch, Bound(plan, tensors, device), index))
@@ -156,7 +156,7 @@ def measure(
         except Exception as error:
             m.failed = f"{type(error).__name__}: {str(error)[:200]}"
             continue
-        made = {name: result[name] for name in m.bound.outputs}
+        made = {b.name: result[b.name] for b in m.bound.plan.named("output")}
         if reference is None:
             reference = made
         for name, tensor in made.items():
