@@ -127,6 +127,8 @@ def named_wait(number: int, threads: int) -> None:
 
 def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: Memory) -> None:
     outside, inside = source.overlap(coordinates)
+    if source.dtype is torch.float32:  # what callers bring has 16 bits
+        here().check_awaited()
     target = tile.tensor.view(source.block)
     tile.check_read()
     target.fill_(float("nan"))
@@ -152,6 +154,8 @@ def tma_store(target: Described, coordinates: list[Any], tile: Memory) -> None:
 
 def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
     outside, inside = target.overlap(coordinates)
+    if target.dtype is torch.float32:
+        here().check_awaited()
     source = tile.tensor.view(target.block)
     tile.check_fenced()
 
@@ -203,6 +207,7 @@ def await_turn(lock: language.Pointer, reports: Any) -> None:
 
 
 def take(counter: language.Pointer) -> Any:
+    here().check_awaited()
     ticket = language.load(counter)
     language.store(counter, ticket + 1)
     here().block.pause()
@@ -210,6 +215,7 @@ def take(counter: language.Pointer) -> Any:
 
 
 def claim(lock: language.Pointer) -> Any:
+    here().check_awaited()
     found = language.load(lock)
     if int(found) == 0:
         language.store(lock, found + 1)
@@ -290,7 +296,7 @@ def install(seed: int = 0) -> None:
     from flashtile.kernels.lib import stream
 
     replace(ticket, take=take)
-    replace(stream, await_stream=lambda soon=True: None, let_next=lambda: None)  # the emulator runs one kernel at a time
+    replace(stream, await_stream=lambda soon=True: here().await_stream(), let_next=lambda: None)
     replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, adds_done=store_wait)
 
 

@@ -43,6 +43,7 @@ class Role:
         self.baton.acquire()
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
+        self.awaited = block.awaited
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
         self.writes: set[tuple[int, int]] = set()  # since its last fence: where each begins and ends
@@ -52,6 +53,16 @@ class Role:
         """Order what registers did with shared memory before what the matrix unit and the copy engine do with it."""
         self.writes.clear()
         self.reads.clear()
+
+    def await_stream(self) -> None:
+        """The kernel before is done; of a block for all roles that it has later."""
+        self.awaited = True
+        if not self.block.running:
+            self.block.awaited = True
+
+    def check_awaited(self) -> None:
+        """Of what the kernel before may have made."""
+        assert self.awaited, f"{self.name} has not waited for the kernel before"
 
     def finish(self) -> None:
         """A role may leave nothing behind."""
@@ -74,6 +85,7 @@ class Block:
         self.barriers: list[Barrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.failure: BaseException | None = None
+        self.awaited = False  # the kernel before
 
     def run(self, program: Callable[[], None]) -> None:
         _CURRENT.role = Role(self, "block")

@@ -120,3 +120,17 @@ def test_a_load_arrives_when_it_is_waited_for_and_not_before() -> None:
 
     run(role)
     assert seen == [0.0, 28.0]
+
+
+def test_who_has_not_waited_for_the_kernel_before_is_told() -> None:
+    def patient() -> None:
+        here().await_stream()
+        here().check_awaited()
+
+    def hasty() -> None:
+        here().check_awaited()
+
+    run(patient)
+    run(hasty, before=lambda: here().await_stream())
+    with pytest.raises(AssertionError, match="hasty 1 has not waited for the kernel before"):
+        run(patient, hasty)
