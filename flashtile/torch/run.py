@@ -146,6 +146,8 @@ class Bound:
         Not those that need what a host call makes. The last ones first, which are the largest and which all wait for.
         """
         launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
+        if not launches:  # PyTorch itself computes all of it, or has to begin: there may be no Triton
+            return
         with _triton.side_by_side(KIND, threads=2):
             for launch in reversed(launches):
                 launch.warm(tensors)

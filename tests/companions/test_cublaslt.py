@@ -19,6 +19,7 @@ from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.companion import plan_backward, plan_forward
 from flashtile.plan.device import A100, B200, H100, Device
 from flashtile.spec.companion import Companion
+from flashtile.torch.run import TORCH_DTYPES, Bound
 
 COMPILER = shutil.which("cc")
 needs_a_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the library with")
@@ -129,6 +130,13 @@ def test_which_plans_are_products_alone(dtype: str, hidden: int, options: str, f
     backward = plan_backward(OPS["dense"], problem, H100, "triton", frozenset(problem.tensors), frozenset({"out"}))
     assert all(isinstance(call, HostCall) for call in backward.calls) == fused
     assert all(isinstance(call, HostCall) for call in forward.calls) == (fused or "recompute" in options)
+
+
+def test_nothing_is_compiled_ahead_of_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_forward(OPS["dense"], Companion.parse(MLP.format("bf16", 48, "")), H100, "triton", keeps=True)
+    given = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype]) for b in plan.named("input")}
+    monkeypatch.setattr(_triton, "side_by_side", None)
+    Bound(plan, given, torch.device("cpu")).compile_ahead(given)
 
 
 LARGE = "dense(x={0}x{1}:bf16,weight1={2}x{1}:bf16,bias1={2}:bf16,weight2={3}x{2}:bf16,bias2={3}:bf16{4})"
