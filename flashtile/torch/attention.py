@@ -114,10 +114,8 @@ def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.T
     if torch.is_grad_enabled() and True in [t.requires_grad for t in (*packs, *others)]:
         call.require_backward()
         return _apply(call, parts, *map(_alive, packs), *map(_alive, others))
-    if call.problem.returns_lse:
-        out, lse, *_ = call.forward(packs, others, parts)
-        return out, lse
-    return call.forward(packs, others, parts, False)[0]
+    out, lse, *_ = call.forward(packs, others, parts, call.problem.returns_lse)
+    return (out, lse) if call.problem.returns_lse else out
 
 
 class PreparedCall:
@@ -193,19 +191,20 @@ class PreparedCall:
         deterministic = self.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        # a hook of saved tensors may have laid also those otherwise that the forward kept
-        key = needs, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]
-        direct = self.direct.get(key)
-        if direct is not None:
-            made = direct[0].direct(inputs)
-            return tuple([None if i is None else made[i] for i in direct[1]])
+        key: Any = None
+        if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
+            key = needs, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]
+            direct = self.direct.get(key)
+            if direct is not None:
+                made = direct[0].direct(inputs)
+                return tuple([None if i is None else made[i] for i in direct[1]])
         wanted, names = self.wished.get(needs) or self.wish(needs)
         packs, others = tuple(saved[:count]), saved[count:first_kept]
         tensors = self.tensors(packs, others)
         tensors.update(zip((*self.kept, "dout", "dlse"), inputs[first_kept:], strict=False))
         replay = self.backward(tensors, packs, wanted, deterministic).replay
         given = [None if name is None else tensors[name] for name in names]
-        if self.packing is APART and replay is not None and replay.outputs is not None:
+        if key is not None and replay is not None and replay.outputs is not None:
             if all(g is None or g.dtype is t.dtype for g, t in zip(given, saved, strict=False)):
                 self.direct[key] = replay, [None if name is None else replay.made.index(name) for name in names]
         for i, tensor in enumerate(others, count):
