@@ -60,6 +60,8 @@ class Described:
     def overlap(self, coordinates: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Where a block at these coordinates and the tensor meet: (in the tensor, in the block)."""
         assert len(coordinates) == len(self.block) == self.tensor.dim()
+        if self.dtype is torch.float32:  # the pass before has made it: what callers bring has 16 bits
+            here().check_awaited()
         outside, inside = [], []
         for start, size, length in zip((int(c) for c in coordinates), self.tensor.shape, self.block, strict=True):
             low, high = max(start, 0), max(min(start + length, size), max(start, 0))
@@ -127,8 +129,6 @@ def named_wait(number: int, threads: int) -> None:
 
 def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: Memory) -> None:
     outside, inside = source.overlap(coordinates)
-    if source.dtype is torch.float32:  # what callers bring has 16 bits
-        here().check_awaited()
     target = tile.tensor.view(source.block)
     tile.check_read()
     target.fill_(float("nan"))
@@ -154,8 +154,6 @@ def tma_store(target: Described, coordinates: list[Any], tile: Memory) -> None:
 
 def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
     outside, inside = target.overlap(coordinates)
-    if target.dtype is torch.float32:
-        here().check_awaited()
     source = tile.tensor.view(target.block)
     tile.check_fenced()
 

@@ -166,7 +166,10 @@ def load_dout(desc, memory, head, start, place, step):
 
 @gluon.jit
 def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
-    """Load queries and their rows, which the pass before has made."""
+    """Load queries and their rows, which the pass before has made.
+
+    Queries come first where that is not waited for yet; elsewhere consumers of unequal lengths would spill for that order.
+    """
     row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
     if T.begins_early:
         tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
