@@ -23,7 +23,7 @@ from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import check_tensors
+from flashtile.torch.inputs import addresses_of, check_tensors, strides_of
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -133,7 +133,7 @@ class PreparedCall:
         self.bound_backward: dict[Any, Bound] = {}
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
-        self.direct: dict[Any, tuple[Replay, list[int | None]]] = {}  # of backwards: replays, and which outputs
+        self.direct: dict[Any, tuple[Replay, list[int | None] | None]] = {}  # of backwards: replay; which outputs, if not all
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -169,7 +169,8 @@ class PreparedCall:
         if replay is not None and replay.outputs is not None:
             if self.packing is not APART:
                 packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
-            return replay.direct((*packs, *others), whole)
+            inputs = *packs, *others
+            return replay.direct(inputs, addresses_of(inputs), whole)
         tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
@@ -186,18 +187,22 @@ class PreparedCall:
             if dlse is None:
                 return (None,) * first_kept
             dout = torch.zeros((), dtype=saved[0].dtype, device=saved[0].device).expand(saved[first_kept].shape)
-        arriving = (dout,) if dlse is None else (dout, dlse)
-        inputs = (*saved, *[t.resolve_neg() if t.is_neg() else t for t in arriving])
+        dout = dout.resolve_neg() if dout.is_neg() else dout
+        inputs = (*saved, dout)
+        if dlse is not None:
+            inputs = (*inputs, dlse.resolve_neg() if dlse.is_neg() else dlse)
         deterministic = self.options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         key: Any = None
         if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
-            key = needs, deterministic, _alignment(*inputs), *[t.stride() for t in inputs]
+            addresses = addresses_of(inputs)
+            key = needs, deterministic, _alignment(addresses), *strides_of(inputs)
             direct = self.direct.get(key)
             if direct is not None:
-                made = direct[0].direct(inputs)
-                return tuple([None if i is None else made[i] for i in direct[1]])
+                replay, places = direct
+                made = replay.direct(inputs, addresses)
+                return tuple(made) if places is None else tuple([None if i is None else made[i] for i in places])
         wanted, names = self.wished.get(needs) or self.wish(needs)
         packs, others = tuple(saved[:count]), saved[count:first_kept]
         tensors = self.tensors(packs, others)
@@ -206,7 +211,8 @@ class PreparedCall:
         given = [None if name is None else tensors[name] for name in names]
         if key is not None and replay is not None and replay.outputs is not None:
             if all(g is None or g.dtype is t.dtype for g, t in zip(given, saved, strict=False)):
-                self.direct[key] = replay, [None if name is None else replay.made.index(name) for name in names]
+                places = [None if name is None else replay.made.index(name) for name in names]
+                self.direct[key] = replay, None if places == [*range(len(replay.made))] else places
         for i, tensor in enumerate(others, count):
             gradient = given[i]
             given[i] = None if gradient is None else gradient.to(tensor.dtype)
@@ -222,7 +228,7 @@ class PreparedCall:
     def backward(self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool) -> Bound:
         """The binding that has added the gradients to the tensors."""
         given = tensors.values()
-        key = wanted, deterministic, _alignment(*given), *[t.stride() for t in given]
+        key = wanted, deterministic, _alignment(addresses_of(given)), *strides_of(given)
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem
@@ -289,8 +295,8 @@ def prepare(
             plain_mask = predicates.key()
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _alignment(q, k, v), causal, type(causal), plain_mask, scale, type(scale), options,
-            return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
+            q.device, k.device, v.device, _alignment(addresses_of((q, k, v))), causal, type(causal), plain_mask, scale,
+            type(scale), options, return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
         if window is not None:
             key += _exactly(window)
@@ -460,9 +466,9 @@ def _layout(tensor: torch.Tensor) -> Any:
     return tensor.stride(), tensor.data_ptr() & 15
 
 
-def _alignment(*tensors: torch.Tensor) -> Any:
+def _alignment(addresses: Sequence[int]) -> Any:
     """0 when all are 16-byte aligned, which Triton specialises on."""
     bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return tuple([t.data_ptr() & 15 for t in tensors]) if bits & 15 else 0
+    for address in addresses:
+        bits |= address
+    return tuple([address & 15 for address in addresses]) if bits & 15 else 0

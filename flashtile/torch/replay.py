@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashtile.torch.run import Allocation, Bound
 
 SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
+KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger problems the host's time does not count
 MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
 MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
 BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
@@ -27,7 +29,8 @@ BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
 class Replay:
     """A bound plan's launches, by the addresses of its tensors.
 
-    Scratch is one allocation. Argument lists are remembered by stream and the addresses in them: a training loop meets few.
+    Scratch is one allocation, which small problems on the default stream `take`. Argument lists are remembered by
+    stream and the addresses in them: a training loop meets few.
     """
 
     def __init__(self, bound: Bound):
@@ -48,16 +51,17 @@ class Replay:
             used = {name: None for launch in self.launches for name in launch.names}
             self.names = [name for name in used if name not in self.offsets]
 
-    def direct(self, inputs: Sequence[torch.Tensor], whole: bool = True) -> list[Any]:
-        """The plan's outputs, of inputs in the order in which they were bound; unless `whole`, optional outputs are None.
+    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True) -> list[Any]:
+        """The plan's outputs, of inputs (and where they lie) in the order in which they were bound; unless `whole`, optional
+        outputs are None.
 
         Only of plain bindings. It takes half of the host's time of `Bound.run`.
         """
         assert self.outputs is not None
         if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.direct(inputs, whole)
-        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *[t.data_ptr() for t in inputs]]
+                return self.direct(inputs, addresses, whole)
+        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *addresses]
         outputs: list[Any] = []
         for like, make, optional in self.outputs:
             if optional and not whole:
@@ -76,10 +80,18 @@ class Replay:
 
     def launch(self, places: list[int]) -> None:
         """Everything, given the stream and the addresses of `names`."""
-        if self.offsets:
-            scratch = torch.empty_strided((self.scratch_bytes // 4,), (1,), dtype=torch.float32, device=self.device)
-            places.append(scratch.data_ptr())
-        key = tuple(places)
+        if not self.offsets:
+            self.launch_with(tuple(places))
+        elif places[0] or self.scratch_bytes > KEPT_BYTES:
+            scratch = Scratch(self.scratch_bytes, self.device)
+            self.launch_with((*places, scratch.address))
+        else:
+            scratch = take(self.scratch_bytes, self.device)
+            self.launch_with((*places, scratch.address))
+            _kept[self.device].append(scratch)  # what comes next on the stream may have it
+
+    def launch_with(self, key: tuple[int, ...]) -> None:
+        """The same, given also the address of the scratch, if there is any."""
         met = self.known.get(key) or self.fill(key)
         # nobody can capture the default stream, which is 0
         if met.graph is not None and not (key[0] and torch.cuda.is_current_stream_capturing()):
@@ -112,6 +124,29 @@ class Replay:
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
         self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return self.known[places]
+
+
+class Scratch:
+    """Memory that nobody reads after the launches it was made for."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        self.memory = torch.empty_strided((size // 4,), (1,), dtype=torch.float32, device=device)
+        self.address = self.memory.data_ptr()
+
+
+# Of calls on each device's default stream, which run one after another whatever thread makes them. A call takes one and gives
+# it back when all its launches are on the stream, so that there are as many as there were calls under way at one time.
+_kept: defaultdict[torch.device, list[Scratch]] = defaultdict(list)
+
+
+def take(size: int, device: torch.device) -> Scratch:
+    """One that is kept, or, if none is or it is too small, another in its place."""
+    try:
+        scratch = _kept[device].pop()  # two threads never have the same
+    except IndexError:
+        return Scratch(size, device)
+    return scratch if scratch.size >= size else Scratch(size, device)
 
 
 def _output(bound: Bound, allocation: Allocation) -> tuple[int, Callable[[torch.Tensor], torch.Tensor], bool]:

@@ -35,6 +35,7 @@ from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall  # noqa: E402
 from flashtile.plan.device import H100  # noqa: E402
 from flashtile.spec.attention import AttentionProblem  # noqa: E402
+from flashtile.torch.inputs import addresses_of  # noqa: E402
 from flashtile.torch.replay import MEETINGS  # noqa: E402
 from flashtile.torch.run import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
 
@@ -74,8 +75,9 @@ def replayed(plan: Any, file: Path) -> tuple[list[str], list[str], list[str]]:
     assert bound.replay is not None
     (((_, *addresses), met),) = bound.replay.known.items()  # after the stream
     places = {name: Address(address) for name, address in zip(bound.replay.names, addresses, strict=False)}
+    given = tuple(inputs.values())
     with on_card():
-        outputs = bound.replay.direct(tuple(inputs.values()), whole=False)
+        outputs = bound.replay.direct(given, addresses_of(given), whole=False)
     assert [output is None for output in outputs] == [b.name in plan.optional for b in plan.named("output")]
     told = [*inputs.values(), *outputs]
     assert [*bound.replay.known][-1][1 : 1 + len(told)] == tuple(0 if t is None else t.data_ptr() for t in told)
