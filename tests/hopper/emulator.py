@@ -280,6 +280,7 @@ def install(seed: int = 0) -> None:
         gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
         aggregate=unchanged,
         pack=lambda value, dtype: value.to(dtype),
+        add_pairs=lambda a, b: (a.float() + b.float()).to(a.dtype),
         choose_bytes=choose_bytes,
         keep_pairs=keep_pairs,
         keep_singles=keep_singles,

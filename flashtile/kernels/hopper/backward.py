@@ -9,8 +9,6 @@ from flashtile.kernels.hopper.gluon import (
     gluon,
     settled,
     store_wait,
-    tma_add,
-    tma_store,
     uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -18,8 +16,8 @@ from flashtile.kernels.hopper.gluon import (
 from flashtile.kernels.hopper.helping import GIVES, TAKES, add_given, give
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
-from flashtile.kernels.hopper.order import adds_done
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
+from flashtile.kernels.hopper.store_scores import store_scores
 from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
 from flashtile.kernels.hopper.weigh import (
     add_rest,
@@ -50,13 +48,13 @@ def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.conste
 
 
 @gluon.jit
-def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
+def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and, where T.makes_dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
     of the step before to the sum.
 
-    Unless ASKS it needs no mask. Where T.stores_ds the copy engine takes ds to where it belongs. No step before: FIRST. Where
-    T.douts_first dP, which needs no queries, and dk, after which the next ones may come, precede their neighbours.
+    Unless ASKS it needs no mask. No step before: FIRST. Where T.douts_first dP, which needs no queries, and dk, after which the
+    next ones may come, precede their neighbours.
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
@@ -134,8 +132,6 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     fence_async_shared()  # the next queries' rows overwrite what was read, too
     if T.makes_dq:
         memory.to.scores.hand_over(step)
-    if T.stores_ds:
-        give_ds(ds_desc, memory.ds.index(2 * W + step % 2), head, start, first_key, place, T)
     if T.douts_first:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
     if LAGS:
@@ -156,7 +152,7 @@ def step_keys(dk, dv, ds_desc, memory, sum_ptrs, step, place, sizes, work, scale
     elif LAGS:
         dq = warpgroup_mma_wait(PENDING, deps=[dq_token])
     if LAGS:
-        release_ds(memory, step - 1, 1, T)
+        memory.to.scores.release(step - 1)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
     if not T.douts_first:
         dk = settle_dk(warpgroup_mma_wait(0, deps=dk), T)
@@ -171,26 +167,6 @@ def ds_of(memory, place, T: gl.constexpr):
         return memory.ds.index(place).reshape([T.block_q, 64]).permute((1, 0))
     else:
         return memory.ds.index(place)
-
-
-@gluon.jit
-def give_ds(ds_desc, ds, head, start, first_key, place, T: gl.constexpr):
-    """Store ds among all scores' gradients; where T.pairs_ds that of a second batch entry is added to the first's."""
-    if T.pairs_ds:
-        if place.batch == 0:
-            tma_store(ds_desc, [0, head, start, first_key], ds)
-        else:
-            tma_add(ds_desc, [0, head, start, first_key], ds)
-    else:
-        tma_store(ds_desc, [place.batch, head, start, first_key], ds)
-
-
-@gluon.jit
-def release_ds(memory, step, SINCE: gl.constexpr, T: gl.constexpr):
-    """Let go of both consumers' ds of a step; a consumer has stored its own of SINCE steps since."""
-    if T.stores_ds:
-        store_wait(SINCE)
-    memory.to.scores.release(step)
 
 
 @gluon.jit
@@ -334,7 +310,7 @@ def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed
                T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A step of a pass that adds nothing to dq."""
     if T.makes_dk:
-        dk, dv = step_keys(dk, dv, None, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
+        dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
                            MASK)  # fmt: skip
     else:
         dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
@@ -342,7 +318,7 @@ def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
+def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -364,8 +340,6 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
         if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
-        if T.pairs_ds:
-            adds_done(0)  # and all of ds that is to be added to
         if not T.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
@@ -375,19 +349,19 @@ def consume(dk_desc, dv_desc, ds_desc, grads, memory, work, scale, score_args, W
                     dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
                                         MASK)  # fmt: skip
         elif place.visits.end > begin:
-            dk, dv = step_keys(dk, dv, ds_desc, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
+            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
                                T, SCORE, MASK)  # fmt: skip
             low, high = plain(place, sizes, memory, work, begin + 1, T)
             for step in range(begin + 1, low):
-                dk, dv = step_keys(dk, dv, ds_desc, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False,
+                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False,
                                    True, T, SCORE, MASK)  # fmt: skip
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_keys(dk, dv, ds_desc, memory, sums, step, place, sizes, work, scale, score_args, seed, W,
+                    dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W,
                                        False, False, T, SCORE, MASK)  # fmt: skip
             memory.to.scores.wait(place.visits.end - 1)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
-            release_ds(memory, place.visits.end - 1, 0, T)
+            memory.to.scores.release(place.visits.end - 1)
             if T.reports:
                 if place.visits.end - 1 > begin:
                     report_dq(sums, memory, place.visits.end - 2, W, place, sizes, T)
@@ -446,17 +420,18 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         await_stream(not T.sums_dq)
     if not T.copies_dq:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, grads[0][0], counter_ptr, memory, work,
-                    T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, grads[0][0], counter_ptr,
+                    memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
-            (consume, (dk_desc, dv_desc, ds_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, grads[0][0], counter_ptr, memory, work,
-                    T)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
+            (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
+            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, grads[0][0], counter_ptr,
+                    memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+            (store_scores, (ds_desc, memory, work, T)),
+        ][: 5 + T.stores_ds], [4, 1, 1, 1, 1][: 4 + T.stores_ds], [240, 24, 24, 24, 24][: 4 + T.stores_ds])  # fmt: skip

@@ -3,13 +3,14 @@
 from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
 from flashtile.kernels.hopper.helping import GIVES
+from flashtile.kernels.hopper.store_scores import brings_back
 from flashtile.kernels.hopper.ticket import spread, take
 from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
 from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_ptr, counter_ptr, memory, work,
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, sum_ptr, counter_ptr, memory, work,
          T: gl.constexpr):  # fmt: skip
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
 
@@ -20,7 +21,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
     if CLEARS:
         dirty, clean = share_of_sum(sum_desc)
     KEY_TILES: gl.constexpr = T.block_k // 64
-    turn, step, edges = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket, ahead = gl.program_id(0), gl.to_tensor(0)
     if T.resident and T.ragged:  # with their own numbers consumers would spill
         ticket = spread(take(counter_ptr)) * T.tiles_taken
@@ -51,9 +52,19 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, sum_
                     start, masked = place.visit(nth, asked, listed, T)
                     edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
                                       step, edges, T)  # fmt: skip
+                    if T.pairs_ds:
+                        if (place.batch > 0) & brings_back(step):
+                            load_former(ds_desc, memory, head, start, place, former)
+                            former = former + 2
                     if CLEARS:
                         dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                     step = step + 1
+            if T.pairs_ds:
+                if place.batch == 0:
+                    for i in gl.static_range(2):
+                        memory.to.formers.claim(former + i)
+                        memory.to.formers.hand_over(former + i)
+                    former = former + 2
         else:
             while step < place.visits.end:
                 head, start = place.at(step, T)
@@ -146,6 +157,14 @@ def load_bias(desc, memory, head, start, place, step):
     batch, head = gl.minimum(place.batch, desc.shape[0] - 1), gl.minimum(head, desc.shape[1] - 1)  # or one for all of them
     for i in gl.static_range(2):
         tma_load(desc, [batch, head, start, place.column + i * 64], bar, memory.bias.index(i))
+
+
+@gluon.jit
+def load_former(desc, memory, head, start, place, former):
+    """Load what a second entry's ds of a step is added to, once the one loaded before is stored again."""
+    for i in gl.static_range(2):
+        bar = memory.to.formers.acquire(former + i, desc.block_type.nbytes)
+        tma_load(desc, [0, head, start, place.column + i * 64], bar, memory.former.index(i))
 
 
 @gluon.jit

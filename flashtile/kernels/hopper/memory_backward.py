@@ -17,10 +17,11 @@ class Channels:
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
     biases: Channel  # where T.early
+    formers: Channel  # where T.pairs_ds: what lies there, and once a first entry's tile that all of its ds is in memory
     edges: Channel  # by which the loader waits for tiles itself
 
     @gluon.constexpr_function
-    def __init__(self, tickets, keys, queries, douts, scores, sums, biases, edges):
+    def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges):
         self.tickets = tickets
         self.keys = keys
         self.queries = queries
@@ -28,6 +29,7 @@ class Channels:
         self.scores = scores
         self.sums = sums
         self.biases = biases
+        self.formers = formers
         self.edges = edges
 
 
@@ -43,11 +45,12 @@ class Memory:
     ds: gl.shared_memory_descriptor  # of two steps, for each consumer: as `backward.ds_of` says; without dk, room for dv
     shares: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
+    former: gl.shared_memory_descriptor  # likewise where T.pairs_ds: what a second entry's ds is added to
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, ds, shares, bias, steps, to):
+    def __init__(self, k, v, q, dout, rows, ds, shares, bias, former, steps, to):
         self.k = k
         self.v = v
         self.q = q
@@ -56,6 +59,7 @@ class Memory:
         self.ds = ds
         self.shares = shares
         self.bias = bias
+        self.former = former
         self.steps = steps
         self.to = to
 
@@ -80,11 +84,15 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
         sums = make_channel(2, 1)
     if T.sums_dq:
-        scores = make_channel(2, 2, 2)
+        scores = make_channel(2, 2 + T.stores_ds, 2)
     bias, biases = ds, queries
     if T.early >= 0:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
         biases = make_channel(1, 2)
+    former, formers = ds, queries
+    if T.pairs_ds:
+        former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], ds_desc.layout)
+        formers = make_channel(2, 1)
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
@@ -101,15 +109,17 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         ds,
         shares,
         bias,
+        former,
         steps,
         Channels(
-            make_tickets(4 if T.copies_dq else 2, WORDS if T.tells else 1),
+            make_tickets((4 if T.copies_dq else 2) + T.stores_ds, WORDS if T.tells else 1),
             make_channel(1, 2),
             queries,
             make_channel(T.stages_dout, 2),
             scores,
             sums,
             biases,
+            formers,
             make_channel(1, 1),
         ),
     )

@@ -285,6 +285,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
     if launch.parted and columns_of(problem.head_dim_v) < columns_of(problem.head_dim):  # room for more
         launch = replace(launch, stages=2, stages_dout=2)
+    if paired(problem) and not problem.deterministic:  # room for what a second entry's gradient is added to
+        launch = replace(launch, stages=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
     if problem.deterministic and not split:

@@ -18,6 +18,9 @@ def scaled(dk, scale, T: gl.constexpr):
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
     """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
     named_wait(8, 256)
+    if T.stores_ds:  # neither does who stores ds
+        memory.to.scores.claim(place.visits.end)
+        memory.to.scores.claim(place.visits.end + 1)
     first = place.column + W * 64
     if T.parted:
         if T.makes_dk:
