@@ -1,8 +1,9 @@
 """Host time of one eager call, (1, 128, 8, 64) bf16, beside SDPA's flash backend: calls are queued, not waited for.
 
-With --ops that of calls of `flashtile.ops`, eager and under torch.compile.
+With --ops that of calls of `flashtile.ops`, eager and under torch.compile; with --cross backwards of the cross attention that
+the suite cudnn-cross times, beside SDPA's cuDNN backend, in the same process and with what the GPU takes.
 
-python benchmarks/host.py [--ops] [--budget SECONDS] [--output benchmarks/results/host.csv] [--commit HASH]
+python benchmarks/host.py [--ops | --cross] [--budget SECONDS] [--output benchmarks/results/host.csv] [--commit HASH]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +30,18 @@ from flashtile.reference.attention import attention_reference
 SHAPE = (1, 128, 8, 64)
 CALLS, ROUNDS, WARM_CALLS = 200, 15, 100
 WHAT = ("forward", "forward+backward")
+CROSS, KEYS = (1, 2), 1536  # batch sizes of 1024 queries, 16 heads of 64, of which the host takes longer than the GPU
 Call = Callable[[], object]
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Microseconds per call, a burst short enough not to fill the launch queue."""
+def host_us(call: Callable[[], object], waits: bool = False) -> float:
+    """Microseconds per call, a burst short enough not to fill the launch queue; if it `waits`, with what the GPU takes."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
+    if waits:
+        torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
     return elapsed / CALLS * 1e6
@@ -68,6 +73,27 @@ def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
             lambda: torch.autograd.grad(F.scaled_dot_product_attention(qs, ks, vs, is_causal=True), (qg, kg, vg), douts),
         ),
     }
+
+
+def cross_backwards(device: torch.device, batch: int) -> dict[str, Call]:
+    """By name: a backward, of a forward that is done."""
+    shapes = [(batch, seqlen, 16, 64) for seqlen in (1024, KEYS, KEYS)]
+    leaves = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    theirs = [t.detach().transpose(1, 2).requires_grad_() for t in leaves]
+    out, out_of_theirs = flashtile.attention(*leaves), F.scaled_dot_product_attention(*theirs)
+    dout = torch.randn_like(out)
+    calls: dict[str, Call] = {
+        "flashtile": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        "sdpa/cudnn": lambda: torch.autograd.grad(out_of_theirs, theirs, dout.transpose(1, 2), retain_graph=True),
+    }
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    truth = torch.autograd.grad(attention_reference(*exact)[0], exact, dout.double())
+    for name, call in calls.items():
+        for got, right in zip(cast(tuple[torch.Tensor, ...], call()), truth, strict=True):
+            error = ((got if name == "flashtile" else got.transpose(1, 2)).double() - right).norm() / right.norm()
+            if not error.item() < 1e-2:
+                raise ArithmeticError(f"{name} is wrong: {error.item()}")
+    return calls
 
 
 def ops_providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
@@ -107,34 +133,50 @@ def pair(call: Callable[..., object], leaves: tuple[torch.Tensor, ...]) -> tuple
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", action="store_true", help="calls of flashtile.ops in the place of attention")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--ops", action="store_true", help="calls of flashtile.ops in the place of attention")
+    others.add_argument("--cross", action="store_true", help="backwards of cross attention, beside cuDNN's")
     options(parser, "benchmarks/results/host.csv", 60)
     chosen = parser.parse_args()
     need_gpu(parser)
     device = torch.device("cuda", 0)
     record = Record(chosen.output, chosen.budget, {"calls": CALLS, "rounds": ROUNDS, **machine(device, chosen.commit)})
+    peer = "sdpa/cudnn" if chosen.cross else "sdpa/flash"
     times: dict[tuple[str, str], list[float]] = {}
-    with record.attempt(provider="all"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    backend = SDPBackend.CUDNN_ATTENTION if chosen.cross else SDPBackend.FLASH_ATTENTION
+    with record.attempt(provider="all"), sdpa_kernel(backend):
         begun = time.monotonic()
-        named = ops_providers(device) if chosen.ops else providers(device)
-        for forward, both in named.values():
+        named = cross_calls(device) if chosen.cross else calls_of(ops_providers(device) if chosen.ops else providers(device))
+        for call in named.values():
             for _ in range(WARM_CALLS):
-                forward(), both()
+                call()
         torch.cuda.synchronize()
         print(f"compiled and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
         for turn in range(ROUNDS):
             if turn and record.left() < 0:
                 record.leave(f"rounds {turn + 1} to {ROUNDS}")
                 break
-            for name in list(named) if turn % 2 == 0 else list(reversed(named)):
-                for what, call in zip(WHAT, named[name], strict=True):
-                    times.setdefault((name, what), []).append(host_us(call))
+            for key in list(named) if turn % 2 == 0 else list(reversed(named)):
+                times.setdefault(key, []).append(host_us(named[key], chosen.cross))
         for (name, what), taken in times.items():
-            middle, beside = statistics.median(taken), times.get(("sdpa/flash", what))
-            ratio = f", {middle / statistics.median(beside):.2f} x SDPA flash's" if beside else ""
+            middle, beside = statistics.median(taken), times.get((peer, what))
+            ratio = f", {middle / statistics.median(beside):.2f} x {peer}'s" if beside else ""
             print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}){ratio}", flush=True)
             record.add(dict(provider=name, what=what, host_us=round(middle, 2), least_us=round(min(taken), 2)))
     return record.end()
+
+
+def calls_of(providers: dict[str, tuple[Call, Call]]) -> dict[tuple[str, str], Call]:
+    """The calls by provider and by what they do."""
+    return {(name, what): call for name, pair in providers.items() for what, call in zip(WHAT, pair, strict=True)}
+
+
+def cross_calls(device: torch.device) -> dict[tuple[str, str], Call]:
+    """The same of `cross_backwards`."""
+    found: dict[tuple[str, str], Call] = {}
+    for batch in CROSS:
+        found |= {(name, f"backward of batch {batch}"): call for name, call in cross_backwards(device, batch).items()}
+    return found
 
 
 if __name__ == "__main__":
