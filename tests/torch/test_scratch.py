@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from threading import Thread
 
 import pytest
 import torch
@@ -23,14 +25,14 @@ def kept() -> list[int]:
     return [scratch.address for scratch in replay._kept[CPU]]  # pyright: ignore[reportPrivateUsage]
 
 
-def given(size: int, stream: int = 0, meanwhile: Callable[[], object] = lambda: None) -> int:
+def given(size: int, stream: int = 0, meanwhile: Callable[[int], object] = lambda _: None) -> int:
     """The address of the scratch that a call of this many bytes launches with, and what happens before its last launch."""
     made, seen = object.__new__(Replay), list[int]()
     made.device, made.offsets, made.scratch_bytes = CPU, {"sum": 0}, size
 
     def launch_with(key: tuple[int, ...]) -> None:
         seen.append(key[-1])
-        meanwhile()
+        meanwhile(key[-1])
 
     made.launch_with = launch_with  # pyright: ignore[reportAttributeAccessIssue]
     made.launch([stream, 1, 2])
@@ -50,7 +52,7 @@ def test_a_larger_call_s_replaces_it() -> None:
 
 def test_a_call_amid_another_s_launches_has_its_own() -> None:
     others: list[int] = []
-    first = given(1024, meanwhile=lambda: others.append(given(1024)))
+    first = given(1024, meanwhile=lambda _: others.append(given(1024)))
     assert others != [first]
     assert sorted(kept()) == sorted([first, *others])
 
@@ -61,8 +63,27 @@ def test_other_streams_and_large_problems_keep_none(size: int, stream: int) -> N
     assert kept() == []
 
 
+def test_threads_never_have_the_same() -> None:
+    busy, twice = set[int](), list[int]()
+
+    def use(address: int) -> None:
+        if address in busy:
+            twice.append(address)
+        busy.add(address)
+        time.sleep(1e-4)  # others come
+        busy.discard(address)
+
+    threads = [Thread(target=lambda: [given(1024, meanwhile=use) for _ in range(100)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert twice == []
+    assert 1 < len(kept()) <= len(threads)
+
+
 def test_a_call_that_fails_loses_only_its_own() -> None:
-    def fails() -> None:
+    def fails(_: int) -> None:
         raise RuntimeError
 
     given(1024)
