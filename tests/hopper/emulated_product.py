@@ -16,20 +16,12 @@ import torch
 from torch.nn.functional import gelu
 
 from tests.hopper.emulated import error, poisoned, report
-from tests.hopper.emulator import replace as put
-from tests.hopper.machine import Memory
 
 # isort: split
 from flashtile.kernels.hopper import product
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import H100
 from flashtile.torch.run import Bound
-
-
-def cut(tile: Memory) -> Memory:
-    """The strips of a tile: swizzled memory is row by row here."""
-    rows, columns = tile.shape
-    return Memory(tile.tensor.view(rows // 16, 16, columns // 64, 64).permute(2, 0, 1, 3).reshape(-1, 16, 64))
 
 
 def assess(case: dict[str, Any]) -> dict[str, float]:
@@ -69,5 +61,4 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    put(product, cut=cut)
     report(assess)

@@ -171,6 +171,12 @@ def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -
     return Memory(flat[:count].view(shape))
 
 
+def strips(tile: Memory, rows: int) -> Memory:
+    """The strips of a tile: swizzled memory is row by row here."""
+    down, across = tile.shape[0] // rows, tile.shape[1] // 64
+    return Memory(tile.tensor.view(down, rows, across, 64).permute(2, 0, 1, 3).reshape(-1, rows, 64))
+
+
 def abreast(tiles: Memory, pair: Any, rows: int, columns: int) -> Memory:
     return Abreast(tiles.tensor[2 * int(pair) : 2 * int(pair) + 2].view(2, rows, columns))
 
@@ -292,9 +298,11 @@ def install(seed: int = 0) -> None:
         **{word.__name__: word for word in WORDS},
     )
     from flashtile.kernels.hopper import order, ticket
+    from flashtile.kernels.hopper import strips as of_strips
     from flashtile.kernels.lib import stream
 
     replace(ticket, take=take)
+    replace(of_strips, strips=strips)
     replace(stream, await_stream=lambda soon=True: here().await_stream(), let_next=lambda: None)
     replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, adds_done=store_wait)
 

@@ -16,13 +16,13 @@ from flashtile.kernels.hopper.gluon import (
     gl,
     gluon,
     pack,
-    recast,
     settled,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.layouts import column_layout, matrix_layout
+from flashtile.kernels.hopper.strips import WIDTH, strips
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.gelu import CUBIC, RISE
 from flashtile.kernels.lib.stream import await_stream
@@ -30,7 +30,7 @@ from flashtile.plan.call import Descriptor, KernelCall, Pointer, Strides
 from flashtile.plan.device import Device
 
 DEPTH = 64  # of a stage: 128 bytes, the widest that the matrix unit's swizzled operands are
-STRIP, WIDTH = gl.constexpr(16), gl.constexpr(64)  # what a warp finishes at a time, as wide for the same reason
+STRIP = gl.constexpr(16)  # rows that a warp finishes at a time
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ def activate(pre_ptr, out_ptr, memory, use, row, column, size, group,
     """Store GELU of COUNT strips of what a consumer leaves, and, if that is wanted, themselves as pre."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     memory.results.wait(use)
-    strips = cut(memory.sums.index(group))
+    parts = strips(memory.sums.index(group), STRIP)
     for i in range(COUNT):
-        pre = strips.index(FIRST + i).load(LAYOUT)
+        pre = parts.index(FIRST + i).load(LAYOUT)
         top, left = corner(row, column, i, DOWN)
         start, at, inside = whereabouts(top, left, size, LAYOUT)
         if pre_ptr is not None:
@@ -215,14 +215,14 @@ def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column
     ahead = load_strip(pre_ptr, row + STRIP, column, size, LAYOUT)
     total = gl.zeros([4, WIDTH], gl.float32, LAYOUT)  # pyright: ignore[reportCallIssue]
     memory.results.wait(use)
-    strips = cut(memory.sums.index(group))
+    parts = strips(memory.sums.index(group), STRIP)
     for i in range(COUNT):
         x = here.to(gl.float32)
         here = ahead
         if i + 2 < COUNT:
             top, left = corner(row, column, i + 2, DOWN)
             ahead = load_strip(pre_ptr, top, left, size, LAYOUT)
-        result = strips.index(FIRST + i).load(LAYOUT).to(gl.float32) * gelu_slope(x)
+        result = parts.index(FIRST + i).load(LAYOUT).to(gl.float32) * gelu_slope(x)
         top, left = corner(row, column, i, DOWN)
         start, at, inside = whereabouts(top, left, size, LAYOUT)
         gl.store(out_ptr + start + at, result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -261,14 +261,6 @@ def whereabouts(row, column, size, LAYOUT: gl.constexpr):
 def fold(x, LAYOUT: gl.constexpr):
     """Sums of a strip's rows, of each fourth: those that a thread holds."""
     return gl.convert_layout(gl.sum(gl.reshape(x, [STRIP // 4, 4, WIDTH]), 0), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def cut(tile):
-    """A tile's strips, column after column, as a swizzled tile has them in memory."""
-    COUNT: gl.constexpr = tile.shape[0] // STRIP * (tile.shape[1] // WIDTH)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, WIDTH], tile.dtype)
-    return recast(tile, tile.dtype, [COUNT, STRIP, WIDTH], SHARED)
 
 
 @gluon.jit

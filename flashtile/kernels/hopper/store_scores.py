@@ -1,10 +1,9 @@
 """The way of the scores' gradients from shared memory to memory."""
 
-from flashtile.kernels.hopper.gluon import add_pairs, fence_async_shared, gl, gluon, recast, store_wait, tma_add, tma_store
+from flashtile.kernels.hopper.gluon import add_pairs, fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
 from flashtile.kernels.hopper.order import adds_done
+from flashtile.kernels.hopper.strips import strips
 from flashtile.kernels.hopper.visit import find, meeting
-
-STRIP = gl.constexpr(8)  # rows that the warp adds at a time: as many as the swizzle repeats itself after
 
 
 @gluon.jit
@@ -29,7 +28,7 @@ def store_scores(ds_desc, memory, work, T: gl.constexpr):
                 elif brings_back(step):
                     for i in gl.static_range(2):
                         memory.to.formers.wait(former + i)
-                        add_to(memory.former.index(i), memory.ds.index(2 * i + step % 2))
+                        add_to(memory.former.index(i), memory.ds.index(2 * i + step % 2), T)
                         fence_async_shared()
                         tma_store(ds_desc, [0, head, start, place.column + i * 64], memory.former.index(i))
                     memory.to.scores.release(step)
@@ -74,17 +73,9 @@ def store_both(desc, ds, step, batch, head, start, place, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def add_to(sum_tile, tile):
+def add_to(sum_tile, tile, T: gl.constexpr):
     """Add a tile of 16 bits to another one."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    sums, others = strips(sum_tile), strips(tile)
+    sums, others = strips(sum_tile.reshape([T.block_q, 64]), 8), strips(tile.reshape([T.block_q, 64]), 8)
     for i in range(sums.shape[0]):
         sums.index(i).store(add_pairs(sums.index(i).load(LAYOUT), others.index(i).load(LAYOUT)))
-
-
-@gluon.jit
-def strips(tile):
-    """A swizzled tile of 64 columns as strips of its rows."""
-    COUNT: gl.constexpr = tile.shape[2] // STRIP
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, 64], tile.dtype)
-    return recast(tile, tile.dtype, [COUNT, STRIP, 64], SHARED)
