@@ -23,14 +23,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
+from benchmarks.hopper_backward import draw
 from benchmarks.record import Record, machine, need_gpu, options
 from flashtile import ops
+from flashtile.bench.cases import suite_named
 from flashtile.reference.attention import attention_reference
+from flashtile.spec.attention import AttentionProblem
 
 SHAPE = (1, 128, 8, 64)
 CALLS, ROUNDS, WARM_CALLS = 200, 15, 100
 WHAT = ("forward", "forward+backward")
-CROSS, KEYS = (1, 2), 1536  # batch sizes of 1024 queries, 16 heads of 64, of which the host takes longer than the GPU
+CROSS = suite_named("cudnn-cross").cases[:2]  # backwards of which the host takes longer than the GPU
 Call = Callable[[], object]
 
 
@@ -47,6 +50,13 @@ def host_us(call: Callable[[], object], waits: bool = False) -> float:
     return elapsed / CALLS * 1e6
 
 
+def check(name: str, made: torch.Tensor, exact: torch.Tensor) -> None:
+    """Raise ArithmeticError unless a provider's result is right."""
+    error = ((made.double() - exact).norm() / exact.norm()).item()
+    if not error < 1e-2:
+        raise ArithmeticError(f"{name} is wrong: {error}")
+
+
 def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
     """By name: a forward, and a forward with its backward."""
     q, k, v = (torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -55,14 +65,8 @@ def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
     qs, ks, vs = (t.transpose(1, 2) for t in (qg, kg, vg))
     dout, douts = torch.randn_like(q), torch.randn_like(qt)
     exact = attention_reference(q.double(), k.double(), v.double(), causal=True)[0]
-
-    def right(name: str, out: torch.Tensor) -> None:
-        error = ((out.double() - exact).norm() / exact.norm()).item()
-        if not error < 1e-2:
-            raise ArithmeticError(f"{name} is wrong: {error}")
-
-    right("flashtile", flashtile.attention(q, k, v, causal=True))
-    right("sdpa/flash", F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2))
+    check("flashtile", flashtile.attention(q, k, v, causal=True), exact)
+    check("sdpa/flash", F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2), exact)
     return {
         "flashtile": (
             lambda: flashtile.attention(q, k, v, causal=True),
@@ -75,13 +79,12 @@ def providers(device: torch.device) -> dict[str, tuple[Call, Call]]:
     }
 
 
-def cross_backwards(device: torch.device, batch: int) -> dict[str, Call]:
+def cross_backwards(problem: AttentionProblem, device: torch.device) -> dict[str, Call]:
     """By name: a backward, of a forward that is done."""
-    shapes = [(batch, seqlen, 16, 64) for seqlen in (1024, KEYS, KEYS)]
-    leaves = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    drawn = draw(problem, device)
+    leaves, dout = [drawn[name].requires_grad_() for name in "qkv"], drawn["dout"]
     theirs = [t.detach().transpose(1, 2).requires_grad_() for t in leaves]
     out, out_of_theirs = flashtile.attention(*leaves), F.scaled_dot_product_attention(*theirs)
-    dout = torch.randn_like(out)
     calls: dict[str, Call] = {
         "flashtile": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         "sdpa/cudnn": lambda: torch.autograd.grad(out_of_theirs, theirs, dout.transpose(1, 2), retain_graph=True),
@@ -89,10 +92,8 @@ def cross_backwards(device: torch.device, batch: int) -> dict[str, Call]:
     exact = [t.detach().double().requires_grad_() for t in leaves]
     truth = torch.autograd.grad(attention_reference(*exact)[0], exact, dout.double())
     for name, call in calls.items():
-        for got, right in zip(cast(tuple[torch.Tensor, ...], call()), truth, strict=True):
-            error = ((got if name == "flashtile" else got.transpose(1, 2)).double() - right).norm() / right.norm()
-            if not error.item() < 1e-2:
-                raise ArithmeticError(f"{name} is wrong: {error.item()}")
+        for made, right in zip(cast(tuple[torch.Tensor, ...], call()), truth, strict=True):
+            check(name, made if name == "flashtile" else made.transpose(1, 2), right)
     return calls
 
 
@@ -174,8 +175,9 @@ def calls_of(providers: dict[str, tuple[Call, Call]]) -> dict[tuple[str, str], C
 def cross_calls(device: torch.device) -> dict[tuple[str, str], Call]:
     """The same of `cross_backwards`."""
     found: dict[tuple[str, str], Call] = {}
-    for batch in CROSS:
-        found |= {(name, f"backward of batch {batch}"): call for name, call in cross_backwards(device, batch).items()}
+    for problem in CROSS:
+        what = f"backward of batch {problem.batch}"
+        found |= {(name, what): call for name, call in cross_backwards(problem, device).items()}
     return found
 
 

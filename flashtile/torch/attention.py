@@ -23,11 +23,11 @@ from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import addresses_of, check_tensors, strides_of
+from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
-from flashtile.torch.replay import Replay
+from flashtile.torch.replay import Replay, addresses_of
 from flashtile.torch.run import DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
@@ -197,7 +197,7 @@ class PreparedCall:
         key: Any = None
         if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
             addresses = addresses_of(inputs)
-            key = needs, deterministic, _alignment(addresses), *strides_of(inputs)
+            key = needs, deterministic, _alignment(addresses), *map(torch.Tensor.stride, inputs)
             direct = self.direct.get(key)
             if direct is not None:
                 replay, places = direct
@@ -228,7 +228,7 @@ class PreparedCall:
     def backward(self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool) -> Bound:
         """The binding that has added the gradients to the tensors."""
         given = tensors.values()
-        key = wanted, deterministic, _alignment(addresses_of(given)), *strides_of(given)
+        key = wanted, deterministic, _alignment(addresses_of(given)), *map(torch.Tensor.stride, given)
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,13 +41,3 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
     for axis, name in ((1, "seqlen"), (2, "heads")):
         if v.shape[axis] != k.shape[axis]:
             raise InvalidProblem(f"v has {name} {v.shape[axis]} and k has {k.shape[axis]}; they must be equal.")
-
-
-def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where they lie."""
-    return [*map(torch.Tensor.data_ptr, tensors)]
-
-
-def strides_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
-    """How they lie there."""
-    return [*map(torch.Tensor.stride, tensors)]

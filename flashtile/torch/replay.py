@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -82,12 +82,11 @@ class Replay:
         """Everything, given the stream and the addresses of `names`."""
         if not self.offsets:
             self.launch_with(tuple(places))
-        elif places[0] or self.scratch_bytes > KEPT_BYTES:
-            scratch = Scratch(self.scratch_bytes, self.device)
-            self.launch_with((*places, scratch.address))
-        else:
-            scratch = take(self.scratch_bytes, self.device)
-            self.launch_with((*places, scratch.address))
+            return
+        keeps = not places[0] and self.scratch_bytes <= KEPT_BYTES  # on the default stream, which is 0
+        scratch = (take if keeps else Scratch)(self.scratch_bytes, self.device)
+        self.launch_with((*places, scratch.address))
+        if keeps:
             _kept[self.device].append(scratch)  # what comes next on the stream may have it
 
     def launch_with(self, key: tuple[int, ...]) -> None:
@@ -124,6 +123,11 @@ class Replay:
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
         self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return self.known[places]
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where they lie."""
+    return [*map(torch.Tensor.data_ptr, tensors)]
 
 
 class Scratch:

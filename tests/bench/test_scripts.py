@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "cpu": (["--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
     "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
+    "host --cross": (["--cross"], dict(CROSS=TINY, CALLS=1, ROUNDS=1, WARM_CALLS=1), 2),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 

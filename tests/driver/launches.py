@@ -35,8 +35,7 @@ from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall  # noqa: E402
 from flashtile.plan.device import H100  # noqa: E402
 from flashtile.spec.attention import AttentionProblem  # noqa: E402
-from flashtile.torch.inputs import addresses_of  # noqa: E402
-from flashtile.torch.replay import MEETINGS  # noqa: E402
+from flashtile.torch.replay import MEETINGS, addresses_of  # noqa: E402
 from flashtile.torch.run import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from threading import Thread
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_kept", type(replay._kept)(list))  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(replay, "_kept", defaultdict(list))
 
 
 def kept() -> list[int]:
