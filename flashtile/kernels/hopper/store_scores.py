@@ -11,8 +11,7 @@ def store_scores(ds_desc, memory, work, T: gl.constexpr):
     """The warp that takes ds of both consumers, which lies queries x keys, to where it belongs, by the copy engine.
 
     Where T.pairs_ds that of a second batch entry is added to the first's: by L2 in one step, and in the next one here, to what
-    the loader has brought back. L2 takes longer than a step to add, the way back and forth longer than one, too, and neither
-    longer than two.
+    the loader has brought back. Either alone makes every step wait for it (docs/hopper.md, a bias's gradient).
     """
     turn, step, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
