@@ -60,6 +60,7 @@ class Variant:
 
 
 D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
+D192 = replace(D256, stages=2, stages_dout=2)  # as `choose_backward` has it where values are narrower
 VARIANTS = {
     "64": Variant(64, D64),
     "64-launched": Variant(64, replace(D64, resident=False)),
@@ -74,6 +75,9 @@ VARIANTS = {
     "256-launched": Variant(256, replace(D256, resident=False)),
     "256-deterministic": Variant(256, D256, True),
     "256-split": Variant(256, D256, True, True),
+    "256-lagging": Variant(256, replace(D256, lags_dv=True)),
+    "192": Variant(192, D192),
+    "192-lagging": Variant(192, replace(D192, lags_dv=True)),
 }
 
 # batch x seqlen_q x heads_q, seqlen_k x heads_kv, dtype and mask, and whether lse has a gradient
@@ -87,7 +91,11 @@ CHECKS = (
 LIMITS = {"bf16": 1.2e-2, "fp16": 2e-3}  # of a gradient's norm: twice what rounding alone costs
 
 # batch x seqlen x heads, by head dim; each with and without a causal mask
-TIMED = {64: ("4x4096x32", "16x1024x32"), 128: ("4x4096x16", "16x1024x16"), 256: ("4x4096x8", "16x1024x8")}
+TIMED = {
+    64: ("4x4096x32", "16x1024x32"), 128: ("4x4096x16", "16x1024x16"),
+    192: ("4x4096x16", "16x1024x16"), 256: ("4x4096x8", "16x1024x8"),
+}  # fmt: skip
+VALUES = {192: 128}  # head dims of values that are not those of keys
 PARTS = ("rows", "keys", "dq")  # the calls of a plan
 CUDNN = "sdpa/cudnn"
 
@@ -95,7 +103,7 @@ CUDNN = "sdpa/cudnn"
 def checked(head_dim: int) -> Iterator[tuple[AttentionProblem, bool]]:
     """Small problems, and whether lse has a gradient."""
     for queries, keys, rest, dlse in CHECKS:
-        yield AttentionProblem.parse(f"attention(q={queries}x{head_dim},kv={keys}x{head_dim},{rest})"), dlse
+        yield spelled(queries, keys, head_dim, rest), dlse
 
 
 def timed(head_dim: int) -> Iterator[AttentionProblem]:
@@ -103,7 +111,11 @@ def timed(head_dim: int) -> Iterator[AttentionProblem]:
     for sizes in TIMED[head_dim]:
         keys = sizes.partition("x")[2]
         for band in ("", ",band=:0"):
-            yield AttentionProblem.parse(f"attention(q={sizes}x{head_dim},kv={keys}x{head_dim},bf16{band})")
+            yield spelled(sizes, keys, head_dim, f"bf16{band}")
+
+
+def spelled(queries: str, keys: str, head_dim: int, rest: str) -> AttentionProblem:
+    return AttentionProblem.parse(f"attention(q={queries}x{head_dim},kv={keys}x{VALUES.get(head_dim, head_dim)},{rest})")
 
 
 def draw(problem: AttentionProblem, device: torch.device) -> Tensors:

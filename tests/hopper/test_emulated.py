@@ -68,6 +68,7 @@ class Tile:
 
 
 SMALL = dict(block_q=64)
+LAGGING = dict(lags_dv=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -117,6 +118,8 @@ BACKWARD = {
         Tile((*FEW, LEFT), 192, 128),
         Tile((CAUSAL, UNSEEN_QUERIES, SHARED_HEADS), 192, 128, deterministic=True),
         Tile((CAUSAL,), 200, 72),
+        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 256, launch=LAGGING),
+        Tile((CAUSAL, TINY, GROUPED), 192, 128, launch=LAGGING),
     ),
 }
 

@@ -259,23 +259,27 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
-            T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """`step_keys` of a pass with dv alone.
+def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, FIRST: gl.constexpr,
+            ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """`step_keys` of a pass with dv alone, less its last product: (dv, what that takes of `gain`).
+
+    Unless FIRST dv gains what the step before left, under the product of this one's scores.
 
     Before queries are let go of there is a fence, for the next ones' rows overwrite what was read. It stands under the product
     unless modifiers follow this: among their loads and curves ptxas then leaves out waits (`export/hazards.py`).
     """
+    LAGS: gl.constexpr = not FIRST  # pyright: ignore[reportAssignmentType]
     RESTS: gl.constexpr = not (T.modified or T.curved or T.late)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
     q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, T.columns])
-    dout = memory.dout.index(memory.to.douts.at(step)).reshape([BLOCK_Q, T.columns_v])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
 
     head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
     raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
+    if LAGS:
+        dv_token = multiply_dv(weights, dv, memory, step - 1, T)
     drawn = ()
     if T.dropout:
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
@@ -285,7 +289,7 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if RESTS:
         fence_async_shared()
-    raw = warpgroup_mma_wait(0, deps=[raw_token])
+    raw = warpgroup_mma_wait(1 if LAGS else 0, deps=[raw_token])
     if RESTS:
         memory.to.queries.release(step)
     if T.modified:
@@ -295,13 +299,47 @@ def step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl
         if T.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p, _ = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
+    if LAGS:
+        dv = warpgroup_mma_wait(0, deps=[dv_token])
+        memory.to.douts.release(step - 1)
     weights = gl.convert_layout(weighed(p, drawn, seed, memory.q.dtype, T), operand_layout(T.columns_v))
     if not RESTS:
         fence_async_shared()
         memory.to.queries.release(step)
+    return dv, weights
+
+
+@gluon.jit
+def multiply_dv(weights, dv, memory, step, T: gl.constexpr):
+    """Begin to add to dv what a step's probabilities weigh."""
+    dout = memory.dout.index(memory.to.douts.at(step)).reshape([T.block_q, T.columns_v])
     memory.to.douts.wait(step)
-    dv = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, dout, dv, is_async=True)])
+    return warpgroup_mma(weights, dout, dv, is_async=True)
+
+
+@gluon.jit
+def gain(dv, weights, memory, step, T: gl.constexpr):
+    """dv with what a step's probabilities weigh."""
+    dv = warpgroup_mma_wait(0, deps=[multiply_dv(weights, dv, memory, step, T)])
     memory.to.douts.release(step)
+    return dv
+
+
+@gluon.jit
+def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W: gl.constexpr, T: gl.constexpr,
+              SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """dv of a tile by steps that lag."""
+    if place.visits.end > begin:
+        dv, weights = step_dv(dv, (), memory, begin, place, sizes, work, scale, score_args, seed, W, True, True, T, SCORE, MASK)
+        low, high = plain(place, sizes, memory, work, begin + 1, T)
+        for step in range(begin + 1, low):
+            dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, False, True, T,
+                                  SCORE, MASK)  # fmt: skip
+        if T.splits:
+            for step in range(low, high):
+                dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, False, False,
+                                      T, SCORE, MASK)  # fmt: skip
+        dv = gain(dv, weights, memory, place.visits.end - 1, T)
     return dv
 
 
@@ -313,7 +351,8 @@ def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed
         dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
                            MASK)  # fmt: skip
     else:
-        dv = step_dv(dv, memory, step, place, sizes, work, scale, score_args, seed, W, ASKS, T, SCORE, MASK)
+        dv, weights = step_dv(dv, (), memory, step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE, MASK)
+        dv = gain(dv, weights, memory, step, T)
     return dk, dv
 
 
@@ -340,7 +379,9 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
-        if not T.sums_dq:
+        if T.lags_dv:
+            dv = gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
+        elif not T.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
                 dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE, MASK)

@@ -30,6 +30,7 @@ class BackwardLaunch:
     swizzle: int = 4  # heads that go together, for the L2 cache
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
+    lags_dv: bool = False  # parted: the pass of dv adds a step's share under the next one's product of scores
 
     @property
     def block_k(self) -> int:
@@ -43,7 +44,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}"]
-        return " ".join([*words, *(w for w in ("parted", "helps") if getattr(self, w))])
+        return " ".join([*words, *(w for w in ("parted", "helps", "lags_dv") if getattr(self, w))])
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class BackwardTile:
     exact: bool = False  # as the portable tile has it: no fp32 here
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
+    lags_dv: bool = False  # of the pass of dv alone: its product stands a step late
 
     @property
     def wide(self) -> bool:
@@ -120,7 +122,8 @@ class BackwardTile:
         """The passes over keys. That of dv also clears the sum to which the other adds dq."""
         if not self.parted:
             return (self,)
-        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), self
+        keys = replace(self, lags_dv=False)
+        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), keys
 
     @property
     def masks(self) -> bool:
@@ -368,6 +371,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         resident=launch.resident,
         helps=launch.helps,
         wave=0 if deterministic else WAVE // p.group,
+        lags_dv=launch.lags_dv,
     )
 
 
