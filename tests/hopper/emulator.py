@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.hopper import language
-from tests.hopper.machine import Abreast, Barrier, Block, Memory, NamedBarrier, Product, extend_tensors, here
+from tests.hopper.machine import Abreast, Barrier, Grid, Memory, NamedBarrier, Product, extend_tensors, here
 
 _DICE = random.Random(0)
 
@@ -38,9 +38,7 @@ class Kernel:
             *args: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, maxnreg: int | None = None, **constants: Any
         ) -> None:
             assert grid[1:] == (1, 1)
-            for index in range(grid[0]):
-                given = [argument(a) for a in args]
-                Block(index, grid[0], _DICE).run(lambda given=given: self.fn(*given, **constants))
+            Grid(grid[0], _DICE).run(lambda: self.fn(*(argument(a) for a in args), **constants))
 
         return launch
 
@@ -205,7 +203,6 @@ def warpgroup_mma_wait(pendings: int, deps: list[Any]) -> Any:
 
 
 def await_turn(lock: language.Pointer, reports: Any) -> None:
-    """Blocks run one after another here: who waits for a later one never goes on."""
     what = f"{int(reports)} reports to lock {int(lock.offset)}"
     here().block.wait(lambda: int(language.load(lock)) == int(reports), what)
 

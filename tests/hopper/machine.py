@@ -1,4 +1,4 @@
-"""A Hopper block on the CPU: roles, barriers, shared memory, bulk copies and products, with everything as late as it may be.
+"""Hopper blocks on the CPU: roles, barriers, shared memory, bulk copies and products, with everything as late as it may be.
 
 Every role is a thread, and one runs at a time: at each barrier, copy and product the first that can goes on, in an order of
 precedence that a seeded die changes now and then. So a run can be repeated, one role may get far ahead of the others, and
@@ -44,6 +44,7 @@ class Role:
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.awaited = block.awaited
+        self.playing = False  # before, the block does what all roles share
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
         self.writes: set[tuple[int, int]] = set()  # since its last fence: where each begins and ends
@@ -57,7 +58,7 @@ class Role:
     def await_stream(self) -> None:
         """The kernel before is done; of a block for all roles that it has later."""
         self.awaited = True
-        if not self.block.running:
+        if not self.playing:
             self.block.awaited = True
 
     def check_awaited(self) -> None:
@@ -78,58 +79,85 @@ def here() -> Role:
 class Block:
     """One program of a grid."""
 
-    def __init__(self, index: int, count: int, dice: random.Random):
-        self.index, self.count, self.dice = index, count, dice
+    def __init__(self, index: int, grid: Grid):
+        self.index, self.grid = index, grid
         self.all_roles: list[Role] = []
-        self.running: list[Role] = []
         self.barriers: list[Barrier] = []
         self.named: dict[int, NamedBarrier] = {}
-        self.failure: BaseException | None = None
         self.awaited = False  # the kernel before
 
-    def run(self, program: Callable[[], None]) -> None:
-        _CURRENT.role = Role(self, "block")
-        program()
-        here().finish()
+    @property
+    def count(self) -> int:
+        return self.grid.count
+
+    def specialise(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Sequence[int]) -> None:
+        """Have (function, arguments) run as roles of so many warps, side by side, once the block has done all else."""
+        for i, ((function, args), count) in enumerate(zip(parts, warps, strict=True)):
+            role = Role(self, f"{function.__name__} {i}", count)
+            self.all_roles.append(role)
+            self.grid.parts.append((role, function, args))
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run, and return when `ready` says so."""
+        role = here()
+        assert role.playing, f"waits for {what} outside of a role"
+        role.ready, role.waits_for = ready, what
+        self.grid.proceed()
+        role.baton.acquire()
+        if self.grid.failure:
+            raise Abandoned
+
+    def pause(self) -> None:
+        """Let others run first, or not. Before roles begin there is nobody to let."""
+        if here().playing:
+            self.wait(lambda: True, "its turn")
+
+    def finish(self) -> None:
+        """A block may leave nothing behind."""
         for barrier in self.barriers:
             assert not barrier.copies, "the block ends with bulk loads that nobody waited for"
 
-    def specialise(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Sequence[int]) -> None:
-        """Run (function, arguments) as roles of so many warps, side by side, to their end."""
-        self.all_roles = [
-            Role(self, f"{function.__name__} {i}", count)
-            for i, ((function, _), count) in enumerate(zip(parts, warps, strict=True))
-        ]
-        self.running = list(self.all_roles)
-        threads = [
-            threading.Thread(target=self._play, args=(role, *part), daemon=True)
-            for role, part in zip(self.all_roles, parts, strict=True)
-        ]
+
+class Grid:
+    """A launch: a FEW blocks side by side, as on a small GPU; more of them one after another, so that who waits for a later one
+    never goes on.
+    """
+
+    FEW = 3
+
+    def __init__(self, count: int, dice: random.Random):
+        self.count, self.dice = count, dice
+        self.parts: list[tuple[Role, Callable[..., None], tuple[Any, ...]]] = []  # of blocks that have begun
+        self.running: list[Role] = []
+        self.failure: BaseException | None = None
+
+    def run(self, program: Callable[[], None]) -> None:
+        blocks = [Block(index, self) for index in range(self.count)]
+        for together in [blocks] if self.count <= self.FEW else [[block] for block in blocks]:
+            for block in together:
+                _CURRENT.role = Role(block, "block")
+                program()
+                here().finish()
+            self._play_all()
+            for block in together:
+                block.finish()
+
+    def _play_all(self) -> None:
+        """Run the roles of all blocks that have begun to their end."""
+        threads = [threading.Thread(target=self._play, args=part, daemon=True) for part in self.parts]
+        self.running = [role for role, *_ in self.parts]
+        self.parts.clear()
         for thread in threads:
             thread.start()
-        self._proceed()
+        self.proceed()
         for thread in threads:
             thread.join()
         if self.failure:
             raise self.failure
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Let others run, and return when `ready` says so."""
-        role = here()
-        assert role in self.running, f"waits for {what} outside of a role"
-        role.ready, role.waits_for = ready, what
-        self._proceed()
-        role.baton.acquire()
-        if self.failure:
-            raise Abandoned
-
-    def pause(self) -> None:
-        """Let others run first, or not. Before roles begin there is nobody to let."""
-        if self.running:
-            self.wait(lambda: True, "its turn")
-
     def _play(self, role: Role, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         _CURRENT.role = role
+        role.playing = True
         role.baton.acquire()
         try:
             if not self.failure:
@@ -138,21 +166,22 @@ class Block:
                 role.finish()
         except Abandoned:
             pass
-        except BaseException as error:  # whatever went wrong in a role went wrong in the block
+        except BaseException as error:  # whatever went wrong in a role went wrong in the launch
             self.failure = self.failure or error
         self.running.remove(role)
-        self._proceed()
+        self.proceed()
 
-    def _proceed(self) -> None:
+    def proceed(self) -> None:
+        """Hand the turn to the first role that can go on."""
         if self.dice.random() < NEW_ORDER:
             self.dice.shuffle(self.running)
-        able = [role for role in self.running if self.failure or role.ready()]
-        if not able and self.running:
+        able = next((role for role in self.running if self.failure or role.ready()), None)
+        if able is None and self.running:
             waiting = "; ".join(f"{role.name} waits for {role.waits_for}" for role in self.running)
-            self.failure = Deadlock(f"block {self.index} of {self.count}: {waiting}")
-            able = self.running
-        if able:
-            able[0].baton.release()
+            self.failure = Deadlock(f"block {self.running[0].block.index} of {self.count}: {waiting}")
+            able = self.running[0]
+        if able is not None:
+            able.baton.release()
 
 
 class Barrier:

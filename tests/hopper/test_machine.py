@@ -1,27 +1,34 @@
-"""The emulated block notices what a GPU would answer with a hang or with wrong numbers."""
+"""The emulated blocks notice what a GPU would answer with a hang or with wrong numbers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from tests.hopper.machine import Barrier, Block, Deadlock, Memory, Product, here
+from tests.hopper.machine import Barrier, Deadlock, Grid, Memory, Product, here
 
 Program = Callable[[], None]
 
 
 def run(*roles: Program, before: Program = lambda: None, seed: int = 0) -> None:
     """A block that prepares and then runs roles side by side."""
-    block = Block(0, 1, random.Random(seed))
+    run_blocks(1, lambda _: roles, before, seed)
+
+
+def run_blocks(
+    count: int, roles: Callable[[int], Sequence[Program]], before: Program = lambda: None, seed: int = 0
+) -> None:  # fmt: skip
+    """So many blocks, and which roles each has."""
 
     def program() -> None:
         before()
-        block.specialise([(role, ()) for role in roles], [4] * len(roles))
+        mine = roles(here().block.index)
+        here().block.specialise([(role, ()) for role in mine], [4] * len(mine))
 
-    block.run(program)
+    Grid(count, random.Random(seed)).run(program)
 
 
 def tile() -> Memory:
@@ -134,3 +141,22 @@ def test_who_has_not_waited_for_the_kernel_before_is_told() -> None:
     run(hasty, before=lambda: here().await_stream())
     with pytest.raises(AssertionError, match="hasty 1 has not waited for the kernel before"):
         run(patient, hasty)
+
+
+@pytest.mark.parametrize(("count", "passes"), [(Grid.FEW, True), (Grid.FEW + 1, False)])
+def test_who_waits_for_a_later_block_goes_on_only_where_all_run_side_by_side(count: int, passes: bool) -> None:
+    done: list[int] = []
+
+    def roles(index: int) -> Sequence[Program]:
+        def waits() -> None:
+            here().block.wait(lambda: index == count - 1 or index + 1 in done, "the block after")
+            done.append(index)
+
+        return (waits,)
+
+    if passes:
+        run_blocks(count, roles)
+        assert done == list(reversed(range(count)))
+    else:
+        with pytest.raises(Deadlock, match=f"block 0 of {count}: waits 0 waits for the block after"):
+            run_blocks(count, roles)
