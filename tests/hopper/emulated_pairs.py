@@ -1,0 +1,86 @@
+"""Runs pair cases of these numbers on Hopper's kernels in the emulator, and prints what is wrong with any, then how many are right.
+
+python -m tests.hopper.emulated_pairs [--stored] [--processes 2] NUMBER ...
+
+FIRST-LAST stands for all numbers between; --stored leaves out those whose backward stores no bias's gradient. Without a GPU
+what `benchmarks/features.py --sections pairs --backend hopper` does on one: all 1,100 take ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+
+@cache
+def prepared() -> Any:
+    """The judge of a case, once the emulator stands under the kernels of this process."""
+    from tests.hopper.emulated import poisoned  # installs the emulator
+
+    # isort: split
+    import torch
+
+    import flashtile.torch.attention
+    from tests.hopper.emulated_cases import SMALL
+    from tests.judge import breaches, expected
+    from tests.pairwise_hopper import HopperCase, results
+
+    torch.set_num_threads(1)
+
+    def judge(case: HopperCase) -> str:
+        tensors = case.tensors(torch.device("cpu"))
+        with (
+            patch.object(torch, "empty_strided", poisoned),
+            patch.object(flashtile.torch.attention, "device_of", lambda _: SMALL),
+        ):
+            made = results(case, tensors)
+        truth, plain = expected(case, tensors)
+        return "; ".join(breaches(case, made, {name: truth[name] for name in made}, plain))
+
+    return judge
+
+
+def judged(number: int, stored: bool) -> tuple[int, str | None]:
+    """(number, what is wrong with its case; None where it is left out)."""
+    judge = prepared()
+
+    # isort: split
+    from flashtile.kernels.hopper.stored import stored as which
+    from tests.pairwise_hopper import cases, problem_of
+
+    (case,) = cases([number])
+    if stored and (not case.gradients or which(problem_of(case)) is None):
+        return number, None
+    try:
+        return number, judge(case)
+    except Exception as problem:  # of a role, or of the plan: it belongs to this case alone
+        return number, f"{type(problem).__name__}: {problem}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="+", metavar="NUMBER")
+    parser.add_argument("--stored", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    chosen = parser.parse_args()
+    bounds = [(int(first), int(last or first)) for first, _, last in (text.partition("-") for text in chosen.numbers)]
+    numbers = [n for first, last in bounds for n in range(first, last + 1)]
+    right, wrong = list[int](), 0
+    with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
+        for number, failure in pool.map(judged, numbers, [chosen.stored] * len(numbers), chunksize=8):
+            if failure:
+                wrong += 1
+                print(f"WRONG {number}: {failure}", flush=True)
+            elif failure is not None:
+                right.append(number)
+    print(f"{len(right)} right, {wrong} wrong")
+    return 1 if wrong or not right else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
