@@ -13,7 +13,7 @@ import pytest
 
 import flashtile
 from flashtile.spec.attention import AttentionProblem
-from tools import evidence
+from tools import evidence, goals
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,11 +44,28 @@ def test_the_support_matrix_is_what_the_backends_say() -> None:
 def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     code = (
         "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
-        "print(replaced(text, short()) == text, full() == (ROOT / 'docs' / 'benchmarks.md').read_text())"
+        "page = lambda name: (ROOT / 'docs' / name).read_text();"
+        "print(replaced(text, short()) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True\n", "run `make docs`"
+    assert done.stdout == "True True True\n", "run `make docs`"
+
+
+def test_a_goal_that_nobody_measured_is_not_reached(tmp_path: Path) -> None:
+    figures = [figure for section in goals.sections(tmp_path) for figure in section.figures]
+    assert len(figures) > 20
+    assert [figure.what for figure in figures if figure.reached] == []
+
+
+def test_a_goal_is_reached_from_its_bound_on(tmp_path: Path) -> None:
+    rows = ["provider,what,host_us,commit"]
+    rows += [f"{who},{what},{us},abc" for what, (mine, theirs) in {"forward": (12, 10), "forward+backward": (12.1, 10)}.items()
+             for who, us in (("flashtile", mine), ("sdpa/flash", theirs))]  # fmt: skip
+    (tmp_path / "host-h100.csv").write_text("\n".join(rows))
+    (host,) = (section for section in goals.sections(tmp_path) if section.files == ("host-h100.csv",))
+    assert [(figure.value, figure.reached) for figure in host.figures] == [(1.2, True), (1.21, False)]
+    assert "1.210 | at most 1.200 | no | abc |" in goals.page(tmp_path)
 
 
 PLAIN = "attention(q=1x128x2x64,kv=128x2x64,bf16)"

@@ -1,6 +1,7 @@
 """Writes the generated parts of the docs: `make docs`.
 
-docs/support.md from what the backends say, README's table and docs/*.png from benchmarks/results/*.csv, nothing by hand.
+docs/support.md from what the backends say, README's table, docs/benchmarks.md, docs/goals.md and docs/*.png from
+benchmarks/results/*.csv, nothing by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flashtile.errors import NotSupported
 from flashtile.export.matrix import TARGETS
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
-from tools import companion_tables, evidence
+from tools import companion_tables, evidence, goals
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,6 +136,7 @@ def replaced(text: str, block: str) -> str:
 def main() -> None:
     (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
     (ROOT / "docs" / "benchmarks.md").write_text(full())
+    (ROOT / "docs" / "goals.md").write_text(goals.page(RESULTS))
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     readme = ROOT / "README.md"

@@ -1,9 +1,9 @@
-"""Runs pair cases of these numbers on Hopper's kernels in the emulator, and prints what is wrong with any, then how many are right.
+"""Runs pair cases on Hopper's kernels in the emulator, prints what is wrong with any, and how many are right.
 
 python -m tests.hopper.emulated_pairs [--stored] [--processes 2] NUMBER ...
 
-FIRST-LAST stands for all numbers between; --stored leaves out those whose backward stores no bias's gradient. Without a GPU
-what `benchmarks/features.py --sections pairs --backend hopper` does on one: all 1,100 take ten minutes on two cores.
+FIRST-LAST stands for all numbers between; --stored leaves out those whose backward stores no bias's gradient. That is without
+a GPU what `benchmarks/features.py --sections pairs --backend hopper` does on one: all 1,100 take ten minutes on two cores.
 """
 
 from __future__ import annotations
