@@ -7,7 +7,9 @@ repeats: forward and deterministic backward of CONFIGURATIONS, again and again o
 bitwise with the first. first: seconds of NEW problems' first forward and first backward, one problem after another, in
 processes that have computed another one before, with an empty disk cache and with what this left. sanitizer: SANITIZED under
 compute-sanitizer's memcheck and racecheck, which must report nothing; and, for what racecheck makes of mbarriers,
-`handover.py`, which has two and nothing else. The exit status is 1 if anything failed.
+`handover.py`, which has two and nothing else. --sanitizer PROGRAM is another compute-sanitizer than PATH's: by its release
+notes that of CUDA 13.0 (2025.3) takes some orders that mbarriers make for races, and 2025.4, 2026.1 and 2026.3 fewer. The exit
+status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from tests.judge import run
 
 TOOLS = ("memcheck", "racecheck")
 HANDOVER = "handover"
+BARRIERS = 128  # more than a block has; compute-sanitizer's own count is of barriers that a compiler of C++ knows
 FIRST_S, WARM_S = 5.0, 0.3  # bars of a first call
 APART: dict[str, Any] = dict(batch=1, seqlen_q=2300, seqlen_k=2300, heads_q=11, heads_kv=11)  # 132 tiles of three warpgroups
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -150,31 +153,36 @@ def ask(*arguments: str, tool: tuple[str, ...] = (), **environment: str) -> str:
 def summary(text: str) -> str:
     """What compute-sanitizer found: between which lines, and how often; nothing where it found nothing."""
     found = Counter[str]()
-    for report in re.split(r"Error: ", text)[1:]:
+    for report in re.split(r"(?:Error|Warning): ", text)[1:]:
         places = dict.fromkeys(re.findall(r"(?:Read|Write) access at \S+ in (\S+:\d+)", report))
         found[" with ".join(places) or report.splitlines()[0]] += 1
     return "; ".join(f"{count} x {places}" for places, count in found.most_common())
 
 
-def sanitized(name: str, tool: str) -> dict[str, str]:
+def sanitized(name: str, tool: str, program: str) -> dict[str, str]:
     """A configuration once under a tool of compute-sanitizer, which ends with status 1 if it has anything to report."""
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        raise RuntimeError("compute-sanitizer is not installed")
-    command = (program, "--tool", tool, "--error-exitcode", "1", "--kernel-regex", "kns=attention_")
-    return {"tool": tool, "summary": ask(str(Path(__file__).resolve()), "--once", name, tool=command).strip().splitlines()[-1]}
+    how = {"tool": tool, "error-exitcode": "1", "num-cuda-barriers": str(BARRIERS), "kernel-regex": "kns=attention_"}
+    command = (program, *(word for name, value in how.items() for word in (f"--{name}", value)))
+    return {"summary": ask(str(Path(__file__).resolve()), "--once", name, tool=command).strip().splitlines()[-1]}
 
 
-def rows_of(section: str, repeats: int, ends: float) -> Iterator[tuple[str, Any]]:
+def version(program: str) -> str:
+    """compute-sanitizer's own."""
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"Version (\S+)", told)
+    return found.group(1) if found else told.strip()
+
+
+def rows_of(section: str, repeats: int, ends: float, sanitizer: str) -> Iterator[tuple[str, Any]]:
     """(configuration, what was found or a Failure) of a section."""
     if section == "repeats":
         found = in_processes(repeated, [(name, repeats) for name in CONFIGURATIONS], ends, 4)
     elif section == "first":
         found = in_processes(first_of, [(name,) for name in NEW], ends, 1)
     else:
-        found = in_processes(sanitized, checks(), ends)
+        found = in_processes(sanitized, [(*check, sanitizer) for check in checks()], ends)
     for job, made in found:
-        yield " ".join(job) if section == "sanitizer" else job[0], made
+        yield " ".join(job[:2]) if section == "sanitizer" else job[0], made
 
 
 def checks() -> list[tuple[str, str]]:
@@ -199,6 +207,7 @@ def main() -> int:
         "--first", choices=list(CONFIGURATIONS), metavar="NAME", help="print the seconds of a configuration's first calls here"
     )
     parser.add_argument("--once", choices=[*CONFIGURATIONS, HANDOVER], metavar="NAME", help="run a configuration once here")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM")
     options(parser, "bench-output/hopper-checks.csv", 240)
     chosen = parser.parse_args()
     need_gpu(parser)
@@ -213,6 +222,11 @@ def main() -> int:
         else:
             print(*first_call(chosen.first))
         return 0
+    tool = ""
+    if "sanitizer" in chosen.sections:
+        if shutil.which(chosen.sanitizer) is None:
+            parser.error(f"there is no {chosen.sanitizer} here: --sanitizer PROGRAM names one, --sections leaves it out")
+        tool = version(chosen.sanitizer)
     record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
     if set(chosen.sections) & {"repeats", "sanitizer"}:
         compile_ahead(warm, [(name,) for name in CONFIGURATIONS], record.left(), 0.4)
@@ -220,12 +234,13 @@ def main() -> int:
         wanted = {"repeats": [*CONFIGURATIONS], "first": NEW.copy(), "sanitizer": [" ".join(check) for check in checks()]}[
             section
         ]
-        for name, made in rows_of(section, chosen.repeats, ends):
+        for name, made in rows_of(section, chosen.repeats, ends, chosen.sanitizer):
             wanted.remove(name)
+            about = {"section": section, "name": name, "tool": tool if section == "sanitizer" else ""}
             if isinstance(made, Failure):
-                record.fail(made.text, section=section, name=name)
+                record.fail(made.text, **about)
             else:
-                row = {"section": section, "name": name, "repeats": chosen.repeats if section == "repeats" else "", **made}
+                row = {**about, "repeats": chosen.repeats if section == "repeats" else "", **made}
                 record.add({**row, "failure": late(made)})
                 print(*row.values(), late(made), flush=True)
         for name in wanted:
