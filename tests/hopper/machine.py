@@ -415,7 +415,7 @@ class Product:
         for operand, before in zip(self.operands, self.issued, strict=True):
             assert torch.equal(_bits(operand), before), "an operand changed while its product was under way"
         a, b = (x.tensor if isinstance(x, Memory) else x for x in self.operands)
-        self.result = a.float() @ b.float()
+        self.result = (a.double() @ b.double()).float()  # on every CPU the same
         if self.start is not None:
             self.result = self.result + (self.start.value if isinstance(self.start, Product) else self.start)
 
