@@ -3,7 +3,7 @@
 python -m tests.hopper.emulated_pairs [--stored] [--processes 2] NUMBER ...
 
 FIRST-LAST stands for all numbers between; --stored leaves out those whose backward stores no bias's gradient. That is without
-a GPU what `benchmarks/features.py --sections pairs --backend hopper` does on one: all 1,100 take ten minutes on two cores.
+a GPU what `benchmarks/features.py --sections pairs --backend hopper` does on one: all 1,100 take twelve minutes on two cores.
 """
 
 from __future__ import annotations
