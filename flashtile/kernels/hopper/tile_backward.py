@@ -31,6 +31,7 @@ class BackwardLaunch:
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
     lags_dv: bool = False  # parted: the pass of dv adds a step's share under the next one's product of scores
+    folds: int = 2  # what the matrix unit adds: nothing, delta, or level, too
 
     @property
     def block_k(self) -> int:
@@ -43,7 +44,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"resident={self.resident}"]
+        words += [f"resident={self.resident}", *([f"folds={self.folds}"] if self.folds < 2 else [])]
         return " ".join([*words, *(w for w in ("parted", "helps", "lags_dv") if getattr(self, w))])
 
 
@@ -68,7 +69,8 @@ class BackwardTile:
     early: int  # which of those that add the copy engine brings to shared memory; -1 if none
     late: bool  # the others add to products that are done, not to what these start from
     modified: bool  # modifiers are applied one by one: probabilities are formed as by the portable kernels
-    folds: bool  # the matrix unit adds delta and, where there is no curve, level
+    folds: bool  # the matrix unit adds delta
+    folds_level: bool  # and level; a curve is taken of the scores without it
     deterministic: bool
     swizzle: int
     ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
@@ -149,11 +151,6 @@ class BackwardTile:
     def tells(self) -> bool:
         """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
         return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modifiers > 0 or self.dropout
-
-    @property
-    def folds_level(self) -> bool:
-        """Whether the matrix unit adds level, too: a curve is taken of the scores without it."""
-        return self.folds and not self.curved
 
     @property
     def adds_first(self) -> bool:
@@ -331,6 +328,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     p = problem
     band = p.band
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
+    folds = 0 if form.prescale or p.dropout is not None or launch.parted else launch.folds
     brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
@@ -350,7 +348,8 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         early=brought,
         late=loads(p, form, brought),
         modified=form.prescale,
-        folds=not form.prescale and p.dropout is None and not launch.parted,
+        folds=folds > 0,
+        folds_level=folds > 1 and not form.curved,
         deterministic=deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
