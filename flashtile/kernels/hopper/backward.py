@@ -58,6 +58,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
+    EARLY: gl.constexpr = T.folds and not (T.folds_level or T.curved) and BLOCK_Q == 64  # level: elsewhere ptxas would spill it
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
@@ -88,6 +89,10 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     if T.reports:
         if step - 1 > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 2, W, place, sizes, T)
+    level = 0.0
+    delta = 0.0
+    if EARLY:
+        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     masked = asks(memory, step, place, start, ASKS, T)
     if T.douts_first:
         dp = warpgroup_mma_wait(2 if T.cut else 1, deps=[dp_token])
@@ -95,9 +100,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         raw = warpgroup_mma_wait(0, deps=[raw_token])
     else:
         raw = warpgroup_mma_wait(2 if T.cut_v else 1, deps=[raw_token])
-    level = 0.0
-    delta = 0.0
-    if not T.folds_level:  # not before: ptxas would spill it
+    if not (T.folds_level or EARLY):
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
