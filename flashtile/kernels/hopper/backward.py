@@ -58,7 +58,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
-    EARLY: gl.constexpr = T.folds and not (T.folds_level or T.curved) and BLOCK_Q == 64  # level: elsewhere ptxas would spill it
+    # Level is loaded under dP's product; with more queries, or a curve, ptxas would spill it there.
+    EARLY: gl.constexpr = T.folds and not (T.folds_level or T.curved) and BLOCK_Q == 64  # pyright: ignore[reportAssignmentType]
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
