@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.bench import report, result
+from tools.companion_tables import Row, read
 
-Row = Mapping[str, str]
 SUITES = ("fa3-paper", "llmc", "triton-tutorial", "cudnn-cross")
 OURS, CUDNN = "flashtile/hopper", "sdpa/cudnn"
 
@@ -66,7 +65,7 @@ def sections(folder: Path) -> Iterator[Section]:
         ("Items of unequal lengths, lists of blocks, poison", "varlen.py", ("varlen-h100.csv",), unequal),
     )
     for title, command, names, figures in scripts:
-        rows = [row for name in names for row in _rows(folder / name)]
+        rows = [row for name in names if (folder / name).exists() for row in read(folder / name)]
         yield Section(title, f"python benchmarks/{command}", names, tuple(figures(rows)))
 
 
@@ -112,6 +111,8 @@ def beside_cudnn(rows: Iterable[report.Row]) -> Iterator[Figure]:
             for row in timed
             if _first(row).direction == direction and _first(row).suite in SUITES
         )
+        if not found:
+            yield Figure(direction, None, 1.0, frozenset())
         below = [cell for cell in found if cell[0] < 1.0]
         for value, cell, commit in below or found[:1]:
             yield Figure(f"{direction}, {'' if below else f'least of {len(found)}: '}{cell}", value, 1.0, frozenset({commit}))
@@ -185,12 +186,13 @@ def pairs(rows: list[Row]) -> Iterator[Figure]:
 def costs(rows: list[Row]) -> Iterator[Figure]:
     """Time of a call over that of the same without the feature."""
     limits = {"bias": 1.35, "bias, gradient": 1.6, "dropout": 1.2, "sink": 1.02, "softcap": 1.15}
-    for row in rows:
-        if row["section"] == "costs" and row["name"] in limits:
-            mask, limit = _mask(row["causal"] == "True"), limits[row["name"]]
-            if row["name"] != "bias, gradient":  # a forward has none
-                yield Figure(f"{row['name']}, forward, {mask}", float(row["forward_ratio"]), limit, _told([row]), True)
-            yield Figure(f"{row['name']}, with backward, {mask}", float(row["both_ratio"]), limit, _told([row]), True)
+    found = {(row["name"], row["causal"] == "True"): row for row in rows if row["section"] == "costs"}
+    for causal in (False, True):
+        for name, limit in limits.items():
+            row = found.get((name, causal))
+            for what, column in (("forward", "forward_ratio"), ("with backward", "both_ratio")):
+                if (name, what) != ("bias, gradient", "forward"):  # which has none
+                    yield Figure(f"{name}, {what}, {_mask(causal)}", row and float(row[column]), limit, _told([row]), True)
 
 
 def unequal(rows: list[Row]) -> Iterator[Figure]:
@@ -217,13 +219,6 @@ def unequal(rows: list[Row]) -> Iterator[Figure]:
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
-
-
-def _rows(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _results(path: Path) -> list[result.Result]:
