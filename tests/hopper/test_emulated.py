@@ -69,7 +69,7 @@ class Tile:
 
 SMALL = dict(block_q=64)
 LAGGING = dict(lags_dv=True)
-DELTA, BARE = dict(folds=1), dict(folds=0)
+DELTA, BARE, JOINED = dict(folds=1), dict(folds=0), dict(folds=1, joined=True, stages=2)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -106,11 +106,11 @@ BACKWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 64, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SMALL),
         Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(SMALL, stages=3, swizzle=2)),
-        *(Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=launch) for launch in (DELTA, BARE)),
+        *(Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=launch) for launch in (DELTA, BARE, JOINED)),
     ),
     "head_dim128": (
         Tile(ALL, 128),
-        *(Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=launch) for launch in (DELTA, BARE)),
+        *(Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=launch) for launch in (DELTA, BARE, JOINED)),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((CAUSAL, MODIFIERS), 80, 40),

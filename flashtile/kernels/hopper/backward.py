@@ -85,7 +85,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     if T.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     if not T.douts_first:
-        memory.to.douts.wait(step)
+        if not T.joined:
+            memory.to.douts.wait(step)
         dp_token = multiply_rows(v, dout, dp, T.folds, T.cut_v)
     if T.reports:
         if step - 1 > place.visits.begin:
@@ -126,7 +127,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(slope, dp, delta, start, first_key, masked, sizes, work.band, T)
-    if not (T.makes_dv or T.douts_first):
+    if not (T.makes_dv or T.douts_first or T.joined):
         memory.to.douts.release(step)
 
     ds = ds.to(dtype)
@@ -152,12 +153,16 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
             dv, dq = warpgroup_mma_wait(PENDING, deps=[dv_token, dq_token])
         else:
             dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
-        memory.to.douts.release(step)
+        if not T.joined:
+            memory.to.douts.release(step)
     elif LAGS:
         dq = warpgroup_mma_wait(PENDING, deps=[dq_token])
     if LAGS:
-        memory.to.scores.release(step - 1)
+        if not T.joined:
+            memory.to.scores.release(step - 1)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
+        if T.joined:  # a word behind another one takes one barrier less
+            memory.to.scores.release(step - 1)
     if not T.douts_first:
         dk = settle_dk(warpgroup_mma_wait(0, deps=dk), T)
         memory.to.queries.release(step)

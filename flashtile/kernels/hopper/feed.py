@@ -170,9 +170,12 @@ def load_former(desc, memory, head, start, place, former):
 @gluon.jit
 def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
     """Load queries, their rows and dout."""
-    bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+    BYTES: gl.constexpr = dout_desc.block_type.nbytes if T.joined else 0  # pyright: ignore[reportAssignmentType]
+    bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes + BYTES)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
-    if not T.douts_first:
+    if T.joined:
+        tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+    elif not T.douts_first:
         load_dout(dout_desc, memory, head, start, place, step)
 
 
@@ -206,7 +209,8 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
     They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
     those without an lse.
     """
-    memory.to.douts.claim(step)
+    if not T.joined:
+        memory.to.douts.claim(step)
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
@@ -221,4 +225,5 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
         blank_strips(memory.dout.index(memory.to.douts.at(step)), first, end, T.block_q, T.columns_v)
     fence_async_shared()
     memory.to.queries.hand_over(step)
-    memory.to.douts.hand_over(step)
+    if not T.joined:
+        memory.to.douts.hand_over(step)

@@ -13,7 +13,7 @@ class Channels:
     tickets: Tickets
     keys: Channel
     queries: Channel
-    douts: Channel
+    douts: Channel  # T.joined: queries, which alone are waited for and let go of
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
     biases: Channel  # where T.early
@@ -115,7 +115,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
             make_tickets((4 if T.copies_dq else 2) + T.stores_ds, WORDS if T.tells else 1),
             make_channel(1, 2),
             queries,
-            make_channel(T.stages_dout, 2),
+            queries if T.joined else make_channel(T.stages_dout, 2),
             scores,
             sums,
             biases,

@@ -32,6 +32,7 @@ class BackwardLaunch:
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
     lags_dv: bool = False  # parted: the pass of dv adds a step's share under the next one's product of scores
     folds: int = 2  # what the matrix unit adds: nothing, delta, or level, too
+    joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
 
     @property
     def block_k(self) -> int:
@@ -45,7 +46,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}", *([f"folds={self.folds}"] if self.folds < 2 else [])]
-        return " ".join([*words, *(w for w in ("parted", "helps", "lags_dv") if getattr(self, w))])
+        return " ".join([*words, *(w for w in ("parted", "helps", "lags_dv", "joined") if getattr(self, w))])
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class BackwardTile:
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
     lags_dv: bool = False  # of the pass of dv alone: its product stands a step late
+    joined: bool = False  # dout has no channel of its own, and other words stand one behind another
 
     @property
     def wide(self) -> bool:
@@ -371,6 +373,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         helps=launch.helps,
         wave=0 if deterministic else WAVE // p.group,
         lags_dv=launch.lags_dv,
+        joined=launch.joined and launch.stages == launch.stages_dout,
     )
 
 
