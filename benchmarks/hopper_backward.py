@@ -121,6 +121,7 @@ def timed(head_dim: int) -> Iterator[AttentionProblem]:
 
 
 def spelled(queries: str, keys: str, head_dim: int, rest: str) -> AttentionProblem:
+    """The problem of these sizes, with values of the head dim that goes with that of keys."""
     return AttentionProblem.parse(f"attention(q={queries}x{head_dim},kv={keys}x{VALUES.get(head_dim, head_dim)},{rest})")
 
 

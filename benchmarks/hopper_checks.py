@@ -163,7 +163,8 @@ def sanitized(name: str, tool: str, program: str) -> dict[str, str]:
     """A configuration once under a tool of compute-sanitizer, which ends with status 1 if it has anything to report."""
     how = {"tool": tool, "error-exitcode": "1", "num-cuda-barriers": str(BARRIERS), "kernel-regex": "kns=attention_"}
     command = (program, *(word for name, value in how.items() for word in (f"--{name}", value)))
-    return {"summary": ask(str(Path(__file__).resolve()), "--once", name, tool=command).strip().splitlines()[-1]}
+    told = ask(str(Path(__file__).resolve()), "--once", name, tool=command)
+    return {"summary": "; ".join(filter(None, (told.strip().splitlines()[-1], summary(told))))}
 
 
 def version(program: str) -> str:

@@ -35,8 +35,10 @@ from flashtile.plan.device import H100
 from flashtile.reference.attention import attention_reference
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import TORCH_DTYPES, Bound
+from tests.hopper.machine import Grid
 
 Tensors = dict[str, torch.Tensor]
+SMALL = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than one tile
 
 
 def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
@@ -45,8 +47,7 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     if case["pass"] == "forward":
         return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
     launch = replace(choose_backward(problem, H100, case["pass"] == "split"), **overrides)
-    few = replace(H100, sm_count=3)  # so that a block computes more than one tile
-    return BACKEND.backward(problem, few, Gradients(dlse=case.get("dlse", False)), case["pass"], launch)
+    return BACKEND.backward(problem, SMALL, Gradients(dlse=case.get("dlse", False)), case["pass"], launch)
 
 
 def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:

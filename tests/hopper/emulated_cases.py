@@ -11,34 +11,38 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from tests.hopper.emulated import poisoned  # installs the emulator
+from tests.hopper.emulated import SMALL, poisoned  # installs the emulator
 
 # isort: split
 
 import flashtile.torch.attention
 from flashtile.errors import NotSupported
-from flashtile.plan.device import H100
+from flashtile.plan.device import H100, Device
 from tests.cases import Case
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE
 
-SMALL = replace(H100, sm_count=3)  # so that a block computes more than one tile
 
-
-def judged(case: Case, backward: bool) -> list[str]:
-    """`assess`, on a device whose memory holds NaN: a small one, except where a case is to be one wave."""
-    device = H100 if "one-wave" in case.name else SMALL
+@contextmanager
+def running_on(device: Device) -> Generator[None, None, None]:
+    """Calls of the public functions are planned for this device, whose memory holds NaN."""
     with (
         patch.object(torch, "empty_strided", poisoned),
         patch.object(flashtile.torch.attention, "device_of", lambda _: device),
     ):
+        yield
+
+
+def judged(case: Case, backward: bool) -> list[str]:
+    """`assess`, on a small device except where a case is to be one wave."""
+    with running_on(H100 if "one-wave" in case.name else SMALL):
         return assess(case, torch.device("cpu"), backward)
 
 

@@ -11,50 +11,34 @@ from __future__ import annotations
 import argparse
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from multiprocessing import get_context
-from typing import Any
-from unittest.mock import patch
+
+import torch
+
+from tests.hopper.emulated_cases import running_on  # installs the emulator, also in every process of the pool
+
+# isort: split
+
+from flashtile.kernels.hopper.stored import stored
+from tests.hopper.emulated import SMALL
+from tests.judge import breaches, expected
+from tests.pairwise_hopper import HopperCase, cases, problem_of, results
 
 
-@cache
-def prepared() -> Any:
-    """The judge of a case, once the emulator stands under the kernels of this process."""
-    from tests.hopper.emulated import poisoned  # installs the emulator
-
-    # isort: split
-    import torch
-
-    import flashtile.torch.attention
-    from tests.hopper.emulated_cases import SMALL
-    from tests.judge import breaches, expected
-    from tests.pairwise_hopper import HopperCase, results
-
+def judge(case: HopperCase) -> str:
+    """What is wrong with a case's results."""
     torch.set_num_threads(1)
-
-    def judge(case: HopperCase) -> str:
-        tensors = case.tensors(torch.device("cpu"))
-        with (
-            patch.object(torch, "empty_strided", poisoned),
-            patch.object(flashtile.torch.attention, "device_of", lambda _: SMALL),
-        ):
-            made = results(case, tensors)
-        truth, plain = expected(case, tensors)
-        return "; ".join(breaches(case, made, {name: truth[name] for name in made}, plain))
-
-    return judge
+    tensors = case.tensors(torch.device("cpu"))
+    with running_on(SMALL):
+        made = results(case, tensors)
+    truth, plain = expected(case, tensors)
+    return "; ".join(breaches(case, made, {name: truth[name] for name in made}, plain))
 
 
-def judged(number: int, stored: bool) -> tuple[int, str | None]:
+def judged(number: int, only_stored: bool) -> tuple[int, str | None]:
     """(number, what is wrong with its case; None where it is left out)."""
-    judge = prepared()
-
-    # isort: split
-    from flashtile.kernels.hopper.stored import stored as which
-    from tests.pairwise_hopper import cases, problem_of
-
     (case,) = cases([number])
-    if stored and (not case.gradients or which(problem_of(case)) is None):
+    if only_stored and (not case.gradients or stored(problem_of(case)) is None):
         return number, None
     try:
         return number, judge(case)

@@ -58,7 +58,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
-    # Level is loaded under dP's product; with more queries, or a curve, ptxas would spill it there.
+    # Level is loaded under dP's product; with more queries ptxas would spill it there. Curves would bear it: not timed.
     EARLY: gl.constexpr = T.folds and not (T.folds_level or T.curved) and BLOCK_Q == 64  # pyright: ignore[reportAssignmentType]
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -268,16 +268,15 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, FIRST: gl.constexpr,
+def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, LAGS: gl.constexpr,
             ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """`step_keys` of a pass with dv alone, less its last product: (dv, what that takes of `gain`).
 
-    Unless FIRST dv gains what the step before left, under the product of this one's scores.
+    Where it LAGS dv gains what the step before left, under the product of this one's scores.
 
     Before queries are let go of there is a fence, for the next ones' rows overwrite what was read. It stands under the product
     unless modifiers follow this: among their loads and curves ptxas then leaves out waits (`export/hazards.py`).
     """
-    LAGS: gl.constexpr = not FIRST  # pyright: ignore[reportAssignmentType]
     RESTS: gl.constexpr = not (T.modified or T.curved or T.late)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
@@ -339,14 +338,16 @@ def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W:
               SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """dv of a tile by steps that lag."""
     if place.visits.end > begin:
-        dv, weights = step_dv(dv, (), memory, begin, place, sizes, work, scale, score_args, seed, W, True, True, T, SCORE, MASK)
+        dv, weights = step_dv(
+            dv, (), memory, begin, place, sizes, work, scale, score_args, seed, W, False, True, T, SCORE, MASK
+        )
         low, high = plain(place, sizes, memory, work, begin + 1, T)
         for step in range(begin + 1, low):
-            dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, False, True, T,
+            dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, True, True, T,
                                   SCORE, MASK)  # fmt: skip
         if T.splits:
             for step in range(low, high):
-                dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, False, False,
+                dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, True, False,
                                       T, SCORE, MASK)  # fmt: skip
         dv = gain(dv, weights, memory, place.visits.end - 1, T)
     return dv
@@ -360,7 +361,7 @@ def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed
         dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
                            MASK)  # fmt: skip
     else:
-        dv, weights = step_dv(dv, (), memory, step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE, MASK)
+        dv, weights = step_dv(dv, (), memory, step, place, sizes, work, scale, score_args, seed, W, False, ASKS, T, SCORE, MASK)
         dv = gain(dv, weights, memory, step, T)
     return dk, dv
 

@@ -13,7 +13,7 @@ class Channels:
     tickets: Tickets
     keys: Channel
     queries: Channel
-    douts: Channel  # T.joined: queries, which alone are waited for and let go of
+    douts: Channel  # where T.joined that of queries, which alone are waited for and let go of
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
     biases: Channel  # where T.early
