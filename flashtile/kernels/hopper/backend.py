@@ -180,13 +180,14 @@ class HopperBackend:
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
         region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
+        flags = tiles // 2 if tile.pairs_ds else 0
         row_region = schedules.of(PADDED_ROWS), region[1]
         rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
         if not tile.ragged:
             rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
-            Buffer("tickets", (tile.counts,), "int32", "scratch"),
+            Buffer("tickets", (tile.counts + flags,), "int32", "scratch"),
         ]
         sums_dq = None
         if not split:
@@ -225,7 +226,7 @@ class HopperBackend:
                 counts["seqlen_q"],
                 counts["heads"],
                 product_scale(p),
-                row_region,
+                (*row_region, flags or None),
             ),
             (("T", tile),),
             ROW_WARPS,

@@ -484,5 +484,5 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
                     memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
-            (store_scores, (ds_desc, memory, work, T)),
+            (store_scores, (ds_desc, grads[0][1], memory, work, T)),
         ][: 5 + T.stores_ds], [4, 1, 1, 1, 1][: 4 + T.stores_ds], [240, 24, 24, 24, 24][: 4 + T.stores_ds])  # fmt: skip

@@ -3,9 +3,10 @@
 from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
 from flashtile.kernels.hopper.helping import GIVES
+from flashtile.kernels.hopper.order import await_turn
 from flashtile.kernels.hopper.store_scores import brings_back
 from flashtile.kernels.hopper.ticket import spread, take
-from flashtile.kernels.hopper.visit import seeing, tell_step, tell_tile, walk
+from flashtile.kernels.hopper.visit import flag_of, seeing, tell_step, tell_tile, walk
 from flashtile.kernels.lib.stream import await_stream
 
 
@@ -24,9 +25,9 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
     turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket, ahead = gl.program_id(0), gl.to_tensor(0)
     if T.resident and T.ragged:  # with their own numbers consumers would spill
-        ticket = spread(take(counter_ptr)) * T.tiles_taken
+        ticket = spread(take(counter_ptr))
     elif T.resident:  # a block begins with the ticket of its own number, which travels from nowhere
-        ticket, ahead = ticket * T.tiles_taken, gl.num_programs(0) * T.tiles_taken
+        ahead = gl.num_programs(0)
     if not T.tells:
         memory.to.tickets.publish(turn, (ticket,))
     while ticket < work.tiles:
@@ -42,7 +43,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                 tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = work.tiles
         if T.resident and not T.takes_late:
-            taken = following(ticket - ahead, counter_ptr, T)
+            taken = following(counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         if T.tells:
             for member in range(T.group):
@@ -54,17 +55,13 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                                       step, edges, T)  # fmt: skip
                     if T.pairs_ds:
                         if (place.batch > 0) & brings_back(step):
+                            if step - place.visits.begin < 2:  # the tile's first of these
+                                await_turn(flag_of(counter_ptr, place, sizes, T), 1)
                             load_former(ds_desc, memory, head, start, place, former)
                             former = former + 2
                     if CLEARS:
                         dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                     step = step + 1
-            if T.pairs_ds:
-                if place.batch == 0:
-                    for i in gl.static_range(2):
-                        memory.to.formers.claim(former + i)
-                        memory.to.formers.hand_over(former + i)
-                    former = former + 2
         else:
             while step < place.visits.end:
                 head, start = place.at(step, T)
@@ -74,7 +71,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                     dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
         if T.resident and T.takes_late and not T.helps:
-            taken = following(ticket - ahead, counter_ptr, T)
+            taken = following(counter_ptr, T)
         if T.helps:  # who has helped takes its own tile next
             ticket = gl.where(place.visits.job == GIVES, ticket + work.tiles // 2, work.tiles)
         else:
@@ -109,17 +106,11 @@ def clear(ptr, piece, end):
 
 
 @gluon.jit
-def following(ticket, counter_ptr, T: gl.constexpr):
-    """The ticket after this one, for `spread`: one of T.tiles_taken that a block takes at once; the pass before made it 0."""
+def following(counter_ptr, T: gl.constexpr):
+    """The next ticket, for `spread`; the pass before made the count 0."""
     if T.begins_early:
         await_stream(False)
-    if T.tiles_taken == 1:
-        return take(counter_ptr)
-    else:
-        taken = ticket + 1
-        if taken % T.tiles_taken == 0:
-            taken = take(counter_ptr) * T.tiles_taken
-        return taken
+    return take(counter_ptr)
 
 
 @gluon.jit

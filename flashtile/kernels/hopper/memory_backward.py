@@ -17,7 +17,7 @@ class Channels:
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
     biases: Channel  # where T.early
-    formers: Channel  # where T.pairs_ds: what lies there, and once a first entry's tile that all of its ds is in memory
+    formers: Channel  # where T.pairs_ds
     edges: Channel  # by which the loader waits for tiles itself
 
     @gluon.constexpr_function

@@ -65,7 +65,8 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and zeros for the counts of tickets and the sum of dq, if given.
 
-    64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`.
+    64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`, but with the flags that
+    are to be cleared behind the counts of tickets, or None.
     level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
@@ -89,9 +90,12 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         item, padded = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q), padded_rows(seqlen_q)
         sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
+    COUNTS: tl.constexpr = T.counts
     if tl.program_id(0) == 0:
-        COUNTS: tl.constexpr = T.counts
         tl.store(out_ptrs[2] + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
+    if region[2] is not None:
+        for flag in tl.range(tl.program_id(0), region[2], tl.num_programs(0)):
+            tl.store(out_ptrs[2] + COUNTS + flag, 0)
     if T.sink:
         if out_ptrs[4] is not None:
             tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)

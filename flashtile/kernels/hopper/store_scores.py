@@ -1,22 +1,28 @@
 """The way of the scores' gradients from shared memory to memory."""
 
 from flashtile.kernels.hopper.gluon import add_pairs, fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
-from flashtile.kernels.hopper.order import adds_done
+from flashtile.kernels.hopper.order import adds_done, await_turn, report
 from flashtile.kernels.hopper.strips import strips
-from flashtile.kernels.hopper.visit import find, meeting
+from flashtile.kernels.hopper.visit import find, flag_of, meeting
+from flashtile.kernels.lib.stream import await_stream
 
 
 @gluon.jit
-def store_scores(ds_desc, memory, work, T: gl.constexpr):
+def store_scores(ds_desc, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes ds of both consumers, which lies queries x keys, to where it belongs, by the copy engine.
 
     Where T.pairs_ds that of a second batch entry is added to the first's: by L2 in one step, and in the next one here, to what
-    the loader has brought back. Either alone makes every step wait for it (docs/hopper.md, a bias's gradient).
+    the loader has brought back. Either alone makes every step wait for it (docs/hopper.md, a bias's gradient). A first's tile is
+    reported once it is stored, and the second's waits for that.
     """
     turn, step, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
-        place, _ = find(memory.to.tickets, turn, ticket, step, work, 1, T)
+        place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
+        if T.pairs_ds:
+            if place.batch > 0:
+                await_stream(False)
+                await_turn(flag_of(counter_ptr, place, sizes, T), 1)
         while step < place.visits.end:
             memory.to.scores.wait(step)
             head, start = meeting(memory, step, place, 1, T)
@@ -44,11 +50,8 @@ def store_scores(ds_desc, memory, work, T: gl.constexpr):
             step = step + 1
         if T.pairs_ds:
             if place.batch == 0:
-                adds_done(0)  # all that the second's is to be added to is there
-                for i in gl.static_range(2):
-                    memory.to.formers.wait(former + i)
-                    memory.to.formers.release(former + i)
-                former = former + 2
+                adds_done(0)
+                report(flag_of(counter_ptr, place, sizes, T))
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)

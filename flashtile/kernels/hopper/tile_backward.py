@@ -89,7 +89,7 @@ class BackwardTile:
     makes_dv: bool = True
     makes_dq: bool = True  # with dk; otherwise by a pass over queries
     stores_ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
-    pairs_ds: bool = False  # two batch entries share it: a block takes a tile of both, and adds the second's to the first's
+    pairs_ds: bool = False  # two batch entries share it: the second's is added to the first's, a group of heads later
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
@@ -132,11 +132,6 @@ class BackwardTile:
     @property
     def masks(self) -> bool:
         return self.left or self.right or self.pads_keys or self.predicate
-
-    @property
-    def tiles_taken(self) -> int:
-        """How many tiles a ticket stands for."""
-        return 2 if self.pairs_ds else 1
 
     @property
     def gaps(self) -> bool:

@@ -165,6 +165,26 @@ def longest_first(ticket, tiles, heads_kv, work, T: gl.constexpr):
 
 
 @gluon.jit
+def entry_tile(ticket, per_head, tiles, T: gl.constexpr):
+    """(number, batch entry) of a ticket where two entries have `tiles` each: a group of heads of the first, the next group of the
+    first, that group of the second, and so on: what a tile of the second is added to was begun a group before.
+    """
+    group = per_head * abreast(per_head, T)
+    pair = (ticket + group) // (2 * group)
+    begun = gl.minimum(group * pair, tiles)
+    ends = gl.minimum(begun + group, tiles)
+    place = ticket - gl.maximum(2 * group * pair - group, 0)
+    second = place >= ends - begun
+    return gl.where(second, ticket - ends, begun + place), second.to(gl.int32)
+
+
+@gluon.jit
+def flag_of(counter_ptr, place, sizes, T: gl.constexpr):
+    """Where it is reported that a first entry's tile is stored, behind the counts of tickets."""
+    return counter_ptr + T.counts + place.head_kv * gl.cdiv(sizes.k, T.block_k) + place.tile
+
+
+@gluon.jit
 def walk(ticket, begin, work, T: gl.constexpr):
     """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item)."""
     whole, band, region = work.sizes, work.band, work.region
@@ -181,11 +201,13 @@ def walk(ticket, begin, work, T: gl.constexpr):
         if T.helps:
             tiles = work.tiles // 2
             number = ticket % tiles
-        if T.pairs_ds:  # two batch entries' tiles one behind the other
-            number, tiles = ticket // 2, work.tiles // 2
+        entry = 0
+        if T.pairs_ds:
+            tiles = work.tiles // 2
+            number, entry = entry_tile(ticket, gl.cdiv(span, BLOCK_K), tiles, T)
         tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
         if T.pairs_ds:
-            item = Item(ticket % 2, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
+            item = Item(entry, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
     job, before, left = 0, 0, 0
     if T.helps:
