@@ -8,6 +8,7 @@ missing waits and fences, and wrong arguments of a plan. Not found is what layou
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -266,6 +267,17 @@ def keep_pairs(
     return lower & 0xFFFF | upper << 16
 
 
+def ones(bit: torch.Tensor, below: bool) -> torch.Tensor:
+    lower = (1 << bit.to(torch.int64).clamp(0, 32)) - 1
+    return lower if below else lower ^ 0xFFFFFFFF
+
+
+def select_bits(x: torch.Tensor, words: torch.Tensor, first: int, other: str, columns: int) -> torch.Tensor:
+    column = torch.arange(columns)
+    (number,) = struct.unpack(">f", bytes.fromhex(other.removeprefix("0f")))
+    return torch.where(words >> (first + column // 8 * 2 + column % 2) & 1 > 0, x, number)
+
+
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.lib.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -287,6 +299,8 @@ def install(seed: int = 0) -> None:
         choose_bytes=choose_bytes,
         keep_pairs=keep_pairs,
         keep_singles=keep_singles,
+        ones=ones,
+        select_bits=select_bits,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,

@@ -124,17 +124,51 @@ def _scale_unless_one(columns: int) -> str:
 
 
 @gluon.constexpr_function
-def _in_place(columns: int) -> str:
+def _in_place(columns: int, kind: str) -> str:
     count = columns // 2
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
 def scale_unless_one(acc, factor, COLUMNS: gl.constexpr):
     """acc (64 x COLUMNS, in `matrix_layout`) times its rows' factors: a vote and a jump where those of a warp are all 1."""
     return gl.inline_asm_elementwise(
-        _scale_unless_one(COLUMNS), _in_place(COLUMNS), [acc, factor], dtype=gl.float32, is_pure=False, pack=COLUMNS // 2
+        _scale_unless_one(COLUMNS), _in_place(COLUMNS, "f"), [acc, factor], dtype=gl.float32, is_pure=False, pack=COLUMNS // 2
     )
+
+
+@gluon.constexpr_function
+def _ones(below: bool) -> str:
+    return f"{{ .reg .s32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, {'0, n' if below else 'n, 32'}; }}"
+
+
+@gluon.jit
+def ones(bit, BELOW: gl.constexpr):
+    """A word whose bits BELOW this one are set, or otherwise from it on; a bit may be any number."""
+    return gl.inline_asm_elementwise(_ones(BELOW), "=r,r", [bit], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _select_bits(columns: int, first: int, other: str) -> str:
+    count, selects = columns // 2, ""  # of a thread: two neighbours of one row, two of another, and so on
+    for row in (0, 1):  # one behind the other: of seven bits in a row ptxas makes predicates at a time (R2P)
+        word = f"${2 * count + 2 * row}"
+        for bit in range(count // 2):
+            x = f"${bit // 2 * 4 + 2 * row + bit % 2}"
+            selects += f"and.b32 b, {word}, {1 << first + bit}; setp.ne.b32 p, b, 0; selp.f32 {x}, {x}, {other}, p;\n"
+    return f"{{ .reg .pred p; .reg .b32 b;\n{selects}}}"
+
+
+@gluon.jit
+def select_bits(x, words, FIRST: gl.constexpr, OTHER: gl.constexpr, COLUMNS: gl.constexpr):
+    """x (64 x COLUMNS, in `matrix_layout`) where its bit is set, elsewhere OTHER, a number in PTX's spelling.
+
+    A thread's columns of a row have the bits of the row's word from FIRST on.
+    """
+    return gl.inline_asm_elementwise(
+        _select_bits(COLUMNS, FIRST, OTHER), _in_place(COLUMNS, "r"), [x, words], dtype=gl.float32, is_pure=True,
+        pack=COLUMNS // 2,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -219,6 +253,6 @@ def uniform(x):
 
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs",
-    "keep_singles", "mbarrier", "named_arrive", "named_wait", "pack", "recast", "scale_unless_one", "settled", "stay",
-    "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "keep_singles", "mbarrier", "named_arrive", "named_wait", "ones", "pack", "recast", "scale_unless_one", "select_bits",
+    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

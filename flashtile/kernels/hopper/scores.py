@@ -1,13 +1,14 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
 
+MINUS_INFINITY = gl.constexpr("0fFF800000")
 LAG = gl.constexpr(8.0)  # probabilities stay far below float16's largest number
 
 
@@ -126,19 +127,24 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
     if T.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
     if MASKED:
+        KEYS: gl.constexpr = score.shape[1]
         score = bent(score, scale, score_args, T, SCORE)
-        if T.halves and MASKED < 3 and score.shape[1] == T.block_k:
-            score = hide_by_halves(score, tile, at, size, MASKED, T)
+        words = shown(tile, at, size, MASKED, KEYS, T)
+        if T.halves and MASKED < 3 and KEYS == T.block_k:
+            score = hide_by_halves(score, words, tile, at, size, MASKED, T)
         else:
-            score = gl.where(sees(tile, at, size, mask_args, MASKED, score.shape[1], T, MASK), score, float("-inf"))
+            score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
+            if T.predicate:
+                score = gl.where(holds(locate(tile, at, size, True, T), mask_args, T, MASK), score, float("-inf"))
     return score
 
 
 @gluon.jit
-def hide_by_halves(score, tile, at, size, BOUND: gl.constexpr, T: gl.constexpr):
+def hide_by_halves(score, words, tile, at, size, BOUND: gl.constexpr, T: gl.constexpr):
     """-inf where a query does not see a key of a tile that may meet one BOUND: a half that all see whole is jumped over."""
     KEYS: gl.constexpr = T.block_k // 2
     low, high = split_halves(score)
+    low_words, high_words = split_halves(words)
     position = at.row + size.seqlen_k - size.seqlen_q - tile * T.block_k
     if BOUND == 2:
         first = position + T.rows - 1 - size.left
@@ -149,50 +155,52 @@ def hide_by_halves(score, tile, at, size, BOUND: gl.constexpr, T: gl.constexpr):
             last = gl.minimum(last, position + size.right + 1)
         cut_low, cut_high = last < KEYS, last < 2 * KEYS
     if cut_low:
-        low = hide(low, 2 * tile, at, size, BOUND, KEYS, T)
+        low = select_bits(low, low_words, 0, MINUS_INFINITY, KEYS)
     if cut_high:
-        high = hide(high, 2 * tile + 1, at, size, BOUND, KEYS, T)
+        high = select_bits(high, high_words, KEYS // 4, MINUS_INFINITY, KEYS)
     return gl.convert_layout(join_halves(low, high), score.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def hide(score, tile, at, size, BOUND: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
-    """-inf where a query does not see a key of a tile of KEYS.
+def shown(tile, at, size, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
+    """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.above has them: words for `select_bits`.
 
-    Computed where this stands: otherwise LLVM makes selects of the branch around it.
+    A thread's columns are 8 j + k, with bit 2 j + k, and an offset of its own, which joins the bounds.
     """
-    keep = sees(stay(tile), at, size, (), BOUND, KEYS, T, ())
-    return gl.where(gl.convert_layout(keep, score.type.layout, assert_trivial=True), score, float("-inf"))
+    ROWS: gl.constexpr = T.rows
+    parts = gl.zeros([ROWS, KEYS], gl.int32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    L: gl.constexpr = parts.type.layout
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    start = stay(tile) * KEYS
+    position = row + (size.seqlen_k - size.seqlen_q) - start
+    end = position * 0 + (size.seqlen_k - start)
+    if T.right:
+        end = gl.minimum(position + size.right + 1, end)
+    if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
+        end = gl.where(at.blocks.visited > 0, end, 0)
+    if BOUNDS == 2:
+        words = ones(columns_below(position - size.left - lane * 2), False)
+    else:
+        words = ones(columns_below(end - lane * 2), True)
+        if BOUNDS == 3:
+            words = words & ones(columns_below(position - size.left - lane * 2), False)
+    words, _ = gl.broadcast(words, parts)
+    return gl.convert_layout(words.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
+
+
+@gluon.jit
+def columns_below(bound):
+    """How many of the columns 8 j + k, k of 0 and 1, are below a bound; 0 or less where none is."""
+    return (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
 
 
 @gluon.jit
 def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
-    """Which of a tile's KEYS a warpgroup's queries see: one comparison per score for each of the BOUNDS, as T.above has them.
-
-    A thread's columns are 8 j + k, constants, and an offset of its own, which joins the bounds.
-    """
-    ROWS: gl.constexpr = T.rows
-    parts = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    L: gl.constexpr = parts.type.layout
-    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
-    column = eight * 8 + pair
-    start = tile * KEYS
-    position = row + (size.seqlen_k - size.seqlen_q) - start
-    last = position * 0 + (size.seqlen_k - 1 - start)
-    if T.right:
-        last = gl.minimum(position + size.right, last)
-    if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
-        last = gl.where(at.blocks.visited > 0, last, -1)
-    if BOUNDS == 2:
-        keep = column >= position - size.left - lane * 2
-    else:
-        keep = column <= last - lane * 2
-        if BOUNDS == 3:
-            keep = keep & (column >= position - size.left - lane * 2)
-    keep = gl.convert_layout(keep.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
+    """`shown` score by score, and what predicates say."""
+    words = shown(tile, at, size, BOUNDS, KEYS, T)
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, matrix_layout(KEYS)))[None, :]
+    keep = (words & (1 << (column // 8 * 2 + column % 2))) != 0
     if T.predicate:
         keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
     return keep
