@@ -306,6 +306,8 @@ def install(seed: int = 0) -> None:
         settled=unchanged,
         stay=unchanged,
         uniform=unchanged,
+        first_lane=lambda own, other: own,
+        of_first_lane=unchanged,
         **{word.__name__: word for word in WORDS},
     )
     from flashtile.kernels.hopper import order, ticket, tile

@@ -251,8 +251,29 @@ def uniform(x):
     )
 
 
+@gluon.jit
+def first_lane(own, other):
+    """An int32 for the first lane of a warp, which acts for all at mbarriers, and another one for the rest.
+
+    By the lane's number: with the thread's, which is the same of one warp, ptxas spills in other roles' loops.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; selp.b32 $0, $1, $2, p; }",
+        "=r,r,r", [own, gl.to_tensor(other)], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def of_first_lane(x):
+    """A warp's first lane's int32, for all of them; not one that they share: see `first_lane`."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 __all__ = [
-    "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "gl", "gluon", "keep_pairs",
-    "keep_singles", "mbarrier", "named_arrive", "named_wait", "ones", "pack", "recast", "scale_unless_one", "select_bits",
-    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "first_lane", "gl", "gluon",
+    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "recast",
+    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
+    "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -65,8 +65,8 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and zeros for the counts of tickets and the sum of dq, if given.
 
-    64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`, but with the flags that
-    are to be cleared behind the counts of tickets, or None.
+    64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`, but with a number of
+    flags that are to be cleared behind the counts of tickets, or None.
     level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.

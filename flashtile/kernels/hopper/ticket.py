@@ -1,7 +1,7 @@
 """Which tile a resident block computes next: whoever is done first takes the next one."""
 
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, uniform
+from flashtile.kernels.hopper.gluon import aggregate, first_lane, gl, gluon, of_first_lane, uniform
 
 
 @gluon.jit
@@ -63,15 +63,27 @@ class Tickets:
 
 @gluon.jit
 def write_words(words, first, numbers, WARPS: gl.constexpr):
-    """Write numbers to shared memory from `first` on, for a role of WARPS warps."""
+    """Write numbers to shared memory from `first` on, for a role of WARPS warps.
+
+    By the lane that hands them over: what a warp's other lanes write goes to a word that nobody reads. A barrier would order
+    these and that one, but a warp's is no instruction: racecheck, which sees none, takes what they write for a race.
+    """
+    SPARE: gl.constexpr = words.shape[0] - 1  # pyright: ignore[reportAssignmentType]
     for i in gl.static_range(len(numbers)):
-        words.index(first + i).store(gl.full([1], numbers[i], gl.int32, one(WARPS)))
+        words.index(first_lane(first + i, SPARE)).store(gl.full([1], numbers[i], gl.int32, one(WARPS)))
 
 
 @gluon.jit
 def read_word(words, at, WARPS: gl.constexpr):
-    """One of the numbers that `write_words` wrote, for a role of WARPS warps."""
-    return gl.sum(words.index(at).load(one(WARPS)), 0)
+    """One of the numbers that `write_words` wrote, for a role of WARPS warps.
+
+    If that is one, by the lane that lets go of it, likewise; the others read a word that nobody writes.
+    """
+    SPARE: gl.constexpr = words.shape[0] - 2  # pyright: ignore[reportAssignmentType]
+    if WARPS == 1:
+        return of_first_lane(gl.sum(words.index(first_lane(at, SPARE)).load(one(WARPS)), 0))
+    else:
+        return gl.sum(words.index(at).load(one(WARPS)), 0)
 
 
 @gluon.constexpr_function
@@ -88,6 +100,6 @@ def make_tickets(READERS: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def make_words(COUNT: gl.constexpr):
-    """Shared memory for so many numbers."""
+    """Shared memory for so many numbers, and two to spare."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
-    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
+    return gl.allocate_shared_memory(gl.int32, [COUNT + 2, 1], layout)

@@ -166,8 +166,10 @@ def longest_first(ticket, tiles, heads_kv, work, T: gl.constexpr):
 
 @gluon.jit
 def entry_tile(ticket, per_head, tiles, T: gl.constexpr):
-    """(number, batch entry) of a ticket where two entries have `tiles` each: a group of heads of the first, the next group of the
-    first, that group of the second, and so on: what a tile of the second is added to was begun a group before.
+    """(number, batch entry) of a ticket where two entries have `tiles` each.
+
+    A group of heads of the first, the next group of the first, that group of the second, and so on: what a tile of the second
+    is added to was begun a group before.
     """
     group = per_head * abreast(per_head, T)
     pair = (ticket + group) // (2 * group)
@@ -303,7 +305,7 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
 def find(tickets, turn, ticket, begin, work, WARPS: gl.constexpr, T: gl.constexpr):
     """`walk` for a role of WARPS warps that does not load."""
     if T.tells:
-        return told_tile(tickets, turn, work, WARPS, True, T)
+        return told_tile(tickets, turn, work, WARPS, WARPS == 4, T)
     else:
         return walk(ticket, begin, work, T)
 
