@@ -68,8 +68,7 @@ class Tile:
 
 
 SMALL = dict(block_q=64)
-LAGGING = dict(lags_dv=True)
-DELTA, BARE, JOINED = dict(folds=1), dict(folds=0), dict(folds=1, joined=True, stages=2)
+APART_DOUT, JOINED = dict(joined=False), dict(joined=True, stages=2)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -106,11 +105,11 @@ BACKWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 64, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SMALL),
         Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(SMALL, stages=3, swizzle=2)),
-        *(Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=launch) for launch in (DELTA, BARE, JOINED)),
+        Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=APART_DOUT),
     ),
     "head_dim128": (
         Tile(ALL, 128),
-        *(Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=launch) for launch in (DELTA, BARE, JOINED)),
+        Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=JOINED),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((CAUSAL, MODIFIERS), 80, 40),
@@ -121,8 +120,8 @@ BACKWARD = {
         Tile((*FEW, LEFT), 192, 128),
         Tile((CAUSAL, UNSEEN_QUERIES, SHARED_HEADS), 192, 128, deterministic=True),
         Tile((CAUSAL,), 200, 72),
-        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 256, launch=LAGGING),
-        Tile((CAUSAL, TINY, GROUPED), 192, 128, launch=LAGGING),
+        Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 256),
+        Tile((CAUSAL, TINY, GROUPED), 192, 128),
     ),
 }
 
@@ -130,8 +129,7 @@ SPLIT = {
     "head_dim64": (
         Tile(ALL, 64),
         Tile((CAUSAL, GROUPED), 96),
-        Tile((WINDOW,), 64, launch=DELTA),
-        Tile((WINDOW,), 64, launch=BARE),
+        Tile((WINDOW,), 64, launch=APART_DOUT),
     ),
     "head_dim128": (Tile((*ALL, BROAD, BROAD_LEFT), 128), Tile((CAUSAL, MODIFIERS), 80, 40)),
     "wide": (Tile((*FEW, UNSEEN_QUERIES, STRIPE), 256), Tile((CAUSAL, SHARED_HEADS, LEFT), 192, 128), Tile((CAUSAL,), 192)),

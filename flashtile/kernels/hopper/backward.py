@@ -58,8 +58,6 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
-    # Level is loaded under dP's product; with more queries ptxas would spill it there. Curves would bear it: not timed.
-    EARLY: gl.constexpr = T.folds and not (T.folds_level or T.curved) and BLOCK_Q == 64  # pyright: ignore[reportAssignmentType]
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
@@ -93,8 +91,6 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
             report_dq(sum_ptrs, memory, step - 2, W, place, sizes, T)
     level = 0.0
     delta = 0.0
-    if EARLY:
-        level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     masked = asks(memory, step, place, start, ASKS, T)
     if T.douts_first:
         dp = warpgroup_mma_wait(2 if T.cut else 1, deps=[dp_token])
@@ -102,7 +98,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         raw = warpgroup_mma_wait(0, deps=[raw_token])
     else:
         raw = warpgroup_mma_wait(2 if T.cut_v else 1, deps=[raw_token])
-    if not (T.folds_level or EARLY):
+    if not T.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if T.modified:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
@@ -336,7 +332,7 @@ def gain(dv, weights, memory, step, T: gl.constexpr):
 @gluon.jit
 def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W: gl.constexpr, T: gl.constexpr,
               SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """dv of a tile by steps that lag."""
+    """dv of a tile: a step's share is added under the next one's product of scores."""
     if place.visits.end > begin:
         dv, weights = step_dv(
             dv, (), memory, begin, place, sizes, work, scale, score_args, seed, W, False, True, T, SCORE, MASK
@@ -351,19 +347,6 @@ def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W:
                                       T, SCORE, MASK)  # fmt: skip
         dv = gain(dv, weights, memory, place.visits.end - 1, T)
     return dv
-
-
-@gluon.jit
-def step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, ASKS: gl.constexpr,
-               T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """A step of a pass that adds nothing to dq."""
-    if T.makes_dk:
-        dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, ASKS, T, SCORE,
-                           MASK)  # fmt: skip
-    else:
-        dv, weights = step_dv(dv, (), memory, step, place, sizes, work, scale, score_args, seed, W, False, ASKS, T, SCORE, MASK)
-        dv = gain(dv, weights, memory, step, T)
-    return dk, dv
 
 
 @gluon.jit
@@ -389,16 +372,17 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         store_wait(0)  # the gradients of the tile before
-        if T.lags_dv:
+        if not T.makes_dk:
             dv = gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
         elif not T.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
-                dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, True, T, SCORE, MASK)
+                dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, True,
+                                   T, SCORE, MASK)  # fmt: skip
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_alone(dk, dv, memory, step, place, sizes, work, scale, score_args, seed, W, False, T, SCORE,
-                                        MASK)  # fmt: skip
+                    dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True,
+                                       False, T, SCORE, MASK)  # fmt: skip
         elif place.visits.end > begin:
             dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
                                T, SCORE, MASK)  # fmt: skip

@@ -30,8 +30,6 @@ class BackwardLaunch:
     swizzle: int = 4  # heads that go together, for the L2 cache
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
-    lags_dv: bool = False  # parted: the pass of dv adds a step's share under the next one's product of scores
-    folds: int = 2  # what the matrix unit adds: nothing, delta, or level, too
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
 
     @property
@@ -45,8 +43,8 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"resident={self.resident}", *([f"folds={self.folds}"] if self.folds < 2 else [])]
-        return " ".join([*words, *(w for w in ("parted", "helps", "lags_dv", "joined") if getattr(self, w))])
+        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined") if getattr(self, w))]
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class BackwardTile:
     exact: bool = False  # as the portable tile has it: no fp32 here
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
-    lags_dv: bool = False  # of the pass of dv alone: its product stands a step late
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
 
     @property
@@ -126,8 +123,7 @@ class BackwardTile:
         """The passes over keys. That of dv also clears the sum to which the other adds dq."""
         if not self.parted:
             return (self,)
-        keys = replace(self, lags_dv=False)
-        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), keys
+        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), self
 
     @property
     def masks(self) -> bool:
@@ -247,7 +243,7 @@ class BackwardTile:
 
 # By the wider head dim of the tile; the reasons are in docs/hopper.md.
 BACKWARD = {
-    64: BackwardLaunch(block_q=128),
+    64: BackwardLaunch(block_q=128, joined=True),
     128: BackwardLaunch(stages=3),
     256: BackwardLaunch(stages=1, stages_dout=1, parted=True),
 }
@@ -288,7 +284,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, swizzle=1)
     if problem.deterministic and not split:
         return ordered(launch, problem, device)
-    return replace(launch, helps=not split and is_one_wave(problem, launch, device))
+    helps = not split and is_one_wave(problem, launch, device)
+    return replace(launch, helps=helps, joined=launch.joined and not helps)  # which spills where it helps: 0.95 of the speed
 
 
 def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
@@ -325,7 +322,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
     p = problem
     band = p.band
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
-    folds = 0 if form.prescale or p.dropout is not None or launch.parted else launch.folds
+    folds = not (form.prescale or p.dropout is not None or launch.parted)
     brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
     return BackwardTile(
         block_q=launch.block_q,
@@ -345,8 +342,8 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         early=brought,
         late=loads(p, form, brought),
         modified=form.prescale,
-        folds=folds > 0,
-        folds_level=folds > 1 and not form.curved,
+        folds=folds,
+        folds_level=folds and not form.curved,
         deterministic=deterministic,
         swizzle=launch.swizzle,
         ragged=p.lengths.ragged,
@@ -367,7 +364,6 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         resident=launch.resident,
         helps=launch.helps,
         wave=0 if deterministic else WAVE // p.group,
-        lags_dv=launch.lags_dv,
         joined=launch.joined and launch.stages == launch.stages_dout,
     )
 
