@@ -1,4 +1,8 @@
-"""One warp hands numbers to four others and to one through two mbarriers: what a race detector says of it, it says of these."""
+"""One warp hands numbers to four others and to one through two mbarriers: what a race detector says of it, it says of these.
+
+racecheck (2026.4) finds one race, between four warps' reads and the next write to the same word: it follows what a thread did
+before it arrived at an mbarrier, not what others did before a barrier that this thread met them at.
+"""
 
 from __future__ import annotations
 

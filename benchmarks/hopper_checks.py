@@ -1,15 +1,15 @@
 """What the Hopper kernels promise beside speed: repeats that agree bit for bit, clean sanitizer runs, a quick first call.
 
-    python benchmarks/hopper_checks.py [--sections repeats first sanitizer] [--repeats 1000] [--budget 240]
+    python benchmarks/hopper_checks.py [--sections repeats first sanitizer] [--only NAME ...] [--repeats 1000] [--budget 240]
                                        [--output hopper-checks.csv]
 
 repeats: forward and deterministic backward of CONFIGURATIONS, again and again on the same tensors; every result is compared
 bitwise with the first. first: seconds of NEW problems' first forward and first backward, one problem after another, in
 processes that have computed another one before, with an empty disk cache and with what this left. sanitizer: SANITIZED under
-compute-sanitizer's memcheck and racecheck, which must report nothing; and, for what racecheck makes of mbarriers,
-`handover.py`, which has two and nothing else. --sanitizer PROGRAM is another compute-sanitizer than PATH's: by its release
-notes that of CUDA 13.0 (2025.3) takes some orders that mbarriers make for races, and 2025.4, 2026.1 and 2026.3 fewer. The exit
-status is 1 if anything failed.
+compute-sanitizer's memcheck and racecheck, which must report nothing; and, for what racecheck makes of mbarriers alone,
+`handover.py`, which has two and nothing else. --only: of these configurations. --sanitizer PROGRAM is another compute-sanitizer
+than PATH's: by its release notes that of CUDA 13.0 (2025.3) takes some orders that mbarriers make for races, and 2025.4, 2026.1
+and 2026.3 fewer. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.processes import Failure, compile_ahead, in_processes
+from benchmarks.processes import WORKERS, Failure, compile_ahead, in_processes
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile import Options
 from tests.cases import Case
@@ -174,21 +174,22 @@ def version(program: str) -> str:
     return found.group(1) if found else told.strip()
 
 
-def rows_of(section: str, repeats: int, ends: float, sanitizer: str) -> Iterator[tuple[str, Any]]:
-    """(configuration, what was found or a Failure) of a section."""
+FOUND_BY: dict[str, Callable[..., dict[str, Any]]] = {"repeats": repeated, "first": first_of, "sanitizer": sanitized}
+AT_ONCE = {"repeats": 4, "first": 1, "sanitizer": WORKERS}  # processes
+
+
+def jobs_of(section: str, repeats: int, sanitizer: str) -> list[tuple[Any, ...]]:
+    """What a section's function is called with, a configuration first."""
     if section == "repeats":
-        found = in_processes(repeated, [(name, repeats) for name in CONFIGURATIONS], ends, 4)
-    elif section == "first":
-        found = in_processes(first_of, [(name,) for name in NEW], ends, 1)
-    else:
-        found = in_processes(sanitized, [(*check, sanitizer) for check in checks()], ends)
-    for job, made in found:
-        yield " ".join(job[:2]) if section == "sanitizer" else job[0], made
+        return [(name, repeats) for name in CONFIGURATIONS]
+    if section == "first":
+        return [(name,) for name in NEW]
+    return [(HANDOVER, "racecheck", sanitizer), *((name, tool, sanitizer) for name in SANITIZED for tool in TOOLS)]
 
 
-def checks() -> list[tuple[str, str]]:
-    """(configuration, tool) of the sanitizer's runs."""
-    return [(HANDOVER, "racecheck"), *((name, tool) for name in SANITIZED for tool in TOOLS)]
+def named(section: str, job: tuple[Any, ...]) -> str:
+    """What its row is called."""
+    return " ".join(job[:2]) if section == "sanitizer" else job[0]
 
 
 def late(row: dict[str, Any]) -> str:
@@ -203,11 +204,13 @@ def main() -> int:
     usual = ["repeats", "first", "sanitizer"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=usual, default=usual)
+    every = [*CONFIGURATIONS, HANDOVER]
+    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--repeats", type=at_least_one, default=1000)
     parser.add_argument(
         "--first", choices=list(CONFIGURATIONS), metavar="NAME", help="print the seconds of a configuration's first calls here"
     )
-    parser.add_argument("--once", choices=[*CONFIGURATIONS, HANDOVER], metavar="NAME", help="run a configuration once here")
+    parser.add_argument("--once", choices=every, metavar="NAME", help="run a configuration once here")
     parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM")
     options(parser, "bench-output/hopper-checks.csv", 240)
     chosen = parser.parse_args()
@@ -229,13 +232,14 @@ def main() -> int:
             parser.error(f"there is no {chosen.sanitizer} here: --sanitizer PROGRAM names one, --sections leaves it out")
         tool = version(chosen.sanitizer)
     record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
+    only = set(chosen.only)
     if set(chosen.sections) & {"repeats", "sanitizer"}:
-        compile_ahead(warm, [(name,) for name in CONFIGURATIONS], record.left(), 0.4)
+        compile_ahead(warm, [(name,) for name in CONFIGURATIONS if name in only], record.left(), 0.4)
     for section, ends in record.parts(chosen.sections):
-        wanted = {"repeats": [*CONFIGURATIONS], "first": NEW.copy(), "sanitizer": [" ".join(check) for check in checks()]}[
-            section
-        ]
-        for name, made in rows_of(section, chosen.repeats, ends, chosen.sanitizer):
+        jobs = [job for job in jobs_of(section, chosen.repeats, chosen.sanitizer) if job[0] in only]
+        wanted = [named(section, job) for job in jobs]
+        for job, made in in_processes(FOUND_BY[section], jobs, ends, AT_ONCE[section]):
+            name = named(section, job)
             wanted.remove(name)
             about = {"section": section, "name": name, "tool": tool if section == "sanitizer" else ""}
             if isinstance(made, Failure):
