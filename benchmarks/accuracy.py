@@ -130,8 +130,9 @@ def is_captured(name: str) -> bool:
 
 
 def checked(case: Case, backend: str) -> dict[str, Any]:
-    """The row of a case, on this process's GPU."""
-    return assess(case, torch.device("cuda", 0), backend)
+    """The row of a case, on this process's GPU; empty where the hopper backend refuses it."""
+    device = torch.device("cuda", 0)
+    return {} if backend == "hopper" and refused(case, device) else assess(case, device, backend)
 
 
 def kind(case: Case) -> str:
@@ -142,7 +143,7 @@ def kind(case: Case) -> str:
 def check_all(
     function: Callable[[Case, str], dict[str, Any]], cases: list[Case], backend: str, record: Record, ends: float
 ) -> Iterator[dict[str, Any]]:
-    """The row of each case that is done in time, by `function` in several processes; the others are noted as missing.
+    """What `function` makes of each case that is done in time, in several processes; the others are noted as missing.
 
     The first case of every kind comes first, then the second of every kind: neighbours compile different kernels.
     """
@@ -158,7 +159,7 @@ def check_all(
         if len(ordered) - len(left) == len(seen):
             print(f"as many cases as kinds are compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
         row = {**describe(case), "failure": made.text} if isinstance(made, Failure) else made
-        if row["failure"]:
+        if row.get("failure"):
             print("FAILED", case, row["failure"], flush=True)
         yield row
     for name in left:
@@ -199,16 +200,21 @@ def main() -> int:
     cases = [
         case for case in (draw(n, chosen.seed) for n in chosen.numbers or range(chosen.cases)) if case.dtype in chosen.dtype
     ]
-    if chosen.backend == "hopper":
-        cases = [case for case in map(as_hopper_has_it, cases) if not refused(case, device)]
     if not cases:
         parser.error("no case is left of those that are asked for")
+    if chosen.backend == "hopper":
+        cases = [as_hopper_has_it(case) for case in cases]
     record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
     rows: list[dict[str, Any]] = []
+    refusals = 0
     for row in check_all(checked, cases, chosen.backend, record, record.ends):
-        rows.append(row)
-        record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
+        if row:
+            rows.append(row)
+            record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
+        else:
+            refusals += 1
     report(rows)
+    print(f"{refusals} refused")
     return record.end()
 
 
