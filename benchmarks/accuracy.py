@@ -213,6 +213,8 @@ def main() -> int:
             record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
         else:
             refusals += 1
+    if refusals and not (rows or record.missing):
+        parser.error("no case is left of those that are asked for: Hopper refuses all")
     report(rows)
     print(f"{refusals} refused")
     return record.end()

@@ -231,12 +231,18 @@ def main() -> int:
         if shutil.which(chosen.sanitizer) is None:
             parser.error(f"there is no {chosen.sanitizer} here: --sanitizer PROGRAM names one, --sections leaves it out")
         tool = version(chosen.sanitizer)
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
     only = set(chosen.only)
+    jobs_of_sections = {
+        section: [job for job in jobs_of(section, chosen.repeats, chosen.sanitizer) if job[0] in only]
+        for section in chosen.sections
+    }
+    if not any(jobs_of_sections.values()):
+        parser.error("--only names nothing that these sections check")
+    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
     if set(chosen.sections) & {"repeats", "sanitizer"}:
         compile_ahead(warm, [(name,) for name in CONFIGURATIONS if name in only], record.left(), 0.4)
     for section, ends in record.parts(chosen.sections):
-        jobs = [job for job in jobs_of(section, chosen.repeats, chosen.sanitizer) if job[0] in only]
+        jobs = jobs_of_sections[section]
         wanted = [named(section, job) for job in jobs]
         for job, made in in_processes(FOUND_BY[section], jobs, ends, AT_ONCE[section]):
             name = named(section, job)

@@ -54,10 +54,9 @@ TUNED_BACKWARD = {
     (128, DOCUMENTS): (1000, 23), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (818, 0),
     (64, f",band=:0{SOFTCAP}"): (1090, 0), (128, SOFTCAP): (519, 0), (128, f",band=:0{SOFTCAP}"): (665, 0),
-    (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0),
-    (128, f"{BIAS}{DROPOUT}"): (707, 13),  # 11, and more bytes elsewhere, before roles of one warp read by one lane
+    (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 7),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
-    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 4), (256, DROPOUT): (652, 0),
+    (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (584, 0), (128, DROPOUT): (628, 0), (256, DROPOUT): (652, 0),
     (192, NARROW): (419, 0), (192, f"{NARROW},band=:0"): (563, 0), (192, ",band=:0"): (590, 0),
     (256, BIAS): (764, 0), (256, f",band=:0{SOFTCAP}"): (733, 0),
 }  # fmt: skip

@@ -63,6 +63,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
+    if T.dropout:  # in a register that a warp's lanes share: words are drawn while all others are taken
+        step = uniform(step)
     queries, douts = memory.to.queries.at(step), memory.to.douts.at(step)
     if T.stages == 1:
         queries, douts = uniform(queries), uniform(douts)

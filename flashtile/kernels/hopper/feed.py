@@ -165,7 +165,7 @@ def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T
     bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes + BYTES)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     if T.joined:
-        tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+        copy_dout(dout_desc, memory, head, start, place, step, bar)
     elif not T.douts_first:
         load_dout(dout_desc, memory, head, start, place, step)
 
@@ -173,7 +173,12 @@ def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T
 @gluon.jit
 def load_dout(desc, memory, head, start, place, step):
     """Load dout, once its stage is free."""
-    bar = memory.to.douts.acquire(step, desc.block_type.nbytes)
+    copy_dout(desc, memory, head, start, place, step, memory.to.douts.acquire(step, desc.block_type.nbytes))
+
+
+@gluon.jit
+def copy_dout(desc, memory, head, start, place, step, bar):
+    """Begin to load dout, which reports to a barrier."""
     tma_load(desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
 
 
@@ -205,7 +210,7 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
-    tma_load(dout_desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+    copy_dout(dout_desc, memory, head, start, place, step, bar)
     memory.to.edges.wait(edge)
     if T.predicate:
         levels = memory.rows.index(2 * memory.to.queries.at(step)).reshape([T.block_q])
