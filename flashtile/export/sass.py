@@ -21,6 +21,7 @@ class Loop:
     """The opcodes of one innermost loop, predicates dropped, in program order: "HGMMA.64x128x16.F32.BF16", ..."""
 
     opcodes: tuple[str, ...]
+    skips: tuple[tuple[int, int], ...] = ()  # jumps forward within it: from where, and to where
 
     def count(self, name: str) -> int:
         """How many instructions are of this kind: "HGMMA", "MUFU.EX2", "STL"."""
@@ -53,7 +54,7 @@ def matrix_loops(sass: str) -> list[Loop]:
     """The innermost loops that hold warpgroup matrix instructions."""
     opcodes: list[str] = []
     labels: dict[str, int] = {}
-    spans: list[tuple[int, int]] = []
+    branches: list[tuple[int, str]] = []
     for line in sass.splitlines():
         label = _LABEL.match(line)
         if label:
@@ -64,9 +65,12 @@ def matrix_loops(sass: str) -> list[Loop]:
             continue
         words = found.group(1).split()
         branch = _BRANCH.search(found.group(1))
-        if branch and branch.group(1) in labels:
-            spans.append((labels[branch.group(1)], len(opcodes) + 1))
+        if branch:
+            branches.append((len(opcodes), branch.group(1)))
         opcodes.append(words[1] if words[0].startswith("@") else words[0])
-    loops = [(a, b) for a, b in spans if any(_is(op, "HGMMA") for op in opcodes[a:b])]
+    jumps = [(place, labels[label]) for place, label in branches]
+    loops = [(to, place + 1) for place, to in jumps if to <= place and any(_is(op, "HGMMA") for op in opcodes[to : place + 1])]
     inner = [s for s in loops if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in loops)]
-    return [Loop(tuple(opcodes[a:b])) for a, b in inner]
+    return [
+        Loop(tuple(opcodes[a:b]), tuple((place - a, to - a) for place, to in jumps if a <= place < to < b)) for a, b in inner
+    ]

@@ -52,6 +52,8 @@ for argument in sys.argv[1:]:
             "turns": loop.places("LDSM"),
             "votes": loop.places("VOTE"),
             "jumps": loop.places("BRA"),
+            "skips": loop.skips,
+            "maxima": loop.places("FMNMX"),
             "multiplications": loop.places("FMUL"),
         }
         for loop in matrix_loops(sass)

@@ -278,6 +278,16 @@ def select_bits(x: torch.Tensor, words: torch.Tensor, first: int, other: str, co
     return torch.where(words >> (first + column // 8 * 2 + column % 2) & 1 > 0, x, number)
 
 
+def raise_tops(x: torch.Tensor, top: torch.Tensor, unseen: bool, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    most = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1, keepdim=True)
+    blind = top == -torch.inf
+    assert unseen or not bool(blind.any())
+    raises = (most > 8.0) | blind & (most > -torch.inf)
+    start = torch.where(blind, 0.0, top)
+    raised = torch.where(raises, start + most, top)
+    return torch.where(raises, x - (raised - start), x), raised
+
+
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.lib.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -301,6 +311,7 @@ def install(seed: int = 0) -> None:
         keep_singles=keep_singles,
         ones=ones,
         select_bits=select_bits,
+        raise_tops=raise_tops,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -187,6 +188,10 @@ def max(value: torch.Tensor, axis: int) -> torch.Tensor:
 def sum(value: torch.Tensor, axis: int | None = None) -> Any:
     total = value.sum(axis, dtype=value.dtype)
     return total if total.dim() or total.is_floating_point() else Scalar(total.item())
+
+
+def reduce(value: torch.Tensor, axis: int, combine: Any) -> Any:
+    return functools.reduce(combine, value.unbind(axis))
 
 
 def broadcast(a: torch.Tensor, b: torch.Tensor) -> Any:

@@ -20,7 +20,10 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
     total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
-    level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
+    if T.watches:
+        level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
+    else:
+        level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
     if T.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))

@@ -39,15 +39,19 @@ from flashtile.kernels.hopper.layouts import operand_layout, row_layout
 from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.hopper.scores import (
+    across,
     exponentials,
     fetch,
     lagging,
     lane_sums,
+    lanes_of,
+    level,
     lowest,
     pivot,
     row_max,
     shape_scores,
     starts,
+    watched,
 )
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import (
@@ -102,6 +106,7 @@ class Rows(NamedTuple):
     acc: gl.tensor  # tuple of accumulators: of all columns of v or, of three parts, of the first two and of the last
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
     top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded; `lagging` where T.lags
+    # and, a number for each of the four lanes that hold a row, `watched` where T.watches
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
 
@@ -289,6 +294,8 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     elif T.unseen and not T.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     top = gl.convert_layout(top, row_layout(T.block_k))
+    if T.watches:
+        top = lanes_of(top * factor, T)
     return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched)
 
 
@@ -333,6 +340,16 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         weights = weigh(p, drawn, given[0], mem, T)
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
+    elif T.watches:
+        if not MASKED:
+            score = bent(score, scale, score_args, T, SCORE)
+        x, top, decay = watched(score * factor - across(level(rows.top, T), KEYS), rows.top, T)
+        if not T.apart:
+            acc = settle(acc, mem.values, use - 1, T.pieces)
+        p = exponentials(x, MASKED, T)
+        total = rows.total * decay + lane_sums(p, T)
+        weights = weigh(p, drawn, given[0], mem, T)
+        acc = scaled(acc, decay, T)
     else:
         top = gl.convert_layout(row_max(score, T), row_layout(T.block_k))
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found

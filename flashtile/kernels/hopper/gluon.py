@@ -138,6 +138,65 @@ def scale_unless_one(acc, factor, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _raise_tops(columns: int, unseen: bool) -> str:
+    count = columns // 2  # of a thread: two neighbours of one row, two of another, and so on
+    words = "".join(f"mov.b32 x{i}, ${i};\n" for i in range(count))
+    chains = ["x0", "x1", "x2", "x3"]
+    most = ""
+    for i in range(4, count, 8):  # three numbers' maximum is one instruction (VIMNMX3)
+        for k in range(4):
+            if i + 4 + k < count:
+                most += f"max.s32 y{k}, {chains[k]}, x{i + k}; max.s32 y{k}, y{k}, x{i + 4 + k};\n"
+            else:
+                most += f"max.s32 y{k}, {chains[k]}, x{i + k};\n"
+            chains[k] = f"y{k}"
+    lag, rare = "41000000", ""  # 8.0
+    for row in (0, 1):
+        mine = [i for i in range(count) if i // 2 % 2 == row]
+        rare += f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
+        rare += "".join(f"shfl.sync.bfly.b32 n, m, {lane}, 31, 0xffffffff; max.f32 m, m, n;\n" for lane in (1, 2))
+        rare += f"mov.f32 b, t{row}; setp.gt.f32 p, m, 0f{lag};\n"
+        if unseen:
+            rare += f"setp.eq.f32 q, t{row}, 0fFF800000; @q mov.f32 b, 0f00000000;\n"
+            rare += "setp.gt.and.f32 q, m, 0fFF800000, q; or.pred p, p, q;\n"
+        rare += f"add.f32 n, b, m; @p mov.f32 t{row}, n; sub.f32 b, n, b; selp.f32 b, b, 0f00000000, p;\n"
+        rare += "".join(f"sub.f32 ${i}, ${i}, b;\n" for i in mine)
+    tops = "".join(f"mov.f32 ${count + i}, t{i // 2 % 2};\n" for i in range(count))
+    none = "setp.eq.or.f32 p, t0, 0fFF800000, p; setp.eq.or.f32 p, t1, 0fFF800000, p;" if unseen else ""
+    return f"""{{
+        .reg .pred p, q; .reg .b32 x<{count}>; .reg .s32 y<4>; .reg .f32 t<2>, m, n, b;
+        mov.f32 t0, ${3 * count}; mov.f32 t1, ${3 * count + 2};
+        {words}{most}
+        max.s32 y0, y0, y1; max.s32 y0, y0, y2; max.s32 y0, y0, y3;
+        setp.gt.s32 p, y0, 0x{lag}; {none}
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra.uni done;
+        {rare}done:
+        {tops}
+    }}"""
+
+
+@gluon.constexpr_function
+def _two_in_place(columns: int) -> str:
+    count = columns // 2
+    return ",".join(["=f"] * 2 * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def raise_tops(x, top, UNSEEN: gl.constexpr, COLUMNS: gl.constexpr):
+    """(x, top) of exponents x (64 x COLUMNS, in `matrix_layout`), measured from `top`, the same in all of a row.
+
+    Where one of a row's is above 8, or its top is -inf, as it may be if UNSEEN, and 0 was taken for it, they are measured from
+    their maximum instead; a vote and a jump are left where no row of a warp's has such a one. Above 8 numbers are compared as
+    the integers that their bits spell.
+    """
+    return gl.inline_asm_elementwise(
+        _raise_tops(COLUMNS, UNSEEN), _two_in_place(COLUMNS), [x, top], dtype=(gl.float32, gl.float32), is_pure=False,
+        pack=COLUMNS // 2,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
 def _ones(below: bool) -> str:
     return f"{{ .reg .s32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, {'0, n' if below else 'n, 32'}; }}"
 
@@ -273,7 +332,7 @@ def of_first_lane(x):
 
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "first_lane", "gl", "gluon",
-    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "recast",
-    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raise_tops",
+    "recast", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store",
+    "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

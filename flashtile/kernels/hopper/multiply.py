@@ -4,6 +4,7 @@ from flashtile.kernels.hopper.gluon import gl, gluon, scale_unless_one, warpgrou
 from flashtile.kernels.hopper.halves import half_of
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.hopper.parts import first_parts, part_at
+from flashtile.kernels.hopper.scores import across
 
 
 @gluon.jit
@@ -63,8 +64,11 @@ def scaled(acc, decay, T: gl.constexpr):
 @gluon.jit
 def scaled_columns(acc, decay, T: gl.constexpr):
     COLUMNS: gl.constexpr = acc.shape[1]
-    column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-    return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
+    if T.watches:
+        return scale_unless_one(acc, across(decay, COLUMNS), COLUMNS)
+    else:
+        column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
+        return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
 
 
 @gluon.jit

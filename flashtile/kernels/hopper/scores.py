@@ -1,7 +1,7 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, select_bits, stay
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raise_tops, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
@@ -222,14 +222,17 @@ def row_max(score, T: gl.constexpr):
 def lane_sums(p, T: gl.constexpr):
     """Sums within each thread: a row's four lanes are added up only at the end."""
     ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
     KEYS: gl.constexpr = p.shape[1]
-    sums = gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
-    if KEYS == BLOCK_K:
-        return sums
-    else:
-        whole = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
-        return gl.convert_layout(sums, gl.sum(gl.sum(whole.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1).type.layout)
+    return as_lanes(gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1), T)
+
+
+@gluon.jit
+def as_lanes(x, T: gl.constexpr):
+    """[64, 4], a number of each lane, in the layout that it has of a whole tile."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    whole = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    return gl.convert_layout(x, gl.sum(gl.sum(whole.reshape([ROWS, BLOCK_K // 8, 4, 2]), 3), 1).type.layout)
 
 
 @gluon.jit
@@ -253,6 +256,60 @@ def lagging(top, found, factor, MASKED: gl.constexpr, T: gl.constexpr):
     raised = gl.where(far, raised, top)
     shift = pivot(raised, factor, MASKED, T)
     return raised, gl.where(far, gl.exp2(top * factor - shift), 1.0), shift
+
+
+@gluon.jit
+def watched(x, top, T: gl.constexpr):
+    """Where T.watches: (exponents, what they are measured from, 2^ of how far it fell behind that) of those measured from top.
+
+    That stays as it is, and the factor 1, until an exponent passes 8: only then is a maximum looked for. top: a number for each
+    of the four lanes that hold a row, -inf where the row saw nothing so far.
+    """
+    KEYS: gl.constexpr = x.shape[1]
+    UNSEEN: gl.constexpr = T.masked or T.prescale or T.adds > 0  # pyright: ignore[reportAssignmentType]
+    x, tops = raise_tops(x, across(top, KEYS), UNSEEN, KEYS)
+    raised = first_of_lanes(tops, T)
+    return x, raised, gl.exp2(top - level(raised, T))
+
+
+@gluon.jit
+def level(top, T: gl.constexpr):
+    """The exponent to subtract where T.watches; 0 for a row that has seen nothing so far."""
+    if T.masked or T.prescale or T.adds > 0:
+        top = gl.where(top == float("-inf"), 0.0, top)
+    return top
+
+
+@gluon.jit
+def across(lanes, COLUMNS: gl.constexpr):
+    """A number for each of a row's four lanes, [64, 4], in all that they hold of [64, COLUMNS], in `matrix_layout`."""
+    ROWS: gl.constexpr = lanes.shape[0]
+    parts = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)).reshape([ROWS, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))  # pyright: ignore[reportAssignmentType]
+    parts += gl.convert_layout(lanes, LANES, assert_trivial=True)[:, None, :, None]
+    return gl.convert_layout(parts.reshape([ROWS, COLUMNS]), matrix_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def lanes_of(x, T: gl.constexpr):
+    """A number of each row, in `row_layout`, for each of its four lanes."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    wide = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)) + x[:, None]  # pyright: ignore[reportCallIssue]
+    return first_of_lanes(wide, T)
+
+
+@gluon.jit
+def first_of_lanes(x, T: gl.constexpr):
+    """The first number that each lane holds of a row of x, as `lane_sums` has sums."""
+    ROWS: gl.constexpr = T.rows
+    KEYS: gl.constexpr = x.shape[1]
+    return as_lanes(gl.reduce(gl.reduce(x.reshape([ROWS, KEYS // 8, 4, 2]), 3, first), 1, first), T)
+
+
+@gluon.jit
+def first(a, b):
+    return a
 
 
 @gluon.jit

@@ -85,6 +85,7 @@ class ForwardTile:
     bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
     deep: bool  # so far from it that 2^ of some is no normal float32 number
     lags: bool  # exponents are measured from an earlier maximum until scores pass it by far: until then O is not rescaled
+    watches: bool  # likewise, and a maximum is looked for only then
     mixes: bool  # one of four exponentials is a polynomial
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
@@ -204,6 +205,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         bounded=bounded(p, form),
         deep=not bounded(p, form, DEEPEST),
         lags=lags(p, form),
+        watches=watches(p, form),
         mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
         exact=False,
         last_first=band.right is not None,
@@ -222,7 +224,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "lags", "mixes", "staged", "halves")
+    off = ("sink", "brought", "bounded", "lags", "watches", "mixes", "staged", "halves")
     return replace(make_forward_tile(problem, launch, form), early=-1, **dict.fromkeys(off, False))
 
 
@@ -259,9 +261,16 @@ def lags(problem: AttentionProblem, form: Form) -> bool:
     if form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None or p.lengths.ragged:
         return False
     widths = {columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v))}
-    if widths == {256}:
-        return band.right is not None
     return max(widths) in (96, 128) and band.left is None and p.seqlen_k >= (LONG if band.right is None else LONG_CAUSAL)
+
+
+def watches(problem: AttentionProblem, form: Form) -> bool:
+    """T.watches: likewise, of other problems."""
+    p = problem
+    if form.prescale or p.score or p.where or p.blocks is not None:
+        return False
+    widths = tuple(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
+    return p.dropout is not None or (not p.lengths.ragged and widths in ((256, 256), (192, 128)))
 
 
 # keys: a tile of 192 queries leaves more undone of short problems, and under a causal mask
