@@ -37,7 +37,8 @@ def differs(p: float, columns: int, by_key: bool) -> bool:
     batch_head = language.to_tensor(1 * HEADS + 2)
     drawn = dropout.draw(seed, batch_head, language.to_tensor(row), language.to_tensor(column), columns, by_key)
     ones = language.full([64, columns], 1.0, torch.float32)
-    found = dropout.kept(ones, drawn, seed), dropout.unpacked(dropout.packed(ones, drawn, seed, torch.bfloat16), torch.bfloat16)
+    found = [dropout.kept(ones, drawn, seed, by_predicates) for by_predicates in (False, True)]
+    found.append(dropout.unpacked(dropout.packed(ones, drawn, seed, torch.bfloat16), torch.bfloat16))
     lines, places = torch.arange(row, row + 64)[:, None], torch.arange(column, column + columns)[None, :]
     at = (places, lines) if by_key else (lines, places)
     expected = keep(p, torch.tensor(1), torch.tensor(2), *at, HEADS, SEED)

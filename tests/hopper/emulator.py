@@ -248,7 +248,9 @@ def compared(word: torch.Tensor, limit: torch.Tensor, flip: torch.Tensor) -> tor
     return (word & 0x7FFF < limit) ^ (flip == 0)
 
 
-def keep_singles(x: torch.Tensor, words: torch.Tensor, limits: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
+def keep_singles(
+    x: torch.Tensor, words: torch.Tensor, limits: torch.Tensor, flip: torch.Tensor, by_predicates: bool
+) -> torch.Tensor:
     """Odd columns have the upper half."""
     upper = torch.arange(x.shape[1]) % 2 == 1
     word, limit = (torch.where(upper, both >> 16, both) & 0xFFFF for both in (words, limits))

@@ -13,6 +13,7 @@ import torch
 
 import flashtile
 from flashtile.errors import NotSupported
+from flashtile.reference import attention_reference
 from tests.cases import Case
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE, LARGE
@@ -90,3 +91,24 @@ def test_cut_off_sums_are_made_up_for(device: torch.device, head_dim: int, biase
     _, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, options=options, **given)
     off = lse.double() - (scores + bias.double() if biased else scores)
     assert abs((off * scores).sum() / scores.square().sum()) < 1.2e-7  # a float32 scale is so coarse
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("drift", [-0.5, -0.054, 0.054, 0.5])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_scores_that_rise_from_tile_to_tile(
+    device: torch.device, head_dim: int, head_dim_v: int, p: float, causal: bool, drift: float
+) -> None:
+    """Keys are walked from the last back: a row's maximum rises by 46 or 5 powers of two from tile to tile, or falls."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, d, device=device) for n, d in ((2100, head_dim), (2200, head_dim), (2200, head_dim_v)))
+    q[..., 0] = head_dim**0.5
+    k[..., 0] = drift * torch.arange(2200, device=device)[:, None]
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    given = {"causal": causal, "dropout": flashtile.Dropout(p, 3) if p else None}
+    out, lse = flashtile.attention(q, k, v, return_lse=True, options=flashtile.Options(backend="hopper"), **given)
+    exact, level = attention_reference(q, k, v, **given)
+    assert (out - exact).abs().max() < 1.6e-2 * exact.abs().max()
+    assert ((lse - level).abs() <= 1e-5 * level.abs() + 1e-5).all()

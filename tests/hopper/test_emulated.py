@@ -176,7 +176,7 @@ def test_the_backward_in_passes_is_exact(width: str) -> None:
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", LIMIT), ("bf16", 8 * LIMIT)])
 def test_maxima_that_lag_behind(dtype: str, limit: float) -> None:
     """Keys are walked from the last back: a row's maximum rises by 46 or 5 powers of two from tile to tile, or falls."""
-    wide = Tile((CAUSAL, UNSEEN_QUERIES, WINDOW), 256), Tile((GROUPED,), 200)
+    wide = Tile((CAUSAL, UNSEEN_QUERIES, WINDOW, SHARED_HEADS), 256), Tile((GROUPED,), 200), Tile((CAUSAL, LEFT), 192, 128)
     tiles = *wide, Tile((LONGER,), 128, launch=APART), Tile((LONGER_CAUSAL,), 96, launch=APART)
     cases = [case for tile in tiles for case in tile.cases("forward")]
     told = [dict(case, drift=drift, problem=case["problem"].replace("fp16", dtype)) for case in cases for drift in DRIFTS]

@@ -57,6 +57,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     next ones may come, precede their neighbours.
     """
     LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
+    # elsewhere ptxas makes all of a step's predicates at once, and keeps them as bits
+    BY_PREDICATES: gl.constexpr = T.joined or T.parted  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -106,7 +108,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         if not T.douts_first:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dp = through_dropout(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
         p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
         if T.makes_dv:
@@ -121,7 +123,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
             dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         if not T.douts_first:
             dp = warpgroup_mma_wait(1 if T.makes_dv else 0, deps=[dp_token])
-        dp = through_dropout(dp, drawn, seed, T)
+        dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
         if not T.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(slope, dp, delta, start, first_key, masked, sizes, work.band, T)
@@ -186,10 +188,10 @@ def weighed(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def through_dropout(dp, drawn, seed, T: gl.constexpr):
+def through_dropout(dp, drawn, seed, BY_PREDICATES: gl.constexpr, T: gl.constexpr):
     """The gradient of probabilities, given that of what weighed the values."""
     if T.dropout:
-        return kept(dp, drawn, seed) * seed.factor
+        return kept(dp, drawn, seed, BY_PREDICATES) * seed.factor
     else:
         return dp
 

@@ -90,6 +90,6 @@ def unpacked(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def kept(x, drawn, seed):
+def kept(x, drawn, seed, BY_PREDICATES: gl.constexpr):
     """x, float32, zero where dropped."""
-    return keep_singles(x, drawn[0], drawn[1], seed.flip)
+    return keep_singles(x, drawn[0], drawn[1], seed.flip, BY_PREDICATES)

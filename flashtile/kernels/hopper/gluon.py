@@ -264,21 +264,22 @@ def keep_pairs(low, high, words, limits, flip, KIND: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _keep_singles(by_predicates: bool) -> str:
+    if by_predicates:
+        chosen = "setp.eq.u32 f, $8, 0; setp.geu.xor.f16x2 p|q, m, $6, !f; selp.b32 $0, $2, 0, p; selp.b32 $1, $3, 0, q;"
+    else:
+        chosen = """set.geu.u32.f16x2 m, m, $6; prmt.b32 n, m, m, 0xbbbb; prmt.b32 m, m, m, 0x9999;
+            lop3.b32 $0, $2, m, $8, 0x60; lop3.b32 $1, $3, n, $8, 0x60;"""
+    return f"{{ .reg .b32 m, n; .reg .pred f, p, q; abs.f16x2 m, $4; {chosen} }}"
+
+
 @gluon.jit
-def keep_singles(x, words, limits, flip):
-    """float32 likewise, where two neighbours share a word."""
+def keep_singles(x, words, limits, flip, BY_PREDICATES: gl.constexpr):
+    """float32 likewise, where two neighbours share a word; BY_PREDICATES takes an instruction less of every four."""
     return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 m, n;
-            abs.f16x2 m, $4;
-            set.geu.u32.f16x2 m, m, $6;
-            prmt.b32 n, m, m, 0xbbbb;
-            prmt.b32 m, m, m, 0x9999;
-            lop3.b32 $0, $2, m, $8, 0x60;
-            lop3.b32 $1, $3, n, $8, 0x60;
-        }""",
-        "=r,=r,r,r,r,r,r,r,r,r", [x, words, limits, flip], dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
+        _keep_singles(BY_PREDICATES), "=r,=r,r,r,r,r,r,r,r,r", [x, words, limits, flip], dtype=gl.float32, is_pure=True, pack=2
+    )
 
 
 @gluon.jit

@@ -160,7 +160,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     mem.values.release(use)
-    dp = through_dropout(dp, drawn, given[0], T)
+    dp = through_dropout(dp, drawn, given[0], True, T)
     raw = warpgroup_mma_wait(0, deps=[raw])
     keep = True
     if MASKED:

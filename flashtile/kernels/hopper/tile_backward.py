@@ -278,6 +278,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
     if launch.parted and columns_of(problem.head_dim_v) < columns_of(problem.head_dim):  # room for more
         launch = replace(launch, stages=2, stages_dout=2)
+    if joins(problem, form, launch):
+        launch = replace(launch, stages_dout=launch.stages, joined=True)
     if paired(problem) and not problem.deterministic:  # room for what a second entry's gradient is added to
         launch = replace(launch, stages=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
@@ -286,6 +288,13 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         return ordered(launch, problem, device)
     helps = not split and is_one_wave(problem, launch, device)
     return replace(launch, helps=helps, joined=launch.joined and not helps)  # which spills where it helps: 0.95 of the speed
+
+
+def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
+    """Whether a tile of 128 columns has its words `joined`: where it was measured to gain, and there is room."""
+    p = problem
+    told = form.curved or p.group > 1 or p.lengths.ragged != (p.dropout is not None)
+    return told and launch.stages == 3 and not (form.prescale or form.adds or p.where or p.blocks is not None)
 
 
 def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
