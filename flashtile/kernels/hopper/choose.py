@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flashtile.kernels.hopper.schedule import busiest, queued, tile_count, tile_lengths
-from flashtile.kernels.hopper.tile import ForwardLaunch, cut
+from flashtile.kernels.hopper.tile import ForwardLaunch, bounded, cut
+from flashtile.kernels.lib.score import form_of
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
@@ -100,7 +101,9 @@ def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]
     pairs = p.dropout is not None or p.blocks is not None
     # the same of wide heads, whose products are apart: what modifiers add and masks of more than one bound spill there, and
     # of items of unequal lengths too many tiles of 192 queries are not full (64 of 1k on average, an H100: 0.99 of the speed)
-    bare = not (pairs or p.score or p.where or p.lengths.ragged or p.mask.left is not None)
+    form = form_of(p)
+    capped = bounded(p, form) and form.adds == 0 and not (p.returns_lse or is_causal(p))
+    bare = not (pairs or (p.score and not capped) or p.where or p.lengths.ragged or p.mask.left is not None)
     full, causal = (
         tuple(
             (launch, key_us)

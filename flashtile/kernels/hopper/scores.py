@@ -320,18 +320,32 @@ def lowest(factor):
 
 @gluon.jit
 def exponentials(x, MASKED: gl.constexpr, T: gl.constexpr):
-    """2^x of a tile; where T.mixes one of four by a polynomial, for a curve and 2^x share one slow unit."""
-    if T.mixes:
-        ROWS: gl.constexpr = T.rows
-        BLOCK_K: gl.constexpr = x.shape[1]
-        rest, share = gl.split(x.reshape([ROWS, BLOCK_K // 16, 2, 8]).permute([0, 1, 3, 2]))
-        more, share = gl.split(share.reshape([ROWS, BLOCK_K // 32, 2, 8]).permute([0, 1, 3, 2]))
-        share = gl.join(gl.exp2(more), polynomial(share, MASKED or T.deep)).permute([0, 1, 3, 2]).reshape(rest.shape)
-        share = gl.convert_layout(share, rest.type.layout, assert_trivial=True)
-        made = gl.join(gl.exp2(rest), share).permute([0, 1, 3, 2]).reshape([ROWS, BLOCK_K])
-        return gl.convert_layout(made, x.type.layout, assert_trivial=True)
+    """2^x of a tile; of T.mixes one by a polynomial, for a curve and 2^x share one slow unit."""
+    if T.mixes > 0:
+        a, rest = shared_out(x)
+        b, last = shared_out(rest)
+        if T.mixes == 8:
+            c, eighth = shared_out(last)
+            made = together(gl.exp2(c), polynomial(eighth, MASKED or T.deep), last)
+        else:
+            made = polynomial(last, MASKED or T.deep)
+        return together(gl.exp2(a), together(gl.exp2(b), made, rest), x)
     else:
         return gl.exp2(x)
+
+
+@gluon.jit
+def shared_out(x):
+    """Every second eight columns, and the others, [64, eights, 8]; of columns or of such."""
+    ROWS: gl.constexpr = x.shape[0]
+    PAIRS: gl.constexpr = x.shape[1] // (16 if len(x.shape) == 2 else 2)
+    return gl.split(x.reshape([ROWS, PAIRS, 2, 8]).permute([0, 1, 3, 2]))
+
+
+@gluon.jit
+def together(a, b, x):
+    """What `shared_out` made of x, or something of the same shape, as that lies."""
+    return gl.convert_layout(gl.join(a, b).permute([0, 1, 3, 2]).reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit

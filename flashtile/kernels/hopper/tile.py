@@ -86,7 +86,7 @@ class ForwardTile:
     deep: bool  # so far from it that 2^ of some is no normal float32 number
     lags: bool  # exponents are measured from an earlier maximum until scores pass it by far: until then O is not rescaled
     watches: bool  # likewise, and a maximum is looked for only then
-    mixes: bool  # one of four exponentials is a polynomial
+    mixes: int  # of so many exponentials one is a polynomial; 0 where none is
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
@@ -206,7 +206,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         deep=not bounded(p, form, DEEPEST),
         lags=lags(p, form),
         watches=watches(p, form),
-        mixes=form.curved and not p.returns_lse and columns * parts <= 128,  # the slow unit is the bottleneck there
+        mixes=mixes(p, form),
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.blocks is not None),
@@ -224,8 +224,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "lags", "watches", "mixes", "staged", "halves")
-    return replace(make_forward_tile(problem, launch, form), early=-1, **dict.fromkeys(off, False))
+    off = ("sink", "brought", "bounded", "lags", "watches", "staged", "halves")
+    return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
 
 
 def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bool:
@@ -234,6 +234,14 @@ def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bo
     if curve is None or curve.largest is None or problem.dtype is not DType.BF16:
         return False
     return curve.largest(problem.score[-1].scalars) * log2(e) <= widest
+
+
+def mixes(problem: AttentionProblem, form: Form) -> int:
+    """T.mixes: where the slow unit is the bottleneck, which of 128 columns without maxima and bounds it hardly is."""
+    p, (columns, parts) = problem, cut(problem.head_dim)
+    if not form.curved or p.returns_lse or columns * parts > 128:
+        return 0
+    return 8 if columns * parts == 128 and p.band.right is None and bounded(p, form) else 4
 
 
 def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
