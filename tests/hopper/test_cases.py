@@ -13,7 +13,7 @@ import torch
 
 import flashtile
 from flashtile.errors import NotSupported
-from flashtile.reference import attention_reference
+from flashtile.reference.attention import attention_reference
 from tests.cases import Case
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE, LARGE
