@@ -308,8 +308,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
     under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
     add is where the product starts from; a curve is evaluated while the values are being added. Where T.lags nothing but a
-    jump is left of most rescaling. Where T.apart the values are added before the keys are multiplied: scores need no registers
-    while probabilities have theirs, so that three warpgroups fit, and while one waits the others multiply.
+    jump is left of most rescaling, and where T.watches of most maxima too. Where T.apart the values are added before the keys
+    are multiplied: scores need no registers while probabilities have theirs, so that three warpgroups fit, and while one waits
+    the others multiply.
     """
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
