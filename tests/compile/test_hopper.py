@@ -24,7 +24,8 @@ TUNED = {
     (192, ""): 378, (192, ",band=:0"): 379, (192, NARROW): 595, (192, f"{NARROW},band=:0"): 624,
     (256, ""): 475, (256, ",band=:0"): 494,
     # up to 127 of softcap's are polynomials, which spare the slow unit
-    (64, SOFTCAP): 536, (128, SOFTCAP): 505, (128, f",band=:0{SOFTCAP}"): 562, (128, f"{HALF}{SOFTCAP}"): 714,
+    (64, SOFTCAP): 536, (96, SOFTCAP): 597, (128, SOFTCAP): 505, (128, f",band=:0{SOFTCAP}"): 562,
+    (128, f"{HALF}{SOFTCAP}"): 714,
     (64, ALIBI): 541, (128, ALIBI): 583,
     (128, ",band=:0,sink=16:fp32"): 460, (256, ",band=:0,sink=16:fp32"): 483, (64, DROPOUT): 748, (128, DROPOUT): 797,
     (64, BIAS): 555, (96, BIAS): 637, (128, BIAS): 595, (128, f",band=:0{BIAS}"): 613, (256, BIAS): 494, (128, KEYS): 587,
@@ -63,6 +64,7 @@ TUNED_BACKWARD = {
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 7),
     (64, BIAS_GRADIENT): (440, 0), (128, BIAS_GRADIENT): (479, 0), (128, f",band=:0{BIAS_GRADIENT}"): (624, 0),
     (128, f",band=:0{ALIBI}"): (661, 2), (64, DROPOUT): (556, 0), (128, DROPOUT): (600, 0), (256, DROPOUT): (625, 0),
+    (128, f",band=:0{DROPOUT}"): (749, 0),
     (192, NARROW): (419, 0), (192, f"{NARROW},band=:0"): (563, 0), (192, ",band=:0"): (590, 0),
     (256, BIAS): (764, 0), (256, f",band=:0{SOFTCAP}"): (733, 0),
 }  # fmt: skip
