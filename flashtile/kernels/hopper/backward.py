@@ -275,9 +275,11 @@ def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, se
     Where it LAGS dv gains what the step before left, under the product of this one's scores.
 
     Before queries are let go of there is a fence, for the next ones' rows overwrite what was read. It stands under the product
-    unless modifiers follow this: among their loads and curves ptxas then leaves out waits (`export/hazards.py`).
+    unless modifiers follow this, items differ in length, or predicates narrow the mask: among what these load and compute ptxas
+    then leaves out waits (`export/hazards.py`).
     """
-    RESTS: gl.constexpr = not (T.modified or T.curved or T.late)  # pyright: ignore[reportAssignmentType]
+    FOLLOWED: gl.constexpr = T.modified or T.curved or T.late  # pyright: ignore[reportAssignmentType]
+    RESTS: gl.constexpr = not (FOLLOWED or T.ragged or T.predicate)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
