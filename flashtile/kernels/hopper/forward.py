@@ -342,11 +342,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.watches:
-        if not MASKED:
-            score = bent(score, scale, score_args, T, SCORE)
         x, top, decay = watched(score * factor - across(level(rows.top, T), KEYS), rows.top, T)
-        if not T.apart:
-            acc = settle(acc, mem.values, use - 1, T.pieces)
+        acc = settle(acc, mem.values, use - 1, T.pieces)
         p = exponentials(x, MASKED, T)
         total = rows.total * decay + lane_sums(p, T)
         weights = weigh(p, drawn, given[0], mem, T)

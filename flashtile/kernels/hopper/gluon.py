@@ -124,9 +124,9 @@ def _scale_unless_one(columns: int) -> str:
 
 
 @gluon.constexpr_function
-def _in_place(columns: int, kind: str) -> str:
+def _in_place(columns: int, kind: str, outputs: int = 1) -> str:
     count = columns // 2
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind] * count)
+    return ",".join(["=f"] * outputs * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
@@ -176,12 +176,6 @@ def _raise_tops(columns: int, unseen: bool) -> str:
     }}"""
 
 
-@gluon.constexpr_function
-def _two_in_place(columns: int) -> str:
-    count = columns // 2
-    return ",".join(["=f"] * 2 * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
 @gluon.jit
 def raise_tops(x, top, UNSEEN: gl.constexpr, COLUMNS: gl.constexpr):
     """(x, top) of exponents x (64 x COLUMNS, in `matrix_layout`), measured from `top`, the same in all of a row.
@@ -191,7 +185,7 @@ def raise_tops(x, top, UNSEEN: gl.constexpr, COLUMNS: gl.constexpr):
     the integers that their bits spell.
     """
     return gl.inline_asm_elementwise(
-        _raise_tops(COLUMNS, UNSEEN), _two_in_place(COLUMNS), [x, top], dtype=(gl.float32, gl.float32), is_pure=False,
+        _raise_tops(COLUMNS, UNSEEN), _in_place(COLUMNS, "f", 2), [x, top], dtype=(gl.float32, gl.float32), is_pure=False,
         pack=COLUMNS // 2,
     )  # fmt: skip
 

@@ -266,8 +266,7 @@ def watched(x, top, T: gl.constexpr):
     of the four lanes that hold a row, -inf where the row saw nothing so far.
     """
     KEYS: gl.constexpr = x.shape[1]
-    UNSEEN: gl.constexpr = T.masked or T.prescale or T.adds > 0  # pyright: ignore[reportAssignmentType]
-    x, tops = raise_tops(x, across(top, KEYS), UNSEEN, KEYS)
+    x, tops = raise_tops(x, across(top, KEYS), T.masked, KEYS)
     raised = first_of_lanes(tops, T)
     return x, raised, gl.exp2(top - level(raised, T))
 
@@ -275,7 +274,7 @@ def watched(x, top, T: gl.constexpr):
 @gluon.jit
 def level(top, T: gl.constexpr):
     """The exponent to subtract where T.watches; 0 for a row that has seen nothing so far."""
-    if T.masked or T.prescale or T.adds > 0:
+    if T.masked:
         top = gl.where(top == float("-inf"), 0.0, top)
     return top
 

@@ -273,7 +273,7 @@ def lags(problem: AttentionProblem, form: Form) -> bool:
 
 
 def watches(problem: AttentionProblem, form: Form) -> bool:
-    """T.watches: likewise, of other problems."""
+    """T.watches: likewise, of other problems: without modifiers, and of tiles whose products overlap."""
     p = problem
     if form.prescale or p.score or p.where or p.blocks is not None:
         return False
