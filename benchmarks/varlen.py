@@ -314,7 +314,7 @@ def tile_calls(head_dim: int, mask: str) -> list[tuple[str, Callable[[], torch.T
     launches = [base, *(replace(base, swizzle=n) for n in (1, 4, 16) if n != base.swizzle)]
     known = (replace(one, resident=True, swizzle=base.swizzle) for one, _ in choose.options(problem)[choose.is_causal(problem)])
     launches += [launch for launch in known if launch != base]
-    launches += [replace(base, groups=2, stages=4, split_max=False, loader_warps=4)] if head_dim == 64 else []
+    launches += [replace(base, groups=2, stages=4, loader_warps=4)] if head_dim == 64 else []
     bounds = {launch.spell(): Bound(HOPPER.forward(problem, device_of(DEVICE), launch), given, DEVICE) for launch in launches}
     return [(name, lambda bound=bound: bound.run(dict(given))["out"]) for name, bound in bounds.items()]
 

@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 MODIFIERS: dict[str, tuple[Callable[..., tuple[int, ...]] | None, Callable[[Any], flashtile.Score]]] = {
     "softcap": (None, lambda _: Softcap(2.0)),
     "softcap30": (None, lambda _: Softcap(30.0)),
-    "softcap50": (None, lambda _: Softcap(50.0)),
+    **{f"softcap{cap}": (None, lambda _, cap=cap: Softcap(float(cap))) for cap in (50, 1000)},
     "alibi": (lambda batch, heads, *_: (heads,), Alibi),
     "alibi-per-batch": (lambda batch, heads, *_: (batch, heads), Alibi),
     "relative": (lambda batch, heads, *_: (batch, heads), Relative),

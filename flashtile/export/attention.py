@@ -15,7 +15,7 @@ from flashtile.export.compile import contiguous
 from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.hopper import choose
 from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-from flashtile.kernels.hopper.tile import LONG, LONG_CAUSAL, SHORT, lags, sees_halves
+from flashtile.kernels.hopper.tile import SHORT, sees_halves
 from flashtile.kernels.lib.score import form_of
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import place_of
@@ -153,10 +153,6 @@ class AttentionExport:
         """Lengths from which on Hopper's forward is another, where it ever is: a multiple of every tile's size, and none."""
         if not self.scheduled:
             return
-        tall = replace(self.problem, seqlen_q=LONG_CAUSAL, seqlen_k=LONG_CAUSAL, score=())
-        if not self.problem.score and lags(tall, form_of(tall)):
-            for least in (LONG, LONG_CAUSAL):
-                yield from (n for n in (least - 1, -(-least // 384) * 384, least + 52))
         short, long = (self.at(dict.fromkeys(self.sizes, n)) for n in (SHORT - 1, SHORT + 1))
         launches = schedule.launches(short).values()
         if any(sees_halves(short, launch, form_of(short)) != sees_halves(long, launch, form_of(long)) for launch in launches):

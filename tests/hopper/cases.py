@@ -90,6 +90,21 @@ def _longer() -> Iterator[Case]:
     for scale in (0.25, 0.5, 4.0):
         for dtype in ("fp16", "bf16"):
             yield replace(wide, name=f"lags-{dtype}-scale{scale}", dtype=dtype, scale=scale, batch=1)
+    # scores so far apart that 2^ of their distance from a maximum of before overflows: those tiles are computed again
+    for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        wild = replace(wide, scale=30.0, head_dim=head_dim, head_dim_v=head_dim_v, name=f"wild-{head_dim}")
+        yield wild
+        yield replace(wild, name=f"{wild.name}-full", dtype="fp16", causal=False, seqlen_k=600)
+        yield replace(wild, name=f"{wild.name}-window", causal=False, window=(150, 30), heads_kv=1)
+    yield replace(uneven, name="wild-varlen", scale=30.0)
+    yield replace(uneven, name="wild-varlen-causal", scale=30.0, head_dim=128, causal=True, sink="fp32", dtype="bf16")
+    yield replace(uneven, name="wild-varlen-dropout", scale=30.0, head_dim=128, window=(200, 90), dropout=0.3)
+    for mask in ("table", "holes", "document-causal", "strangers-blocks"):
+        yield replace(masked, name=f"wild-{mask}", head_dim=128, mask=mask, scale=30.0)
+    yield replace(biased, name="wild-bias", head_dim=128, scale=30.0, score=("bias-heads",))
+    yield replace(biased, name="wild-bias-causal", scale=30.0, causal=True, dropout=0.2)
+    yield replace(biased, name="wild-scores", scale=-30.0, score=("alibi", "bias", "softcap1000"))
+    yield replace(capped, name="wild-softcap", scale=30.0, score=("softcap1000",), seqlen_k=400)
     # one wave of tiles: blocks of short ones help with long ones
     wave = Case("one-wave", seqlen_q=700, seqlen_k=700, heads_q=2, heads_kv=2, head_dim=64, dtype="bf16", causal=True)
     yield wave

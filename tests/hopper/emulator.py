@@ -280,14 +280,24 @@ def select_bits(x: torch.Tensor, words: torch.Tensor, first: int, other: str, co
     return torch.where(words >> (first + column // 8 * 2 + column % 2) & 1 > 0, x, number)
 
 
-def raise_tops(x: torch.Tensor, top: torch.Tensor, unseen: bool, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    most = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1, keepdim=True)
-    blind = top == -torch.inf
-    assert unseen or not bool(blind.any())
-    raises = (most > 8.0) | blind & (most > -torch.inf)
-    start = torch.where(blind, 0.0, top)
-    raised = torch.where(raises, start + most, top)
-    return torch.where(raises, x - (raised - start), x), raised
+def greatest(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1, keepdim=True)
+
+
+def raised(
+    score: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, wild: torch.Tensor, blind: bool, columns: int
+) -> torch.Tensor:
+    unseen, most = top == -torch.inf, greatest(score)
+    far = torch.exp2(most * factor - torch.where(unseen, 0.0, top)) > 2.0**64
+    looks = (wild != 0x7FFFFFFF) | (unseen if blind else torch.zeros_like(unseen))
+    return torch.where(looks & (far | unseen & (most > -torch.inf)), most * factor, top)
+
+
+def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    most, much = greatest(p), ~(sums <= 256.0).all(1, keepdim=True)
+    power = torch.where(much & most.isfinite(), torch.floor(torch.log2(most)), 0.0)
+    sums = torch.where(much & (most > 2.0**64), torch.inf, sums * torch.exp2(-power))
+    return p * torch.exp2(-power), top + power, sums
 
 
 def install(seed: int = 0) -> None:
@@ -313,7 +323,9 @@ def install(seed: int = 0) -> None:
         keep_singles=keep_singles,
         ones=ones,
         select_bits=select_bits,
-        raise_tops=raise_tops,
+        raised=raised,
+        role_barrier=lambda: None,
+        rebased=rebased,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,
@@ -331,7 +343,7 @@ def install(seed: int = 0) -> None:
     replace(ticket, take=take)
     replace(of_strips, strips=strips)
     replace(stream, await_stream=lambda soon=True: here().await_stream(), let_next=lambda: None)
-    replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, adds_done=store_wait)
+    replace(order, await_turn=await_turn, claim=claim, is_first=is_first, report=report, writes_done=store_wait)
 
 
 WORDS: tuple[Any, ...] = (

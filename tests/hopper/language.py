@@ -181,8 +181,14 @@ def fma(a: Any, b: Any, c: Any) -> torch.Tensor:
     return a * b + c
 
 
-def max(value: torch.Tensor, axis: int) -> torch.Tensor:
-    return value.amax(axis)
+def max(value: torch.Tensor, axis: int) -> Any:
+    most = value.amax(axis)
+    return most if most.dim() or most.is_floating_point() else Scalar(most.item())
+
+
+def min(value: torch.Tensor, axis: int) -> Any:
+    least = value.amin(axis)
+    return least if least.dim() or least.is_floating_point() else Scalar(least.item())
 
 
 def sum(value: torch.Tensor, axis: int | None = None) -> Any:

@@ -245,7 +245,7 @@ class NamedBarrier:
     def arrive(self, threads: int) -> int:
         """The opening that this arrival belongs to."""
         mine = self.opened
-        self.arrived += WARPGROUP
+        self.arrived += 32 * here().warps
         if self.arrived == threads:
             self.arrived, self.opened = 0, self.opened + 1
         return mine

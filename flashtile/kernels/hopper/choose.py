@@ -35,7 +35,7 @@ FULL: dict[Widths, tuple[Priced, ...]] = {
 }
 CAUSAL: dict[Widths, tuple[Priced, ...]] = {
     64: (
-        (ForwardLaunch(groups=3, resident=True, split_max=True, loader_warps=1), 1.45),
+        (ForwardLaunch(groups=3, resident=True, loader_warps=1), 1.45),
         (ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15),
     ),
     96: (

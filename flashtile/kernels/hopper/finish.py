@@ -13,6 +13,7 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
+    Which rows have a sum that is infinite, or no number.
     targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
     """
     PARTS_V: gl.constexpr = T.parts_v
@@ -27,6 +28,7 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
     if T.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    ran = (index < size.seqlen_q) & ((total < float("inf")) == 0)
     seen = total != 0.0
     if T.ragged:
         seen = seen & (index < size.seqlen_q)
@@ -62,6 +64,7 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
     for part in gl.static_range(PARTS_V):
         tile = out_tile(mem, out_desc, GROUP, part, T)
         send(tile, out_desc, (targets[2], targets[3][0]), at, part * COLUMNS, T.head_dim_v, T)
+    return ran
 
 
 @gluon.jit

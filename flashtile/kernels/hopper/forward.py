@@ -9,6 +9,7 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.again import NONE, Again, forget, make_again, meet, remember, remembered, tell_first
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw, packed, unpacked
@@ -38,31 +39,31 @@ from flashtile.kernels.hopper.halves import (
 from flashtile.kernels.hopper.layouts import operand_layout, row_layout
 from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, scaled, settle
+from flashtile.kernels.hopper.order import writes_done
 from flashtile.kernels.hopper.scores import (
     across,
     exponentials,
     fetch,
-    lagging,
     lane_sums,
     lanes_of,
     level,
+    lifted,
     lowest,
-    pivot,
-    row_max,
+    measured,
     shape_scores,
     starts,
-    watched,
 )
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.hopper.work import (
     Job,
-    assign,
+    job_at,
     measure,
+    place_at,
+    place_count,
     sized,
     tile_at,
     told,
     told_job,
-    turns,
     visit,
     walk,
     within,
@@ -89,14 +90,16 @@ class Memory:
     bias: gl.shared_memory_descriptor  # of one key tile, for each warpgroup, where T.brought
     job: gl.shared_memory_descriptor  # what the loader tells of a tile with lists
     tickets: Tickets  # and where T.ragged
+    again: Again  # where T.watches
     queries: Channel
     keys: Channel
     values: Channel
     biases: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, bias, job, tickets, queries, keys, values, biases):
-        self.q, self.k, self.v, self.out, self.bias, self.job, self.tickets = q, k, v, out, bias, job, tickets
+    def __init__(self, q, k, v, out, bias, job, tickets, again, queries, keys, values, biases):
+        self.q, self.k, self.v, self.out, self.bias = q, k, v, out, bias
+        self.job, self.tickets, self.again = job, tickets, again
         self.queries, self.keys, self.values, self.biases = queries, keys, values, biases
 
 
@@ -105,8 +108,8 @@ class Rows(NamedTuple):
 
     acc: gl.tensor  # tuple of accumulators: of all columns of v or, of three parts, of the first two and of the last
     weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
-    top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded; `lagging` where T.lags
-    # and, a number for each of the four lanes that hold a row, `watched` where T.watches
+    top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded
+    # or, a number for each of the four lanes that hold a row, what exponents are measured from, where T.watches
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
 
@@ -118,21 +121,36 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
         pass_turn(GROUP, T)
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
-    if T.ragged:
-        places, turn, use = whole.tiles * whole.heads, gl.to_tensor(0), gl.to_tensor(0)
-        while mem.tickets.read(turn, 4) < places:
-            job = told_job(mem.tickets, turn, T)
-            use, _ = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
-            turn = turn + 1
-    else:
-        use = 0
-        if T.blocks_q == 0:
-            job = assign(0, whole, region, T)
-        for turn in range(turns(whole, T)):
-            if T.blocks_q > 0:
-                mem.queries.wait(turn * T.groups + GROUP)
-                job = told(mem.job, whole)
-            use, job = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
+    turn, use, places = gl.to_tensor(0), gl.to_tensor(0), place_count(whole)
+    place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
+    place = gl.where(place < places, place, NONE)
+    if not T.ragged and T.blocks_q == 0:
+        job = job_at(place, whole, region, T)
+    if T.watches:
+        forget(mem.again, GROUP, T)
+    while place != NONE:  # negative: it is computed again
+        if T.ragged:
+            job = told_job(mem.tickets, turn - (place >> 31), T)
+        elif T.blocks_q > 0:
+            mem.queries.wait(turn * T.groups + GROUP)
+            job = told(mem.job, whole)
+        use, job, ran = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
+        turn = turn + 1
+        before, following = place, places
+        if not T.watches or place >= 0:
+            following = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
+        place = gl.where(following < places, following, NONE)
+        if T.watches:
+            remember(mem.again, before, ran, GROUP, T)
+            if place == NONE:
+                tell_first(mem.again, turn, before, GROUP, T)
+                if T.ragged and before >= 0:
+                    mem.tickets.finish(turn)
+                place = meet(mem.again, turn, 4, T)
+                if place != NONE:
+                    writes_done(0)  # what was stored of a tile must not come after what will be
+                if not T.ragged and T.blocks_q == 0:
+                    job = job_at(place & NONE, whole, region, T)
     let_next()
     if T.staged:
         store_wait(0)
@@ -141,7 +159,10 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
 @gluon.jit
 def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """(key tiles used, the next turn's Job where that is found here): attention of the GROUP-th 64 queries of a Job."""
+    """Attention of the GROUP-th 64 queries of a Job.
+
+    (key tiles used, the next turn's Job where that is found here, which rows are to be computed again, carefully).
+    """
     scale, score_args, region = rest[0], rest[1], rest[2]
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
@@ -190,11 +211,11 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
-    finish(done, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
+    ran = finish(done, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
     if not T.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
-    return use, job
+    return use, job, ran
 
 
 @gluon.jit
@@ -204,7 +225,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     acc = add_values(rows, mem, use, HALF, T)
     if T.blocks_q == 0 and not T.ragged:
-        job = assign(turn + 1, whole, region, T)  # divisions and loads, here hidden under the product
+        job = job_at(place_at(turn + 1, T), whole, region, T)  # divisions and loads, here hidden under the product
     return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, ()), job
 
 
@@ -281,7 +302,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     if T.bounded:
         top = gl.maximum(top, lowest(factor))
-    p = gl.exp2(score * factor - pivot(top, factor, T.masked, T)[:, None])
+    p = gl.exp2(score * factor - level(top * factor, T.masked, T)[:, None])
     total = lane_sums(p, T)
     drawn = ()
     if T.dropout:
@@ -305,12 +326,11 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
          MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile, or a HALF of it; the values of the one before are added meanwhile.
 
-    The wait for that product stands between the row maximum and the exponentials: rescaling, summing and packing then hide
-    under the exponentials, and probabilities are packed into the registers that the product has just freed. What modifiers
-    add is where the product starts from; a curve is evaluated while the values are being added. Where T.lags nothing but a
-    jump is left of most rescaling, and where T.watches of most maxima too. Where T.apart the values are added before the keys
-    are multiplied: scores need no registers while probabilities have theirs, so that three warpgroups fit, and while one waits
-    the others multiply.
+    Where T.watches nothing stands between scores and exponentials, neither a maximum nor the wait for that product, and of
+    rescaling a jump is left where no score has grown far. Otherwise the wait stands behind the row maximum: rescaling, summing
+    and packing then hide under the exponentials. What modifiers add is where the product starts from; a curve is evaluated
+    while the values are being added. Where T.apart the values are added before the keys are multiplied: scores need no
+    registers while probabilities have theirs, so that three warpgroups fit, and while one waits the others multiply.
     """
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
@@ -328,6 +348,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
+    wild = remembered(mem.again, GROUP, T) if T.watches else ()
     score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
@@ -342,35 +363,34 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.watches:
-        x, top, decay = watched(score * factor - across(level(rows.top, T), KEYS), rows.top, T)
-        acc = settle(acc, mem.values, use - 1, T.pieces)
-        p = exponentials(x, MASKED, T)
-        total = rows.total * decay + lane_sums(p, T)
-        weights = weigh(p, drawn, given[0], mem, T)
+        base = lifted(score, rows.top, factor, wild, MASKED, T)
+        p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
+        p, top, sums = measured(p, base, lane_sums(p, T), T)
+        decay = gl.exp2(rows.top - level(top, MASKED, T))
+        total = rows.total * decay + sums
+        if T.dropout and not T.apart:  # packed in front of the wait it is more than ptxas can order: each product would wait
+            acc = settle(acc, mem.values, use - 1, T.pieces)
+            weights = weigh(p, drawn, given[0], mem, T)
+        else:
+            weights = weigh(p, drawn, given[0], mem, T)
+            if not T.apart:
+                acc = settle(acc, mem.values, use - 1, T.pieces)
         acc = scaled(acc, decay, T)
     else:
-        top = gl.convert_layout(row_max(score, T), row_layout(T.block_k))
+        top = gl.convert_layout(gl.max(score, 1), row_layout(T.block_k))
         if not MASKED:  # the curve rises: it is evaluated while the maximum is being found
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
-        if T.lags:
-            top, decay, shift = lagging(rows.top, top, factor, MASKED, T)
-        else:
-            top = gl.maximum(rows.top, top)
-            shift = pivot(top, factor, MASKED, T)
-            decay = gl.exp2(rows.top * factor - shift)
+        top = gl.maximum(rows.top, top)
+        shift = level(top * factor, MASKED, T)
+        decay = gl.exp2(rows.top * factor - shift)
         if T.curved and not T.apart:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
         p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
-        decayed = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None]
-        total = decayed + lane_sums(p, T)
-        if T.lags:  # rescaling last: exponentials and packing would be cut in two by its jump
-            weights = weigh(p, drawn, given[0], mem, T)
-            acc = scaled(acc, decay, T)
-        else:
-            acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
+        total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+        acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     return Rows(acc, weights, top, total, fetched)
@@ -445,11 +465,14 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     tickets = Tickets(q, keys, 1)
     if T.ragged:
         tickets = make_tickets(GROUPS, 8)
+    again = Again(q, q)
+    if T.watches:
+        again = make_again(T)
     bias, biases = q, keys
     if T.brought:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
         biases = make_channel(1, GROUPS)
-    mem = Memory(q, k, v, out, bias, job, tickets, make_channel(GROUPS, 1), keys, values, biases)
+    mem = Memory(q, k, v, out, bias, job, tickets, again, make_channel(GROUPS, 1), keys, values, biases)
     fence_async_shared()
     await_stream(False)
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)

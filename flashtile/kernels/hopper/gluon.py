@@ -56,6 +56,8 @@ def settled(value: Any, _semantic: Any = None) -> Any:
     return gl.tuple([settled(part, _semantic=_semantic) for part in value]) if isinstance(value, gl.tuple) else value
 
 
+role_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier  # of all threads of a role; 3.9 renamed it
+
 # (tile, dtype, shape, layout): the same shared memory, or its beginning, as another tile, or as tiles; 3.9 renamed it
 recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
@@ -124,9 +126,9 @@ def _scale_unless_one(columns: int) -> str:
 
 
 @gluon.constexpr_function
-def _in_place(columns: int, kind: str, outputs: int = 1) -> str:
+def _in_place(columns: int, kind: str, outputs: int = 1, further: int = 1) -> str:
     count = columns // 2
-    return ",".join(["=f"] * outputs * count + [str(i) for i in range(count)] + [kind] * count)
+    return ",".join(["=f"] * outputs * count + [str(i) for i in range(count)] + [kind] * further * count)
 
 
 @gluon.jit
@@ -138,55 +140,92 @@ def scale_unless_one(acc, factor, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _raise_tops(columns: int, unseen: bool) -> str:
-    count = columns // 2  # of a thread: two neighbours of one row, two of another, and so on
-    words = "".join(f"mov.b32 x{i}, ${i};\n" for i in range(count))
-    chains = ["x0", "x1", "x2", "x3"]
-    most = ""
-    for i in range(4, count, 8):  # three numbers' maximum is one instruction (VIMNMX3)
-        for k in range(4):
-            if i + 4 + k < count:
-                most += f"max.s32 y{k}, {chains[k]}, x{i + k}; max.s32 y{k}, y{k}, x{i + 4 + k};\n"
-            else:
-                most += f"max.s32 y{k}, {chains[k]}, x{i + k};\n"
-            chains[k] = f"y{k}"
-    lag, rare = "41000000", ""  # 8.0
+def _row(columns: int, row: int) -> list[int]:
+    """Which of a thread's numbers of 64 x `columns` are its first or second row's: two neighbours of one, two of the other."""
+    return [i for i in range(columns // 2) if i // 2 % 2 == row]
+
+
+@gluon.constexpr_function
+def _row_maximum(mine: list[int]) -> str:
+    """m: the greatest of a row's numbers; four lanes hold it."""
+    own = f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
+    return own + "".join(f"shfl.sync.bfly.b32 n, m, {lane}, 31, 0xffffffff; max.f32 m, m, n;\n" for lane in (1, 2))
+
+
+@gluon.constexpr_function
+def _raised(columns: int, blind: bool) -> str:
+    count, rare, ask, farthest = columns // 2, "", "", "0f5F800000"  # 2^64
+    first = [2 * count, 3 * count, 4 * count]  # where top, factor and wild begin
     for row in (0, 1):
-        mine = [i for i in range(count) if i // 2 % 2 == row]
-        rare += f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
-        rare += "".join(f"shfl.sync.bfly.b32 n, m, {lane}, 31, 0xffffffff; max.f32 m, m, n;\n" for lane in (1, 2))
-        rare += f"mov.f32 b, t{row}; setp.gt.f32 p, m, 0f{lag};\n"
-        if unseen:
-            rare += f"setp.eq.f32 q, t{row}, 0fFF800000; @q mov.f32 b, 0f00000000;\n"
-            rare += "setp.gt.and.f32 q, m, 0fFF800000, q; or.pred p, p, q;\n"
-        rare += f"add.f32 n, b, m; @p mov.f32 t{row}, n; sub.f32 b, n, b; selp.f32 b, b, 0f00000000, p;\n"
-        rare += "".join(f"sub.f32 ${i}, ${i}, b;\n" for i in mine)
-    tops = "".join(f"mov.f32 ${count + i}, t{i // 2 % 2};\n" for i in range(count))
-    none = "setp.eq.or.f32 p, t0, 0fFF800000, p; setp.eq.or.f32 p, t1, 0fFF800000, p;" if unseen else ""
+        rare += f"{_row_maximum([count + i for i in _row(columns, row)])} mov.f32 b, t{row};\n"
+        if blind:
+            rare += "setp.eq.f32 q, b, 0fFF800000; selp.f32 b, 0f00000000, b, q; setp.gt.and.f32 q, m, 0fFF800000, q;\n"
+        rare += f"neg.f32 b, b; fma.rn.f32 n, m, ${first[1]}, b; ex2.approx.ftz.f32 n, n;\n"
+        rare += f"setp.gt{'.or' if blind else ''}.f32 p, n, {farthest}{', q' if blind else ''};\n"
+        rare += f"mul.f32 m, m, ${first[1]}; @p mov.f32 t{row}, m;\n"
+    if blind:
+        ask = "setp.eq.or.f32 p, t0, 0fFF800000, p; setp.eq.or.f32 p, t1, 0fFF800000, p;"
     return f"""{{
-        .reg .pred p, q; .reg .b32 x<{count}>; .reg .s32 y<4>; .reg .f32 t<2>, m, n, b;
-        mov.f32 t0, ${3 * count}; mov.f32 t1, ${3 * count + 2};
-        {words}{most}
-        max.s32 y0, y0, y1; max.s32 y0, y0, y2; max.s32 y0, y0, y3;
-        setp.gt.s32 p, y0, 0x{lag}; {none}
+        .reg .pred p, q; .reg .f32 t<2>, m, n, b;
+        mov.f32 t0, ${first[0]}; mov.f32 t1, ${first[0] + 2};
+        setp.ne.s32 p, ${first[2]}, 0x7FFFFFFF; {ask}
         vote.sync.any.pred p, p, 0xffffffff;
         @!p bra.uni done;
         {rare}done:
-        {tops}
+        {"".join(f"mov.f32 ${i}, t{i // 2 % 2};" for i in range(count))}
+    }}"""
+
+
+@gluon.constexpr_function
+def _operands(columns: int, kinds: str) -> str:
+    return ",".join(kind for kind in kinds.split() for _ in range(columns // 2))
+
+
+@gluon.jit
+def raised(score, top, factor, wild, BLIND: gl.constexpr, COLUMNS: gl.constexpr):
+    """`top`, and behind a jump what `scores.lifted` says of it; all are 64 x COLUMNS, in `matrix_layout`, top of whole rows.
+
+    A warp jumps that is careful, for some thread's `wild` is not 0x7FFFFFFF (again.NONE), or if BLIND some row's top is -inf.
+    """
+    return gl.inline_asm_elementwise(
+        _raised(COLUMNS, BLIND), _operands(COLUMNS, "=f f f f r"), [score, top, factor, wild], dtype=gl.float32,
+        is_pure=False, pack=COLUMNS // 2,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _rebased(columns: int) -> str:
+    count, rare, much, farthest = columns // 2, "", "0f43800000", "0f5F800000"  # 256 and 2^64
+    for row in (0, 1):
+        mine = _row(columns, row)
+        rare += f"setp.leu.f32 p, s{row}, {much}; setp.num.and.f32 p, s{row}, s{row}, p; selp.b32 w, 0, 1, p;\n"
+        rare += "".join(f"shfl.sync.bfly.b32 v, w, {lane}, 31, 0xffffffff; or.b32 w, w, v;\n" for lane in (1, 2))
+        rare += f"{_row_maximum(mine)} setp.ne.s32 p, w, 0; setp.gt.and.f32 q, m, {farthest}, p;\n"
+        rare += "mov.b32 v, m; and.b32 v, v, 0x7F800000; sub.s32 w, 0x7F000000, v; shr.s32 v, v, 23; sub.s32 v, v, 127;\n"
+        rare += "mov.b32 n, w; selp.f32 n, n, 0f3F800000, p; cvt.rn.f32.s32 m, v; selp.f32 m, m, 0f00000000, p;\n"
+        rare += f"add.f32 t{row}, t{row}, m; mul.f32 s{row}, s{row}, n; @q mov.f32 s{row}, 0f7F800000;\n"
+        rare += "".join(f"mul.f32 ${i}, ${i}, n;\n" for i in mine)
+    made = "".join(f"mov.f32 ${count + i}, t{i // 2 % 2}; mov.f32 ${2 * count + i}, s{i // 2 % 2};\n" for i in range(count))
+    return f"""{{
+        .reg .pred p, q; .reg .b32 v, w; .reg .f32 t<2>, s<2>, m, n;
+        mov.f32 t0, ${4 * count}; mov.f32 t1, ${4 * count + 2}; mov.f32 s0, ${5 * count}; mov.f32 s1, ${5 * count + 2};
+        add.f32 n, s0, s1; setp.gtu.f32 p, n, {much};
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra.uni done;
+        {rare}done:
+        {made}
     }}"""
 
 
 @gluon.jit
-def raise_tops(x, top, UNSEEN: gl.constexpr, COLUMNS: gl.constexpr):
-    """(x, top) of exponents x (64 x COLUMNS, in `matrix_layout`), measured from `top`, the same in all of a row.
+def rebased(p, top, sums, COLUMNS: gl.constexpr):
+    """(p, top, sums), and behind a vote and a jump what `scores.measured` says of them; 64 x COLUMNS, in `matrix_layout`.
 
-    Where one of a row's is above 8, or its top is -inf, as it may be if UNSEEN, and 0 was taken for it, they are measured from
-    their maximum instead; a vote and a jump are left where no row of a warp's has such a one. Above 8 numbers are compared as
-    the integers that their bits spell.
+    top: of whole rows; sums: of a lane's numbers of a row.
     """
     return gl.inline_asm_elementwise(
-        _raise_tops(COLUMNS, UNSEEN), _in_place(COLUMNS, "f", 2), [x, top], dtype=(gl.float32, gl.float32), is_pure=False,
-        pack=COLUMNS // 2,
+        _rebased(COLUMNS), _in_place(COLUMNS, "f", 3, 2), [p, top, sums], dtype=(gl.float32, gl.float32, gl.float32),
+        is_pure=False, pack=COLUMNS // 2,
     )  # fmt: skip
 
 
@@ -327,7 +366,7 @@ def of_first_lane(x):
 
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "first_lane", "gl", "gluon",
-    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raise_tops",
-    "recast", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store",
-    "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raised",
+    "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add",
+    "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

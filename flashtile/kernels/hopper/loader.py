@@ -1,28 +1,45 @@
 """The forward's loading role: queries, keys and values of every tile, by the copy engine."""
 
+from flashtile.kernels.hopper.again import NONE, meet
 from flashtile.kernels.hopper.gluon import gl, gluon, tma_load
 from flashtile.kernels.hopper.parts import part_at
-from flashtile.kernels.hopper.work import assign, job_at, place_of, sized, take_place, tell, tell_job, tile_at, turns, visit
+from flashtile.kernels.hopper.work import (
+    job_at,
+    place_at,
+    place_count,
+    place_of,
+    sized,
+    take_place,
+    tell,
+    tell_job,
+    tile_at,
+    visit,
+)
 
 
 @gluon.jit
 def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.constexpr):
     """Role: bring queries, keys and values of every tile into shared memory; with dout, unless that is None, beside queries."""
+    places, place, turn, use = place_count(size), place_at(0, T), gl.to_tensor(0), gl.to_tensor(0)
     if T.ragged:
-        places, place, turn, use = size.tiles * size.heads, gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
-        while place < places:
-            at = job_at(place, size, region, T)
-            tell_job(mem.tickets, turn, place, at)
-            ticket = take_place(region)
-            use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
-            place = place_of(ticket)
-            turn = turn + 1
-        mem.tickets.publish(turn, (place,))
-    else:
-        use = 0
-        for turn in range(turns(size, T)):
-            at = assign(turn, size, region, T)
-            use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
+        if place >= places:
+            mem.tickets.publish(turn, (place,))
+    while place < places:  # negative: it is computed again
+        at = job_at(place & NONE, size, region, T)
+        if T.ragged:
+            tell_job(mem.tickets, turn - (place >> 31), place & NONE, at)
+            ticket = take_place(region)  # in vain where tiles are computed again
+        use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
+        turn = turn + 1
+        before, place = place, places
+        if before >= 0:
+            place = place_of(ticket) if T.ragged else place_at(turn, T)
+            if T.ragged:
+                if place >= places:
+                    mem.tickets.publish(turn, (place,))
+        if T.watches:
+            if place >= places:
+                place = meet(mem.again, turn, T.loader_warps, T)
 
 
 @gluon.jit
@@ -42,14 +59,24 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
     load_queries(q_desc, dout_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
     if T.brought:
         fill_bias(bias_desc, mem, use, at, key, T)
-    fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, not KEYS_FIRST, T)
-    use += 1
+    if not KEYS_FIRST:
+        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
+        use += 1
     for n in range(seen.end - 1 - seen.first):
         key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
-        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, KEYS_FIRST, T)
-        if T.brought:
-            fill_bias(bias_desc, mem, use, at, key, T)
-        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, not KEYS_FIRST, T)
+        if KEYS_FIRST:  # the place of the next keys is let go of before that of these values
+            fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
+            if T.brought:
+                fill_bias(bias_desc, mem, use + 1, at, key, T)
+            key = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
+            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
+        else:
+            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
+            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
+        use += 1
+    if KEYS_FIRST:
+        key = at.item.first_k + tile_at(indices, seen, seen.first, own, T) * T.block_k
+        fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
         use += 1
     return use
 

@@ -53,7 +53,7 @@ def settle(acc, channel, use, PIECES: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, decay, T: gl.constexpr):
-    """The accumulators relative to a new maximum."""
+    """The accumulators times a number of each row, mostly 1 where T.watches, for each of its lanes: then a jump."""
     PIECES: gl.constexpr = T.pieces
     result = ()
     for i in gl.static_range(PIECES):
@@ -67,8 +67,7 @@ def scaled_columns(acc, decay, T: gl.constexpr):
     if T.watches:
         return scale_unless_one(acc, across(decay, COLUMNS), COLUMNS)
     else:
-        column = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-        return scale_unless_one(acc, column, COLUMNS) if T.lags else acc * column
+        return acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
 
 
 @gluon.jit

@@ -66,11 +66,11 @@ def report(lock_ptr):
 
 
 @gluon.jit
-def adds_done(PENDING: gl.constexpr):
-    """Wait until all but the last PENDING additions that this thread began by the copy engine are performed."""
-    gl.inline_asm_elementwise(_adds_done(PENDING), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def writes_done(PENDING: gl.constexpr):
+    """Wait until all but the last PENDING groups of stores and additions that this thread began by the copy engine are done."""
+    gl.inline_asm_elementwise(_writes_done(PENDING), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def _adds_done(pending: int) -> str:
+def _writes_done(pending: int) -> str:
     return f"cp.async.bulk.wait_group {pending}; mov.u32 $0, 0;"

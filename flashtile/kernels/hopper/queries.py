@@ -28,7 +28,7 @@ from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, 
 from flashtile.kernels.hopper.parts import part_at
 from flashtile.kernels.hopper.scores import locate, sees
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
-from flashtile.kernels.hopper.work import assign, measure, tile_at, told, told_job, turns
+from flashtile.kernels.hopper.work import job_at, measure, place_at, place_count, tile_at, told, told_job
 from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.grid import ROWS as PADDED
@@ -64,21 +64,19 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
     """Role: dq of the GROUP-th 64 queries of every tile."""
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
-    use = gl.to_tensor(0)
-    if T.ragged:
-        places, turn = whole.tiles * whole.heads, gl.to_tensor(0)
-        while mem.tickets.read(turn, 4) < places:
+    places, turn, use = place_count(whole), gl.to_tensor(0), gl.to_tensor(0)
+    place = mem.tickets.read(0, 4) if T.ragged else place_at(0, T)
+    while place < places:
+        if T.ragged:
             job = told_job(mem.tickets, turn, T)
-            use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
-            turn = turn + 1
-    else:
-        for turn in range(turns(whole, T)):
-            if T.blocks_q > 0:
-                mem.queries.wait(turn * T.groups + GROUP)
-                job = told(mem.job, whole)
-            else:
-                job = assign(turn, whole, region, T)
-            use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
+        elif T.blocks_q > 0:
+            mem.queries.wait(turn * T.groups + GROUP)
+            job = told(mem.job, whole)
+        else:
+            job = job_at(place, whole, region, T)
+        use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
+        turn = turn + 1
+        place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
 
 
 @gluon.jit

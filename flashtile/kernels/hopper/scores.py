@@ -1,7 +1,7 @@
 """A tile of scores in the registers of a warpgroup: where it lies, what modifiers and mask make of it, its rows' maxima."""
 
 from flashtile._triton import tl
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raise_tops, select_bits, stay
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.lib.mask import holds
@@ -9,7 +9,6 @@ from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
 
 MINUS_INFINITY = gl.constexpr("0fFF800000")
-LAG = gl.constexpr(8.0)  # probabilities stay far below float16's largest number
 
 
 @gluon.jit
@@ -207,18 +206,6 @@ def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T:
 
 
 @gluon.jit
-def row_max(score, T: gl.constexpr):
-    """Maximum of each row; T.split_max: of its even and odd columns apart first, two chains instead of one."""
-    ROWS: gl.constexpr = T.rows
-    KEYS: gl.constexpr = score.shape[1]
-    if T.split_max:
-        lanes = gl.max(gl.max(score.reshape([ROWS, KEYS // 8, 4, 2]), 1), 2)
-        return gl.convert_layout(gl.max(lanes, 1), row_layout(KEYS))
-    else:
-        return gl.max(score, 1)
-
-
-@gluon.jit
 def lane_sums(p, T: gl.constexpr):
     """Sums within each thread: a row's four lanes are added up only at the end."""
     ROWS: gl.constexpr = T.rows
@@ -236,47 +223,48 @@ def as_lanes(x, T: gl.constexpr):
 
 
 @gluon.jit
-def pivot(top, factor, MASKED: gl.constexpr, T: gl.constexpr):
+def level(top, MASKED: gl.constexpr, T: gl.constexpr):
     """The exponent to subtract; finite for a row that has seen nothing so far."""
-    shift = top * factor
-    if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
-        shift = gl.where(top == float("-inf"), 0.0, shift)
-    return shift
-
-
-@gluon.jit
-def lagging(top, found, factor, MASKED: gl.constexpr, T: gl.constexpr):
-    """Where T.lags: (what exponents are measured from, 2^ of how far it fell behind that, its `pivot`).
-
-    It is a row's maximum of before, and the factor 1, until a score passes it by more than 2^LAG. A row that saw nothing
-    before passes it by infinity or, if it still sees nothing, by NaN, which is not far.
-    """
-    raised = gl.maximum(top, found)
-    far = (raised - top) * factor > LAG
-    raised = gl.where(far, raised, top)
-    shift = pivot(raised, factor, MASKED, T)
-    return raised, gl.where(far, gl.exp2(top * factor - shift), 1.0), shift
-
-
-@gluon.jit
-def watched(x, top, T: gl.constexpr):
-    """Where T.watches: (exponents, what they are measured from, 2^ of how far it fell behind that) of those measured from top.
-
-    That stays as it is, and the factor 1, until an exponent passes 8: only then is a maximum looked for. top: a number for each
-    of the four lanes that hold a row, -inf where the row saw nothing so far.
-    """
-    KEYS: gl.constexpr = x.shape[1]
-    x, tops = raise_tops(x, across(top, KEYS), T.masked, KEYS)
-    raised = first_of_lanes(tops, T)
-    return x, raised, gl.exp2(top - level(raised, T))
-
-
-@gluon.jit
-def level(top, T: gl.constexpr):
-    """The exponent to subtract where T.watches; 0 for a row that has seen nothing so far."""
-    if T.masked:
+    if MASKED or T.blind:
         top = gl.where(top == float("-inf"), 0.0, top)
     return top
+
+
+@gluon.jit
+def of_rows(x, T: gl.constexpr):
+    """What each thread has (`again.of_threads`), for both of its rows."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    rows = gl.zeros([ROWS], gl.int32, row_layout(BLOCK_K)).reshape([ROWS // 16, 2, 8])  # pyright: ignore[reportCallIssue]
+    rows += gl.convert_layout(x, gl.SliceLayout(1, rows.type.layout), assert_trivial=True)[:, None, :]
+    return gl.convert_layout(rows.reshape([ROWS]), row_layout(BLOCK_K), assert_trivial=True)
+
+
+@gluon.jit
+def lifted(score, top, factor, wild, MASKED: gl.constexpr, T: gl.constexpr):
+    """What exponents of a tile are measured from: a number for each of the four lanes that hold a row, -inf if it saw nothing.
+
+    That is `top`, what those of the tiles before were measured from, and nobody looks at the scores: `measured` tells from
+    probabilities what has grown. But of a row whose top is -inf it is their maximum. And where that is more than 64 above the
+    top it is, too, if the warp is careful; otherwise the whole tile of queries will be computed again, carefully (again.py).
+    """
+    KEYS: gl.constexpr = score.shape[1]
+    L: gl.constexpr = score.type.layout
+    factors = gl.full(score.shape, factor, gl.float32, L)
+    asked = gl.convert_layout(of_rows(wild, T), row_layout(KEYS))[:, None].broadcast_to(score.shape)
+    return first_of_lanes(raised(score, across(top, KEYS), factors, asked, MASKED or T.blind, KEYS), T)
+
+
+@gluon.jit
+def measured(p, top, sums, T: gl.constexpr):
+    """(p, top, sums) of probabilities p, measured from `top`, and their `lane_sums`.
+
+    Of a row of which some lane has summed up more than 256 they are measured anew, from a power of two near its greatest: that
+    is exact. But if that is above 2^64 the sum is infinite: p may be, too, and carefully there is no such row (`lifted`).
+    """
+    KEYS: gl.constexpr = p.shape[1]
+    p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), KEYS)
+    return p, first_of_lanes(tops, T), first_of_lanes(all_sums, T)
 
 
 @gluon.jit

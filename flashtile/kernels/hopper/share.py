@@ -2,7 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
 from flashtile.kernels.hopper.helping import flatten
-from flashtile.kernels.hopper.order import NOBODY_ASKED, adds_done, await_turn, claim, is_first, report
+from flashtile.kernels.hopper.order import NOBODY_ASKED, await_turn, claim, is_first, report, writes_done
 from flashtile.kernels.hopper.visit import find, meeting
 from flashtile.kernels.lib.stream import await_stream
 
@@ -76,7 +76,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
             if EARLY:
                 answer = ask(sum_ptrs, memory, step + 1, True, W, place, sizes, work, T)
             if T.deterministic or first:
-                adds_done(0)
+                writes_done(0)
                 report(sum_ptrs[2] + at)
             step = step + 1
         memory.to.tickets.finish(turn)

@@ -1,7 +1,7 @@
 """The way of the scores' gradients from shared memory to memory."""
 
 from flashtile.kernels.hopper.gluon import add_pairs, fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
-from flashtile.kernels.hopper.order import adds_done, await_turn, report
+from flashtile.kernels.hopper.order import await_turn, report, writes_done
 from flashtile.kernels.hopper.strips import strips
 from flashtile.kernels.hopper.visit import find, flag_of, meeting
 from flashtile.kernels.lib.stream import await_stream
@@ -50,7 +50,7 @@ def store_scores(ds_desc, counter_ptr, memory, work, T: gl.constexpr):
             step = step + 1
         if T.pairs_ds:
             if place.batch == 0:
-                adds_done(0)
+                writes_done(0)
                 report(flag_of(counter_ptr, place, sizes, T))
         memory.to.tickets.finish(turn)
         turn = turn + 1

@@ -29,7 +29,6 @@ class ForwardLaunch:
     swizzle: int = 2  # heads that go together, for the L2 cache
     resident: bool = False  # as many blocks as SMs, each computing several tiles
     turns: bool = True  # warpgroups take turns: one multiplies while another exponentiates
-    split_max: bool = False  # row maxima of even and odd columns apart: two chains of instructions instead of one
     staged: bool = True  # out has shared memory of its own, so that the next queries arrive during the epilogue
     loader_warps: int = 4
     apart: bool = False  # a warpgroup's products do not overlap: so three have registers enough, and fill each other's gaps
@@ -45,7 +44,7 @@ class ForwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages}", f"swizzle={self.swizzle}"]
-        words += [w for w in ("resident", "turns", "split_max", "staged", "apart") if getattr(self, w)]
+        words += [w for w in ("resident", "turns", "staged", "apart") if getattr(self, w)]
         return " ".join([*words, f"loader_warps={self.loader_warps}"])
 
 
@@ -84,15 +83,13 @@ class ForwardTile:
     together: bool  # as `shares_items` says: see `work.counted`
     bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
     deep: bool  # so far from it that 2^ of some is no normal float32 number
-    lags: bool  # exponents are measured from an earlier maximum until scores pass it by far: until then O is not rescaled
-    watches: bool  # likewise, and a maximum is looked for only then
+    watches: bool  # they are from one of before, until sums of probabilities tell that scores have passed it by far (again.py)
     mixes: int  # of so many exponentials one is a polynomial; 0 where none is
     exact: bool  # float32 (never here; the device library asks)
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
     turns: bool
-    split_max: bool
     staged: bool
     loader_warps: int
     loader_registers: int
@@ -130,6 +127,11 @@ class ForwardTile:
     def masked(self) -> bool:
         """Whether any key tile needs a mask."""
         return self.left or self.masks_first
+
+    @property
+    def blind(self) -> bool:
+        """Whether a row may have seen nothing before a tile without a mask (`work.walk`): a modifier may add -inf."""
+        return self.asks or self.prescale or self.adds > 0
 
     @property
     def masks_first(self) -> bool:
@@ -204,7 +206,6 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         together=shares_items(p),
         bounded=bounded(p, form),
         deep=not bounded(p, form, DEEPEST),
-        lags=lags(p, form),
         watches=watches(p, form),
         mixes=mixes(p, form),
         exact=False,
@@ -212,7 +213,6 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         zigzag=launch.resident and (band.right is not None or p.blocks is not None),
         skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
-        split_max=launch.split_max,
         staged=has_out_tiles(p, launch),
         loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
         loader_registers=24,
@@ -224,7 +224,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "lags", "watches", "staged", "halves")
+    off = ("sink", "brought", "bounded", "watches", "staged", "halves")
     return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
 
 
@@ -260,29 +260,14 @@ def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) ->
 SHORT = 4096  # keys
 
 
-def lags(problem: AttentionProblem, form: Form) -> bool:
-    """T.lags: where it was measured to gain (docs/hopper.md), whatever the launch: a row's bits do not depend on the batch.
-
-    Of head dims 65 to 128 those problems that are long enough for three warpgroups, among which nothing hides rescaling.
-    """
-    p, band = problem, problem.band
-    if form.prescale or p.score or p.where or p.blocks is not None or p.dropout is not None or p.lengths.ragged:
-        return False
-    widths = {columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v))}
-    return max(widths) in (96, 128) and band.left is None and p.seqlen_k >= (LONG if band.right is None else LONG_CAUSAL)
-
-
 def watches(problem: AttentionProblem, form: Form) -> bool:
-    """T.watches: likewise, of other problems: without modifiers, and of tiles whose products overlap."""
-    p = problem
-    if form.prescale or p.score or p.where or p.blocks is not None:
-        return False
-    widths = tuple(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
-    return p.dropout is not None or (not p.lengths.ragged and widths in ((256, 256), (192, 128)))
+    """T.watches: not beside curves, nor where a modifier may well rise along the keys, as ALiBi does towards the query.
 
-
-# keys: a tile of 192 queries leaves more undone of short problems, and under a causal mask
-LONG, LONG_CAUSAL = 2048, 8192
+    A bias of 64 columns takes the registers for it.
+    """
+    columns, parts = cut(problem.head_dim)
+    biased = form.adds == 1 and early(problem, form) is not None and columns * parts > 64
+    return (form.adds == 0 or biased) and not (form.prescale or form.curved)
 
 
 def copied(problem: AttentionProblem, form: Form) -> int:

@@ -75,17 +75,15 @@ def measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, batch, regio
 
 
 @gluon.jit
-def turns(size, T: gl.constexpr):
-    """How many turns this block takes: in each every block gets a tile, in the last one those that come first."""
-    tiles = size.tiles * size.items * size.heads
-    whole = tiles // gl.num_programs(0)
-    return whole + gl.where(rank(whole, T) < tiles % gl.num_programs(0), 1, 0)
+def place_count(size):
+    """Places in the order of all tiles."""
+    return size.tiles * size.items * size.heads
 
 
 @gluon.jit
-def assign(turn, size, region, T: gl.constexpr):
-    """The Job of a block's turn, unless T.ragged."""
-    return job_at(turn * gl.num_programs(0) + rank(turn, T), size, region, T)
+def place_at(turn, T: gl.constexpr):
+    """The place of a block's turn, unless T.ragged, where only the first is; from `place_count` on there is none."""
+    return turn * gl.num_programs(0) + rank(turn, T)
 
 
 @gluon.jit
@@ -183,6 +181,7 @@ def tell_job(tickets, turn, place, at):
 @gluon.jit
 def told_job(tickets, turn, T: gl.constexpr):
     """Consumer: the Job that `tell_job` told, without where its keys lie."""
+    tickets.channel.wait(turn)
     batch, q = tickets.number(turn, 1, 4), tickets.number(turn, 6, 4)
     if T.varlen:
         batch = gl.where(q > 0, batch, 0)  # no tensor has anything for what lies behind the last item
@@ -212,7 +211,10 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     first = lo // BLOCK_K
     end = gl.maximum(gl.cdiv(gl.where(row < size.seqlen_q, hi, 0), BLOCK_K), first + 1)
     low = gl.minimum(gl.cdiv(full_lo, BLOCK_K), end - 1)
-    high = gl.minimum(gl.maximum(full_hi // BLOCK_K, low), end - 1)
+    high = full_hi // BLOCK_K
+    if T.right:  # every row that sees some key sees one of the tiles from `high` on
+        high = gl.minimum(high, gl.maximum(row + shift + size.right, 0) // BLOCK_K)
+    high = gl.minimum(gl.maximum(high, low), end - 1)
     if T.predicate:  # any tile may be visible in part
         low = first
         high = first
