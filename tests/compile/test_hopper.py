@@ -153,10 +153,14 @@ def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[i
 
 
 def test_spills_stay_where_they_cost_little(shipped: dict[str, dict[str, Any]]) -> None:
-    """Never in the unmasked loop; of full plain tiles none spills, and others little; those of features have more to keep."""
+    """Never in the unmasked loop; of plain tiles, with a sink or a bias too, some that are named here; those of features have
+    more to keep.
+    """
     spilling = {found["spelling"]: found["spill_bytes"] for found in shipped.values() if found["spill_bytes"]}
     plain = {name: count for name, count in spilling.items() if not any(word in name for word in (DROPOUT, VARLEN, BLOCKS))}
-    assert not set(plain) & {spell(head_dim, "") for head_dim in (64, 96, 128, 192, 256)}
+    causal = {spell(head_dim, f",band=:0{rest}") for head_dim in (128, 256) for rest in ("", ",sink=16:fp32")}
+    biased = {spell(64, BIAS), spell(128, f",band=:0{BIAS}"), spell(256, BIAS), spell(128, KEYS)}
+    assert set(plain) <= {spell(64, ",band=:0"), *causal, *biased}
     assert max(plain.values(), default=0) <= 128
     assert max(spilling.values(), default=0) <= 320
 

@@ -48,21 +48,24 @@ def of_threads(rows, T: gl.constexpr):
 
 
 @gluon.jit
-def forget(again, GROUP: gl.constexpr, T: gl.constexpr):
-    """Consumer: begin with nothing remembered."""
+def nothing(T: gl.constexpr):
+    """What threads remember at first: NONE."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
-    again.wild.index(GROUP).store(of_threads(gl.full([ROWS], NONE, gl.int32, row_layout(BLOCK_K)), T))
+    return of_threads(gl.full([ROWS], NONE, gl.int32, row_layout(BLOCK_K)), T)
+
+
+@gluon.jit
+def forget(again, GROUP: gl.constexpr, T: gl.constexpr):
+    """Consumer: begin with nothing remembered."""
+    again.wild.index(GROUP).store(nothing(T))
     role_barrier()
 
 
 @gluon.jit
 def remembered(again, GROUP: gl.constexpr, T: gl.constexpr):
     """Consumer: the place that each of its threads remembers, or NONE."""
-    ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
-    like = of_threads(gl.full([ROWS], NONE, gl.int32, row_layout(BLOCK_K)), T)
-    return again.wild.index(GROUP).load(like.type.layout)
+    return again.wild.index(GROUP).load(nothing(T).type.layout)
 
 
 @gluon.jit
