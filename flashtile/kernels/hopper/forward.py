@@ -265,8 +265,8 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
     pass_turn(GROUP, T)
     mem.keys.release(use)
     if T.brought:
-        mem.biases.wait(use)
-        mem.biases.release(use)
+        mem.biases.wait(use * T.groups + GROUP)
+        mem.biases.release(use * T.groups + GROUP)
     mem.values.wait(use)
     mem.values.release(use)
 
@@ -471,7 +471,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     bias, biases = q, keys
     if T.brought:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
-        biases = make_channel(1, GROUPS)
+        biases = make_channel(GROUPS, 1)
     mem = Memory(q, k, v, out, bias, job, tickets, again, make_channel(GROUPS, 1), keys, values, biases)
     fence_async_shared()
     await_stream(False)

@@ -58,7 +58,7 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
         tell(mem.job, at, T)
     load_queries(q_desc, dout_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
     if T.brought:
-        fill_bias(bias_desc, mem, use, at, key, T)
+        fill_biases(bias_desc, mem, use, at, key, 0, T.groups, T)
     if not KEYS_FIRST:
         fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
         use += 1
@@ -67,9 +67,11 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
         if KEYS_FIRST:  # the place of the next keys is let go of before that of these values
             fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
             if T.brought:
-                fill_bias(bias_desc, mem, use + 1, at, key, T)
-            key = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
-            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
+                fill_biases(bias_desc, mem, use + 1, at, key, 0, 1, T)
+            value = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
+            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, value, False, T)
+            if T.brought:  # those for whom it lies there are half a step behind
+                fill_biases(bias_desc, mem, use + 1, at, key, 1, T.groups, T)
         else:
             fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
             fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
@@ -118,10 +120,12 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
 
 
 @gluon.jit
-def fill_bias(desc, mem, use, at, key, T: gl.constexpr):
-    """Load what T.early adds to the scores of a key tile, for every warpgroup; items or heads may have one for all of them."""
-    GROUPS: gl.constexpr = T.groups
-    bar = mem.biases.acquire(use, desc.block_type.nbytes * GROUPS)
+def fill_biases(desc, mem, use, at, key, FIRST: gl.constexpr, END: gl.constexpr, T: gl.constexpr):
+    """Load what T.early adds to the scores of a key tile, for the warpgroups from FIRST to END.
+
+    Items or heads may have one for all of them.
+    """
     batch, head = gl.minimum(at.item.batch, desc.shape[0] - 1), gl.minimum(at.head, desc.shape[1] - 1)
-    for group in gl.static_range(GROUPS):
+    for group in gl.static_range(FIRST, END):
+        bar = mem.biases.acquire(use * T.groups + group, desc.block_type.nbytes)
         tma_load(desc, [batch, head, at.row + group * T.rows, key], bar, mem.bias.index(group))

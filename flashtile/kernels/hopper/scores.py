@@ -83,10 +83,10 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
     for i in gl.static_range(ADDS):
         if i == T.early:
             if T.brought:
-                mem.biases.wait(use)
+                mem.biases.wait(use * T.groups + GROUP)
                 loaded = widened(mem.bias.index(GROUP).reshape([ROWS, BLOCK_K]).load(matrix_layout(BLOCK_K)))
                 fence_async_shared()
-                mem.biases.release(use)
+                mem.biases.release(use * T.groups + GROUP)
             else:
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
             score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, T.regained / scale)
