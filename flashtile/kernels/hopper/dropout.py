@@ -26,6 +26,14 @@ def draw(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.conste
     keys by queries.
 
     Two neighbours in a row have one word, and their numbers in the upper bytes of its halves, less the sign; limits likewise.
+    """
+    return spread_words(draw_words(seed, batch_head, row, column, COLUMNS, BY_KEY), COLUMNS, BY_KEY)
+
+
+@gluon.jit
+def draw_words(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.constexpr):
+    """What `spread_words` makes the numbers of `draw` of, half as many.
+
     A call of Philox serves rows that differ in bit 0, which two lanes hold: each makes the calls of every second 16 columns,
     and gives the other one what that needs.
     """
@@ -50,7 +58,19 @@ def draw(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.conste
     else:
         up = rounds_up(seed, batch_head, line, place)
     limits = gl.where(up, (seed.limit + 1) * 0x1000100, seed.limit * 0x1000100)[:, :, None]
-    limits = gl.join(limits, limits).reshape([32, COLUMNS // 4, 2])
+    return words, gl.join(limits, limits).reshape([32, COLUMNS // 4, 2])
+
+
+@gluon.jit
+def words_of(tile, at, size, seed, T: gl.constexpr):
+    """Dropout's words for the scores of a key tile, as `spread_words` takes them."""
+    return draw_words(seed, at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+
+
+@gluon.jit
+def spread_words(drawn, COLUMNS: gl.constexpr, BY_KEY: gl.constexpr):
+    """(words, limits), as `draw` gives them."""
+    words, limits = drawn
     return spread(words << 8, words, COLUMNS, BY_KEY), spread(limits, limits, COLUMNS, BY_KEY)
 
 

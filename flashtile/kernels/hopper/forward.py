@@ -12,18 +12,17 @@ from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.again import NONE, Again, forget, make_again, meet, remember, remembered, tell_first
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.dropout import draw, packed, unpacked
+from flashtile.kernels.hopper.dropout import packed, spread_words, unpacked, words_of
 from flashtile.kernels.hopper.finish import finish
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
     gl,
     gluon,
-    named_arrive,
-    named_wait,
     pack,
     settled,
     store_wait,
+    uniform,
     warpgroup_mma_wait,
 )
 from flashtile.kernels.hopper.halves import (
@@ -54,6 +53,7 @@ from flashtile.kernels.hopper.scores import (
     starts,
 )
 from flashtile.kernels.hopper.ticket import Tickets, make_tickets, make_words
+from flashtile.kernels.hopper.turns import pass_turn, take_turn
 from flashtile.kernels.hopper.work import (
     Job,
     job_at,
@@ -72,8 +72,6 @@ from flashtile.kernels.lib.dropout import load_seed
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.score import bent, unit
 from flashtile.kernels.lib.stream import await_stream, let_next
-
-FIRST_TURN = gl.constexpr(8)  # hardware barriers 8, 9, ... say whose turn it is; Triton uses the lower ones
 
 
 @aggregate
@@ -112,6 +110,7 @@ class Rows(NamedTuple):
     # or, a number for each of the four lanes that hold a row, what exponents are measured from, where T.watches
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
+    ahead: gl.tensor  # of that, where T.draws_ahead: `words_of` it
 
 
 @gluon.jit
@@ -226,7 +225,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
     acc = add_values(rows, mem, use, HALF, T)
     if T.blocks_q == 0 and not T.ragged:
         job = job_at(place_at(turn + 1, T), whole, region, T)  # divisions and loads, here hidden under the product
-    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, ()), job
+    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
 
 
 @gluon.jit
@@ -304,9 +303,11 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = gl.maximum(top, lowest(factor))
     p = gl.exp2(score * factor - level(top * factor, T.masked, T)[:, None])
     total = lane_sums(p, T)
-    drawn = ()
+    drawn, ahead = (), ()
     if T.dropout:
-        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+        drawn = spread_words(words_of(tile, at, size, given[0], T), T.block_k, False)
+    if T.draws_ahead:
+        ahead = words_of(following, at, size, given[0], T)
     if HALF == LOWER:
         p = followed_by_zeros(p)
     weights = weigh(p, drawn, given[0], mem, T)
@@ -317,7 +318,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     top = gl.convert_layout(top, row_layout(T.block_k))
     if T.watches:
         top = lanes_of(top * factor, T)
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched)
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead)
 
 
 @gluon.jit
@@ -343,9 +344,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     if not T.apart:
         acc = add_values(rows, mem, use - 1, WHOLE, T)
     pass_turn(GROUP, T)
-    drawn = ()
-    if T.dropout:
-        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+    drawn, ahead = (), ()
+    if T.dropout and not T.draws_ahead:
+        drawn = spread_words(words_of(tile, at, size, given[0], T), T.block_k, False)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
     wild = remembered(mem.again, GROUP, T) if T.watches else ()
@@ -364,6 +365,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.watches:
         base = lifted(score, rows.top, factor, wild, MASKED, T)
+        if T.draws_ahead:
+            drawn = spread_words(rows.ahead, T.block_k, False)
+            ahead = words_of(uniform(following), at, size, given[0], T)
         p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
@@ -393,21 +397,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
     if MASKED and T.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched)
-
-
-@gluon.jit
-def take_turn(GROUP: gl.constexpr, T: gl.constexpr):
-    """Wait until the warpgroup before this one has issued its products."""
-    if T.turns:
-        named_wait(FIRST_TURN + GROUP, 256)
-
-
-@gluon.jit
-def pass_turn(GROUP: gl.constexpr, T: gl.constexpr):
-    """Let the next warpgroup issue its products."""
-    if T.turns:
-        named_arrive(FIRST_TURN + (GROUP + 1) % T.groups, 256)
+    return Rows(acc, weights, top, total, fetched, ahead)
 
 
 @gluon.jit

@@ -68,6 +68,7 @@ class ForwardTile:
     varlen: bool  # items lie one after another
     sink: bool  # one more logit per head joins the softmax
     dropout: bool
+    draws_ahead: bool  # words are drawn a key tile ahead, beside exponentials, not beside products
     modifiers: int  # how many there are: dropout's arguments follow theirs
     predicate: bool  # predicates narrow the mask
     starts: int  # where their terms begin (`term_starts`)
@@ -207,6 +208,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         bounded=bounded(p, form),
         deep=not bounded(p, form, DEEPEST),
         watches=watches(p, form),
+        draws_ahead=p.dropout is not None and watches(p, form) and parts == 1 and columns != 128,  # there products hide more
         mixes=mixes(p, form),
         exact=False,
         last_first=band.right is not None,
@@ -224,7 +226,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "watches", "staged", "halves")
+    off = ("sink", "brought", "bounded", "watches", "draws_ahead", "staged", "halves")
     return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
 
 
