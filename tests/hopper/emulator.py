@@ -325,6 +325,7 @@ def install(seed: int = 0) -> None:
         select_bits=select_bits,
         raised=raised,
         role_barrier=lambda: None,
+        arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,

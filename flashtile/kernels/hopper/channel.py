@@ -1,6 +1,6 @@
 """Channel: how one warp role hands shared-memory tiles to another."""
 
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, mbarrier
+from flashtile.kernels.hopper.gluon import aggregate, arrive_each, gl, gluon, mbarrier
 
 
 @gluon.constexpr_function
@@ -32,18 +32,23 @@ class Channel:
 
     Both sides count their uses from 0 (`use`); the tile is `use % STAGES`, and `use // STAGES` tells how often the ring
     went round, whose parity is the phase of the hardware barriers. `full` fires when a tile's bytes have arrived, `free`
-    when every consumer has let go of it.
+    when every consumer has let go of it. Where RELEASES_SINGLY every thread of the consumers does so by itself, where
+    GIVES_SINGLY every thread of the producers hands over by itself; otherwise one does it for its role, which meets before.
     """
 
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+    RELEASES_SINGLY: gl.constexpr
+    GIVES_SINGLY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, full, free, STAGES):
+    def __init__(self, full, free, STAGES, RELEASES_SINGLY, GIVES_SINGLY):
         self.full = full
         self.free = free
         self.STAGES = gl.constexpr(STAGES)
+        self.RELEASES_SINGLY = gl.constexpr(RELEASES_SINGLY)
+        self.GIVES_SINGLY = gl.constexpr(GIVES_SINGLY)
 
     @gluon.jit
     def at(self, use):
@@ -64,7 +69,10 @@ class Channel:
     @gluon.jit
     def hand_over(self, use):
         """Producer: say that the tile is there, where no copy reports it."""
-        mbarrier.arrive(self.full.index(_place(use, self.STAGES)), count=1)
+        if self.GIVES_SINGLY:
+            arrive_each(self.full.index(_place(use, self.STAGES)))
+        else:
+            mbarrier.arrive(self.full.index(_place(use, self.STAGES)), count=1)
 
     @gluon.jit
     def reclaim(self, use):
@@ -86,15 +94,22 @@ class Channel:
     @gluon.jit
     def release(self, use):
         """Consumer: let go of the tile."""
-        mbarrier.arrive(self.free.index(_place(use, self.STAGES)), count=1)
+        if self.RELEASES_SINGLY:
+            arrive_each(self.free.index(_place(use, self.STAGES)))
+        else:
+            mbarrier.arrive(self.free.index(_place(use, self.STAGES)), count=1)
 
 
 @gluon.jit
-def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
-    """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS. Fence before specialising warps."""
+def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1,
+                 RELEASES_SINGLY: gl.constexpr = False, GIVES_SINGLY: gl.constexpr = False):  # fmt: skip
+    """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS. Fence before specialising warps.
+
+    They are roles or, where these do it SINGLY, threads.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=PRODUCERS)
         mbarrier.init(free.index(i), count=CONSUMERS)
-    return Channel(full, free, STAGES)
+    return Channel(full, free, STAGES, RELEASES_SINGLY, GIVES_SINGLY)

@@ -20,6 +20,7 @@ from flashtile.kernels.hopper.gluon import (
     gl,
     gluon,
     pack,
+    role_barrier,
     settled,
     store_wait,
     uniform,
@@ -349,6 +350,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         drawn = spread_words(words_of(tile, at, size, given[0], T), T.block_k, False)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
+    elif T.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
+        role_barrier()
     wild = remembered(mem.again, GROUP, T) if T.watches else ()
     score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
     mem.keys.release(use)
@@ -451,7 +454,8 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     job = q
     if T.blocks_q > 0:
         job = make_words(5)
-    keys, values = make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS)
+    COUNT: gl.constexpr = GROUPS * T.arrivals
+    keys, values = make_channel(T.stages, COUNT, 1, T.singly), make_channel(T.stages, COUNT, 1, T.singly)
     tickets = Tickets(q, keys, 1)
     if T.ragged:
         tickets = make_tickets(GROUPS, 8)

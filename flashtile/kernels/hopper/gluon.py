@@ -11,7 +11,7 @@ import triton.experimental.gluon
 from triton._C.libtriton import ir  # pyright: ignore[reportAttributeAccessIssue]
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 try:
     from triton import aggregate as _aggregate  # pyright: ignore[reportAttributeAccessIssue]  # 3.9
@@ -42,6 +42,15 @@ def _tma_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
 
 
 tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
+
+
+@gluon.jit
+def arrive_each(bar):
+    """Every thread of a role arrives at an mbarrier by itself; none waits for the others, as `mbarrier.arrive` has them.
+
+    It is the word for copies that a thread began before (cp.async), of which there are none.
+    """
+    ampere.async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @builtin
@@ -365,8 +374,8 @@ def of_first_lane(x):
 
 
 __all__ = [
-    "abreast", "add_pairs", "afresh", "aggregate", "choose_bytes", "fence_async_shared", "first_lane", "gl", "gluon",
-    "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raised",
+    "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane", "gl",
+    "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raised",
     "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add",
     "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -96,6 +96,7 @@ class ForwardTile:
     loader_registers: int
     registers: int
     apart: bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys
+    singly: bool  # threads let go of keys and values each by itself, so that their warpgroup need not meet: `channel.Channel`
     halves: bool  # of the first and last key tile of a walk, no more is multiplied than the half that a warpgroup sees
 
     @property
@@ -110,6 +111,11 @@ class ForwardTile:
     @property
     def rows(self) -> int:
         return GROUP_ROWS
+
+    @property
+    def arrivals(self) -> int:
+        """How often a warpgroup arrives at an mbarrier to let go of keys or values."""
+        return 128 if self.singly else 1
 
     @property
     def regained(self) -> float:
@@ -220,13 +226,14 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         loader_registers=24,
         registers=consumer_registers(launch),
         apart=launch.apart,
+        singly=columns == 32 or (columns == 128 and bounded(p, form) and band.right is None),  # measured to gain there
         halves=sees_halves(p, launch, form),
     )
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "watches", "draws_ahead", "staged", "halves")
+    off = ("sink", "brought", "bounded", "watches", "draws_ahead", "staged", "singly", "halves")
     return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
 
 
