@@ -9,11 +9,20 @@ from flashtile.kernels.lib.score import unit
 
 
 @gluon.jit
-def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
+def load_sink(targets, at, T: gl.constexpr):
+    """The logit that joins the softmax of a head, in units of log2; 0 unless T.sink. targets as the kernel has them."""
+    if T.sink:
+        return gl.load(targets[1] + at.head.to(gl.int64) * targets[3][1][0]).to(gl.float32) * LOG2E
+    else:
+        return 0.0
+
+
+@gluon.jit
+def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
-    Which rows have a sum that is infinite, or no number.
+    sink as `load_sink` gives it. Which rows have a sum that is infinite, or no number.
     targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
     """
     PARTS_V: gl.constexpr = T.parts_v
@@ -34,7 +43,6 @@ def finish(rows, out_desc, targets, mem, at, whole, size, scale, score_args, see
         seen = seen & (index < size.seqlen_q)
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     if T.sink:  # one more key, whose value is zero
-        sink = gl.load(targets[1] + at.head.to(gl.int64) * targets[3][1][0]).to(gl.float32) * LOG2E
         top = gl.maximum(level, sink)
         top = gl.where(top == float("-inf"), 0.0, top)
         total = total * gl.exp2(level - top) + gl.exp2(sink - top)

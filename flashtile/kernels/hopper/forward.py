@@ -13,7 +13,7 @@ from flashtile.kernels.hopper.again import NONE, Again, forget, make_again, meet
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import packed, spread_words, unpacked, words_of
-from flashtile.kernels.hopper.finish import finish
+from flashtile.kernels.hopper.finish import finish, load_sink
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
@@ -200,6 +200,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
             rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
                         GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
+    sink = load_sink(targets, at, T)  # hidden under the last product
     if T.halves and T.left:
         if low > seen.first:
             half = step(rows, mem, use, seen.first, seen.first, at, size, scale, score_args, given,
@@ -211,7 +212,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
-    ran = finish(done, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
+    ran = finish(done, sink, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
     if not T.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
