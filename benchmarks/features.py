@@ -173,6 +173,7 @@ def flex_contestants(
     """FlexAttention's ways: score_mod for softcap and bias, its lse for sinks."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 64  # of one function: beyond the limit it would run eagerly
     flex = torch.compile(flex_attention, dynamic=False)
     mask = None
     if causal:
