@@ -48,7 +48,8 @@ tma_add: Any = getattr(tma, "async_atomic_add", _tma_add)
 def arrive_each(bar):
     """Every thread of a role arrives at an mbarrier by itself; none waits for the others, as `mbarrier.arrive` has them.
 
-    It is the word for copies that a thread began before (cp.async), of which there are none.
+    It is the word for copies that a thread began before (cp.async), of which there are none. By itself it orders nothing: what
+    a thread wrote for others it fences before (`fence_async_shared`, behind which all of it is in shared memory).
     """
     ampere.async_copy.mbarrier_arrive(bar, increment_count=False)
 
