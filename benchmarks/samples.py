@@ -1,9 +1,9 @@
 """Where the cycles of a kernel's steps go: Nsight Compute's samples of warps, by phases of the loops around products.
 
-    python benchmarks/samples.py CELL ... [--budget SECONDS] [--output FILE] [--commit HASH] [--keep FOLDER]
+    python benchmarks/samples.py [--cell NAME ...] [--budget SECONDS] [--output FILE] [--commit HASH] [--keep FOLDER]
 
-Cells are those of `counters.py`, which makes the calls. A row is a phase of a loop with products: what stands before
-them, while they are issued, the waits for them, what follows each wait. share: of the loop's samples; a loop of a consumer is
+Cells are those that `counters.py --list` names; it makes the calls. A row is a phase of a loop with products: before them,
+while they are issued, the waits for them, what follows each wait. share: of the loop's samples; a loop of a consumer is
 nearly all of that role's time, so that shares are parts of a step. instructions: issued per iteration. why: what warps waited
 for there, in parts of the loop's samples. ncu runs a kernel alone, at whatever clock the card then has. --keep leaves what it
 says of every instruction.
@@ -120,7 +120,7 @@ def sample(ncu: str, cell: str, record: Record, keep: Path | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cell", nargs="+", choices=list(CELLS), metavar="CELL", help="as `counters.py --list` says")
+    parser.add_argument("--cell", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="NAME")
     parser.add_argument("--keep", type=Path, help="a folder for what ncu says of every instruction, a CSV a cell")
     options(parser, "benchmarks/results/samples-h100.csv", 300)
     chosen = parser.parse_args()
