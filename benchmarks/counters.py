@@ -167,6 +167,12 @@ def ask(*command: str, limit_s: float = 60.0) -> str:
     return text
 
 
+def nsight(parser: argparse.ArgumentParser) -> tuple[str, str]:
+    """Where ncu is, and which; the parser's error if it is nowhere."""
+    ncu = shutil.which("ncu") or parser.error("ncu, of Nsight Compute, is not on the PATH")
+    return ncu, ask(ncu, "--version").partition("Version ")[2].split(" ")[0]
+
+
 def complaints(text: str) -> str:
     """The lines in which ncu says what is wrong, and the last of the program that it ran."""
     lines = text.splitlines()
@@ -263,8 +269,7 @@ def main() -> int:
     if chosen.child:
         called(chosen.child)
         return 0
-    ncu = shutil.which("ncu") or parser.error("ncu, of Nsight Compute, is not on the PATH")
-    version = ask(ncu, "--version").partition("Version ")[2].split(" ")[0]
+    ncu, version = nsight(parser)
     record = Record(chosen.output, chosen.budget, {"ncu": version, **machine(torch.device("cuda", 0), chosen.commit)})
     columns = known_columns(ask(ncu, "--query-metrics", "--chips", "gh100"))
     cells = [cell for cell, (problem, _) in CELLS.items() if {cell, problem} & set(chosen.cell)]

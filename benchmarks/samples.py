@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.counters import CELLS, MOST_S, PROBLEMS, ask
+from benchmarks.counters import CELLS, MOST_S, PROBLEMS, ask, nsight
 from benchmarks.record import Record, machine, need_gpu, options
 
 _JUMP = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
@@ -125,8 +124,7 @@ def main() -> int:
     options(parser, "benchmarks/results/samples-h100.csv", 300)
     chosen = parser.parse_args()
     need_gpu(parser)
-    ncu = shutil.which("ncu") or parser.error("ncu, of Nsight Compute, is not on the PATH")
-    version = ask(ncu, "--version").partition("Version ")[2].split(" ")[0]
+    ncu, version = nsight(parser)
     record = Record(chosen.output, chosen.budget, {"ncu": version, **machine(torch.device("cuda", 0), chosen.commit)})
     for cell, _ in record.parts(chosen.cell, reserve_s=25.0):
         try:

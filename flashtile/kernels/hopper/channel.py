@@ -9,6 +9,12 @@ def _log2(n: int) -> int:
     return n.bit_length() - 1 if n & (n - 1) == 0 else -1
 
 
+@gluon.constexpr_function
+def _arrivals(roles: int, warps: int, singly: bool) -> int:
+    """How often roles of four warps, and of one, arrive at a barrier."""
+    return 128 * roles + 32 * warps if singly else roles + warps
+
+
 @gluon.jit
 def _place(use, STAGES: gl.constexpr):
     if _log2(STAGES) >= 0:
@@ -102,14 +108,15 @@ class Channel:
 
 @gluon.jit
 def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1,
-                 RELEASES_SINGLY: gl.constexpr = False, GIVES_SINGLY: gl.constexpr = False):  # fmt: skip
-    """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS. Fence before specialising warps.
+                 RELEASES_SINGLY: gl.constexpr = False, GIVES_SINGLY: gl.constexpr = False,
+                 WARPS: gl.constexpr = 0):  # fmt: skip
+    """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS and WARPS. Fence before specialising warps.
 
-    They are roles or, where these do it SINGLY, threads.
+    WARPS are roles of one warp; the others, where they do it SINGLY, of four.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=PRODUCERS)
-        mbarrier.init(free.index(i), count=CONSUMERS)
+        mbarrier.init(full.index(i), count=_arrivals(PRODUCERS, 0, GIVES_SINGLY))
+        mbarrier.init(free.index(i), count=_arrivals(CONSUMERS, WARPS, RELEASES_SINGLY))
     return Channel(full, free, STAGES, RELEASES_SINGLY, GIVES_SINGLY)

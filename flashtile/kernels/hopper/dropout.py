@@ -68,6 +68,12 @@ def words_of(tile, at, size, seed, T: gl.constexpr):
 
 
 @gluon.jit
+def draw_tile(tile, at, size, seed, T: gl.constexpr):
+    """`draw` for the scores of a key tile."""
+    return spread_words(words_of(tile, at, size, seed, T), T.block_k, False)
+
+
+@gluon.jit
 def spread_words(drawn, COLUMNS: gl.constexpr, BY_KEY: gl.constexpr):
     """(words, limits), as `draw` gives them."""
     words, limits = drawn

@@ -12,7 +12,7 @@ from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.again import NONE, Again, forget, make_again, meet, remember, remembered, tell_first
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.dropout import packed, spread_words, unpacked, words_of
+from flashtile.kernels.hopper.dropout import draw_tile, packed, spread_words, unpacked, words_of
 from flashtile.kernels.hopper.finish import finish, load_sink
 from flashtile.kernels.hopper.gluon import (
     aggregate,
@@ -307,7 +307,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     total = lane_sums(p, T)
     drawn, ahead = (), ()
     if T.dropout:
-        drawn = spread_words(words_of(tile, at, size, given[0], T), T.block_k, False)
+        drawn = draw_tile(tile, at, size, given[0], T)
     if T.draws_ahead:
         ahead = words_of(following, at, size, given[0], T)
     if HALF == LOWER:
@@ -348,7 +348,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     pass_turn(GROUP, T)
     drawn, ahead = (), ()
     if T.dropout and not T.draws_ahead:
-        drawn = spread_words(words_of(tile, at, size, given[0], T), T.block_k, False)
+        drawn = draw_tile(tile, at, size, given[0], T)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
     elif T.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
@@ -455,8 +455,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     job = q
     if T.blocks_q > 0:
         job = make_words(5)
-    COUNT: gl.constexpr = GROUPS * T.arrivals
-    keys, values = make_channel(T.stages, COUNT, 1, T.singly), make_channel(T.stages, COUNT, 1, T.singly)
+    keys, values = make_channel(T.stages, GROUPS, 1, T.singly), make_channel(T.stages, GROUPS, 1, T.singly)
     tickets = Tickets(q, keys, 1)
     if T.ragged:
         tickets = make_tickets(GROUPS, 8)

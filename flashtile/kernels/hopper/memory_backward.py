@@ -78,18 +78,17 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], ds_desc.layout)
     else:
         ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
-    queries = make_channel(T.stages, 2 * T.arrivals, 1, T.singly)
+    queries = make_channel(T.stages, 2, 1, T.singly)
     shares, sums, scores = ds, queries, queries
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
-        sums = make_channel(2, 1, T.arrivals, False, T.singly)
-    STORING: gl.constexpr = (32 if T.singly else 1) * T.stores_ds  # pyright: ignore[reportAssignmentType]
+        sums = make_channel(2, 1, 1, False, T.singly)
     if T.sums_dq:
-        scores = make_channel(2, 2 * T.arrivals + STORING, 2 * T.arrivals, T.singly, T.singly)
+        scores = make_channel(2, 2, 2, T.singly, T.singly, T.stores_ds)
     bias, biases = ds, queries
     if T.early >= 0:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
-        biases = make_channel(1, 2 * T.arrivals, 1, T.singly)
+        biases = make_channel(1, 2, 1, T.singly)
     former, formers = ds, queries
     if T.pairs_ds:
         former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], ds_desc.layout)
@@ -116,7 +115,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
             make_tickets((4 if T.copies_dq else 2) + T.stores_ds, WORDS if T.tells else 1),
             make_channel(1, 2),
             queries,
-            queries if T.joined else make_channel(T.stages_dout, 2 * T.arrivals, 1, T.singly),
+            queries if T.joined else make_channel(T.stages_dout, 2, 1, T.singly),
             scores,
             sums,
             biases,

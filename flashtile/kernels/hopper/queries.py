@@ -8,7 +8,7 @@ from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.backward import through_dropout
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.dropout import draw
+from flashtile.kernels.hopper.dropout import draw_tile
 from flashtile.kernels.hopper.finish import parted, send
 from flashtile.kernels.hopper.forward import enter, leave
 from flashtile.kernels.hopper.gluon import (
@@ -154,7 +154,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     raw = multiply_parts(zero, (mem.q, group), (mem.k, key_place), False, ROWS, BLOCK_K, T.columns, T.parts)
     drawn = ()
     if T.dropout:
-        drawn = draw(given[0], at.item.batch * size.heads + at.head, at.row, tile * T.block_k, T.block_k, False)
+        drawn = draw_tile(tile, at, size, given[0], T)
     PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     mem.values.release(use)

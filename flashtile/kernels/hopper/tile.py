@@ -113,11 +113,6 @@ class ForwardTile:
         return GROUP_ROWS
 
     @property
-    def arrivals(self) -> int:
-        """How often a warpgroup arrives at an mbarrier to let go of keys or values."""
-        return 128 if self.singly else 1
-
-    @property
     def regained(self) -> float:
         """What a product starts from, in parts of what it shall add: that is there whole whenever the sum is cut off.
 

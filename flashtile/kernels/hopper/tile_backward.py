@@ -109,11 +109,6 @@ class BackwardTile:
         return self.columns == 64 and not self.ragged
 
     @property
-    def arrivals(self) -> int:
-        """How often a consumer arrives at such a word."""
-        return 128 if self.singly else 1
-
-    @property
     def parted(self) -> bool:
         """Whether dk and dv are made by a pass over keys each."""
         return not (self.makes_dk and self.makes_dv)
