@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Entrant = TypeVar("Entrant")
 
-LEAST_ROUNDS = 2  # one there, one back: the least that cancels a drift
+LEAST_ROUNDS = 4  # there and back, which cancels a drift, twice: a median without the one burst that something held up
 
 
 def rotate(

@@ -32,7 +32,7 @@ def test_who_drops_out_takes_no_further_turn() -> None:
 
 
 def test_short_time_saves_rounds_but_not_the_way_back() -> None:
-    assert len(rotate("ab", 9, lambda name: 1.0, in_time=lambda: False)["a"]) == 2
+    assert len(rotate("ab", 9, lambda name: 1.0, in_time=lambda: False)["a"]) == 4
     assert len(rotate("ab", 1, lambda name: 1.0, in_time=lambda: False)["a"]) == 1
 
 
