@@ -30,6 +30,7 @@ class Joined:
 
     spec: BlockSpec | None = None  # the sizes of its blocks, and the lengths that they are made for
     seqlens: tuple[int, int] = (0, 0)
+    calls: dict[Any, Any] | None = None  # what calls found of it, by their shapes; None where it may become another mask
 
     @property
     def lists(self) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ class Blocks(Joined):
         long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
         order = lists["blocks.order_k"]
         lists["blocks.order_k"] = torch.cat([order, long.to(torch.int32).expand(*order.shape[:2], 1)], -1)
-        self._lists = lists
+        self._lists, self.calls = lists, {}
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from flashtile.spec.mask import FULL
 from flashtile.spec.options import Variant
 from flashtile.spec.predicate import Predicate, normal_form
 from flashtile.torch.blocks import Blocks as BlocksOfTorch
-from flashtile.torch.masks import predicates_of
+from flashtile.torch.masks import MOST_REMEMBERED, predicates_of, remembered
 from tests.backends import OF_KERNELS
 from tests.cases import MASKS, Case
 from tests.judge import run
@@ -320,3 +320,35 @@ def test_a_predicate_without_formulas() -> None:
     assert "predicate masks_formless has no `apply`, its formula in PyTorch" in refusal.value.reasons["cpu"]
     with pytest.raises(TypeError, match=re.escape("Nameless.name is ''; a predicate's name must be an identifier")):
         type("Nameless", (Predicate,), {"name": ""})
+
+
+def test_blocks_remember_what_calls_found_of_them() -> None:
+    ids = (torch.arange(256) // 100).to(torch.int32)
+    mask = Blocks.build(Document(ids), 256, 256)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 256, 2, 16, generator=generator) for _ in range(3))
+    found: list[object] = []
+    for batch, causal in ((3, False), (1, False), (1, True), (3, False), (1, 1), (1, True)):
+        part = [t[:batch] for t in (q, k, v)]
+        if causal == 1 and causal is not True:
+            with pytest.raises(InvalidProblem, match="causal is 1"):
+                flashtile.attention(*part, causal=causal, mask=mask)
+            continue
+        out = flashtile.attention(*part, causal=causal, mask=mask)
+        torch.testing.assert_close(out, flashtile.attention(*part, causal=causal, mask=Document(ids)))
+        assert mask.calls is not None
+        found.append(mask.calls[causal, batch, 2])
+    assert found[0] is found[3]
+    assert found[2] is found[4]
+    assert len(mask.calls or ()) == 3
+    for batch in range(4, 4 + MOST_REMEMBERED):
+        remembered(False, None, mask, batch, 2)
+    assert len(mask.calls or ()) <= MOST_REMEMBERED
+
+
+def test_windows_and_what_may_change_are_not_remembered() -> None:
+    mask = Document(torch.zeros(256, dtype=torch.int32))
+    assert remembered(False, None, mask, 1, 2) is not remembered(False, None, mask, 1, 2)
+    listed = Blocks.build(mask, 256, 256)
+    assert remembered(False, (3, 3), listed, 1, 2).band != remembered(False, (9, 9), listed, 1, 2).band
+    assert listed.calls == {}
