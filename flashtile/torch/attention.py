@@ -25,7 +25,7 @@ from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.holes import counts, holes
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given, given_lengths
-from flashtile.torch.masks import predicates_of, remembered
+from flashtile.torch.masks import call_mask, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.replay import Replay, addresses_of
 from flashtile.torch.run import DTYPES, Bound, device_of
@@ -291,7 +291,7 @@ def prepare(
     plain_mask, predicates = mask, None
     try:
         if isinstance(mask, Joined):
-            predicates = remembered(causal, window, mask, *_rows(q, given))
+            predicates = call_mask(causal, window, mask, *_rows(q, given))
             plain_mask = predicates.key
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -327,7 +327,7 @@ def prepare(
     if dropout is not None and call.problem.dropout is not None:
         captured += (draw_seed(dropout, call.device),)
     if isinstance(mask, Joined):
-        captured += (predicates or remembered(causal, window, mask, *_rows(q, given))).flat
+        captured += (predicates or call_mask(causal, window, mask, *_rows(q, given))).flat
     if given is not None:
         captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
         if q.device.type == "cpu":

@@ -31,7 +31,7 @@ from flashtile.spec.mask import FULL
 from flashtile.spec.options import Variant
 from flashtile.spec.predicate import Predicate, normal_form
 from flashtile.torch.blocks import Blocks as BlocksOfTorch
-from flashtile.torch.masks import MOST_REMEMBERED, predicates_of, remembered
+from flashtile.torch.masks import MOST_REMEMBERED, call_mask, predicates_of
 from tests.backends import OF_KERNELS
 from tests.cases import MASKS, Case
 from tests.judge import run
@@ -342,13 +342,13 @@ def test_blocks_remember_what_calls_found_of_them() -> None:
     assert found[2] is found[4]
     assert len(mask.calls or ()) == 3
     for batch in range(4, 4 + MOST_REMEMBERED):
-        remembered(False, None, mask, batch, 2)
+        call_mask(False, None, mask, batch, 2)
     assert len(mask.calls or ()) <= MOST_REMEMBERED
 
 
 def test_windows_and_what_may_change_are_not_remembered() -> None:
     mask = Document(torch.zeros(256, dtype=torch.int32))
-    assert remembered(False, None, mask, 1, 2) is not remembered(False, None, mask, 1, 2)
+    assert call_mask(False, None, mask, 1, 2) is not call_mask(False, None, mask, 1, 2)
     listed = Blocks.build(mask, 256, 256)
-    assert remembered(False, (3, 3), listed, 1, 2).band != remembered(False, (9, 9), listed, 1, 2).band
+    assert call_mask(False, (3, 3), listed, 1, 2).key != call_mask(False, (9, 9), listed, 1, 2).key
     assert listed.calls == {}
