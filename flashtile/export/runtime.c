@@ -43,7 +43,7 @@ const char *flashtile_status_text(flashtile_status status) {
 
 enum {
     SM_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, /* CUdevice_attribute */
-    LOCAL_BYTES = 3, MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9,  /* CUfunction_attribute */
+    LOCAL_BYTES = 3, MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9, /* CUfunction_attribute */
     STARTS_EARLY = 6 /* CUlaunchAttributeID: programmatic stream serialization */
 };
 

@@ -288,11 +288,11 @@ def prepare(
     """
     sink, dropout = softmax_options(**softmax)
     captured: tuple[torch.Tensor, ...] = ()
-    plain_mask, predicates = mask, None
+    plain_mask, masking = mask, None
     try:
         if isinstance(mask, Joined):
-            predicates = call_mask(causal, window, mask, *_rows(q, given))
-            plain_mask = predicates.key
+            masking = call_mask(causal, window, mask, *_rows(q, given))
+            plain_mask = masking.key
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, _alignment(addresses_of((q, k, v))), causal, type(causal), plain_mask, scale,
@@ -327,7 +327,7 @@ def prepare(
     if dropout is not None and call.problem.dropout is not None:
         captured += (draw_seed(dropout, call.device),)
     if isinstance(mask, Joined):
-        captured += (predicates or call_mask(causal, window, mask, *_rows(q, given))).flat
+        captured += (masking or call_mask(causal, window, mask, *_rows(q, given))).flat
     if given is not None:
         captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
         if q.device.type == "cpu":

@@ -17,6 +17,16 @@ from tests.export.conftest import ROOT, environment
 CAUSAL = "attention(q=1x1x1x64,kv=1x1x64,bf16,band=:0)"
 
 
+def compare(tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...], **more: str) -> None:
+    """Run launches.py, with more of an environment."""
+    more |= {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches")}
+    more["EARLY"] = str(tmp_path / "early")
+    command = [sys.executable, "-m", "tests.export.launches", str(tmp_path), layout, spelling, *sizes]
+    done = subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("\n") == 2 * len(sizes), done.stdout
+
+
 @pytest.mark.parametrize(
     ("layout", "spelling", "sizes"),
     [
@@ -33,15 +43,10 @@ CAUSAL = "attention(q=1x1x1x64,kv=1x1x64,bf16,band=:0)"
     ],
 )
 def test_c_launches_what_the_front_end_does(
-    tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...], **more: str
+    tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...]
 ) -> None:
-    more |= {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches")}
-    more["EARLY"] = str(tmp_path / "early")
-    command = [sys.executable, "-m", "tests.export.launches", str(tmp_path), layout, spelling, *sizes]
-    done = subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count("\n") == 2 * len(sizes), done.stdout
+    compare(tmp_path, driver, layout, spelling, sizes)
 
 
 def test_kernels_with_local_memory_do_not_begin_early(tmp_path: Path, driver: Path) -> None:
-    test_c_launches_what_the_front_end_does(tmp_path, driver, "llmc", CAUSAL, ("2x128x4",), LOCAL_BYTES="8")
+    compare(tmp_path, driver, "llmc", CAUSAL, ("2x128x4",), LOCAL_BYTES="8")
