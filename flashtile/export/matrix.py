@@ -22,6 +22,7 @@ from typing import cast
 import triton
 
 from flashtile.dispatch import BACKENDS, backend_named
+from flashtile.export.barriers import idle_barriers
 from flashtile.export.compile import compile_and_read
 from flashtile.export.descriptors import suspicious_operands
 from flashtile.export.hazards import overwritten_operands
@@ -200,6 +201,9 @@ def compile_row(job: Job) -> Row:
         overwritten = overwritten_operands(sass)
         if overwritten:
             failures.append(f"operands are overwritten before they are read: {', '.join(overwritten[:3])}")
+        idle = idle_barriers(compiled.asm["ttgir"])
+        if idle:
+            failures.append(f"no role is given the barriers {', '.join(idle)}")
     return replace(
         row,
         registers=used.registers,

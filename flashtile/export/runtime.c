@@ -43,7 +43,7 @@ const char *flashtile_status_text(flashtile_status status) {
 
 enum {
     SM_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, /* CUdevice_attribute */
-    LOCAL_BYTES = 3, MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9, /* CUfunction_attribute */
+    MAX_DYNAMIC_SHARED_BYTES = 8, PREFERRED_SHARED_PERCENT = 9,  /* CUfunction_attribute */
     STARTS_EARLY = 6 /* CUlaunchAttributeID: programmatic stream serialization */
 };
 
@@ -75,7 +75,6 @@ static struct {
     int (*error_string)(int, const char **);
     int (*load_module)(void **, const void *);
     int (*get_function)(void **, void *, const char *);
-    int (*get_function_attribute)(int *, int, void *);
     int (*set_function_attribute)(void *, int, int);
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
     int (*set_words)(uint64_t, size_t, unsigned, size_t, size_t, void *);
@@ -109,7 +108,6 @@ static flashtile_status load_driver(void) {
         !find(library, "cuGetErrorString", &driver.error_string) ||
         !find(library, "cuModuleLoadData", &driver.load_module) ||
         !find(library, "cuModuleGetFunction", &driver.get_function) ||
-        !find(library, "cuFuncGetAttribute", &driver.get_function_attribute) ||
         !find(library, "cuFuncSetAttribute", &driver.set_function_attribute) ||
         !find(library, "cuLaunchKernel", &driver.launch) || !find(library, "cuMemsetD2D32Async", &driver.set_words)) {
         dlclose(library);
@@ -151,7 +149,6 @@ struct gpu { /* one context */
     int arch; /* of the kernels that run here */
     int64_t sm_count;
     void *functions[KERNELS];
-    int local_bytes[KERNELS]; /* of a thread */
 };
 
 static struct gpu *gpus;
@@ -218,16 +215,13 @@ static flashtile_status load_kernel(struct gpu *gpu, const struct kernel *kernel
         ((error = driver.set_function_attribute(function, MAX_DYNAMIC_SHARED_BYTES, (int)kernel->shared_bytes)) != 0 ||
          (error = driver.set_function_attribute(function, PREFERRED_SHARED_PERCENT, 100)) != 0))
         return driver_error(error, "reserving shared memory", kernel->name);
-    if ((error = driver.get_function_attribute(&gpu->local_bytes[kernel->index], LOCAL_BYTES, function)) != 0)
-        return driver_error(error, "the query", kernel->name);
     gpu->functions[kernel->index] = function;
     return FLASHTILE_OK;
 }
 
 /* -- what plans do --------------------------------------------------------------------------------------------------- */
 
-/* early: the kernel itself waits for those before it in the stream, and may be brought to the GPU while they are at work; not if
-   it keeps numbers in local memory. */
+/* early: the kernel itself waits for those before it in the stream, and may be brought to the GPU while they are at work. */
 static flashtile_status launch(struct gpu *gpu, const struct kernel *kernel, int64_t x, int64_t y, int64_t z, int early,
                                void **parameters, void *stream) {
     flashtile_status status;
@@ -238,7 +232,7 @@ static flashtile_status launch(struct gpu *gpu, const struct kernel *kernel, int
     function = gpu->functions[kernel->index];
     pthread_mutex_unlock(&mutex);
     if (status != FLASHTILE_OK) return status;
-    if (early && driver.launch_ex && gpu->local_bytes[kernel->index] == 0) {
+    if (early && driver.launch_ex) {
         struct launch_attribute attribute = {STARTS_EARLY, 0, {1}};
         const struct launch_config config = {{(unsigned)x, (unsigned)y, (unsigned)z}, {kernel->threads, 1, 1},
                                              kernel->shared_bytes, stream, &attribute, 1};

@@ -87,8 +87,7 @@ class KernelCall:
     num_stages: int = 2
     contracts: bool = True  # the compiler may round a product and a sum once
     registers: int | None = None  # of a thread, at most; otherwise ptxas rather holds few loads under way than exceed 32
-    early: bool = False  # it may be launched before the call before it is done: it waits by itself (`lib.stream.await_stream`);
-    # not if its code keeps numbers in local memory (docs/hopper.md, launches)
+    early: bool = False  # it may be launched before the call before it is done: it waits by itself (`lib.stream.await_stream`)
 
     @property
     def options(self) -> dict[str, Any]:

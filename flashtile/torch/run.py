@@ -268,8 +268,7 @@ class KernelLaunch:
 
     def prepare(self, compiled: Any) -> None:
         """The argument list of the compiled kernel's own launcher, whose places of addresses alone change from call to call."""
-        run = compiled.run
-        early = run.launch_pdl or (self.call.early and not compiled.n_spills)
+        run, early = compiled.run, compiled.run.launch_pdl or self.call.early
         flat: list[Any] = [
             compiled.function, run.launch_cooperative_grid, early, None, None, compiled.packed_metadata,
             None, None, None,

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 
+from flashtile.export.barriers import idle_barriers
 from flashtile.export.compile import compile_and_read
 from flashtile.export.hazards import overwritten_operands
 from flashtile.export.sass import disassemble, matrix_loops
@@ -71,5 +72,6 @@ for argument in sys.argv[1:]:
         "setmaxnreg": len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)),
         "loops": loops,
         "overwritten": overwritten_operands(sass),
+        "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
     }
     print(json.dumps(found))

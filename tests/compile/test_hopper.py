@@ -100,6 +100,7 @@ def watches(which: tuple[int, str]) -> bool:
 def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
     found = shipped[spell(*which)]
     assert not found["overwritten"]
+    assert not found["idle_barriers"]
     assert found["wgmma"]
     assert found["bulk"] >= 4
     assert found["setmaxnreg"] >= 2  # the loader gives registers to the consumers
@@ -174,6 +175,7 @@ def shipped_backward(compiled: Compiled) -> dict[str, dict[str, Any]]:
 def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, Any]], asked: str) -> None:
     found, (which, length, spills) = shipped_backward[asked], PASSES[asked]
     assert not found["overwritten"]
+    assert not found["idle_barriers"]
     assert found["wgmma"]
     assert found["bulk"] >= 8
     assert found["setmaxnreg"] >= 2
@@ -203,3 +205,4 @@ def test_it_compiles_under_the_newest_triton(compiled: Compiled) -> None:
         assert found["wgmma"]
         assert found["bulk"]
         assert found["setmaxnreg"]
+        assert not found["idle_barriers"]

@@ -140,7 +140,7 @@ def main() -> None:
             EARLY.write_text("")
             launch(tensors)
             launch(tensors)
-            early = EARLY.read_text().split() == [ahead.metadata.name] * 2 * (call.early and "LOCAL_BYTES" not in os.environ)
+            early = EARLY.read_text().split() == [ahead.metadata.name] * 2 * call.early
             print(plan.backend, call.kernel.fn.__name__, direct, known and early, file.read_text().splitlines(), sep="|")
         os.environ["PARAMETERS"] = str(min(counts))
         replays, graphs, launches = replayed(plan, file)

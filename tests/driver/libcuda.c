@@ -6,8 +6,8 @@
    " name=number" for every kernel. Filling appends "fill",
    the address' lower half, the words in a row, the rows and the bytes between their beginnings. The GPU is an H100, or what
    $CAPABILITY says; $CONTEXT=0: no context is current; $FAIL: the name of a function that fails. $EARLY: where the names of
-   kernels go that may be launched before those before them are done; $LOCAL_BYTES: what a thread of each has in local
-   memory. A graph is the lines of the launches that it captured, and appends them when it is launched. */
+   kernels go that may be launched before those before them are done. A graph is the lines of the launches that it captured,
+   and appends them when it is launched. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,11 +36,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 232448;
   return 0;
 }
-int cuFuncGetAttribute(int *value, int attribute, void *function) {
-  const char *local = getenv("LOCAL_BYTES");
-  *value = attribute == 3 ? (local ? atoi(local) : 0) : 1024;
-  return fails("cuFuncGetAttribute");
-}
+int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = 1024; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "recorded driver"; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)name; return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)image; return fails("cuModuleLoadData"); }

@@ -27,7 +27,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here launches rea
 compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the recording driver with")
 
 
-def printed(tmp_path: Path, script: str, *arguments: str, **more: str) -> list[str]:
+def printed(tmp_path: Path, script: str, *arguments: str) -> list[str]:
     """The lines that a script of this folder prints, given arguments, with the recording driver."""
     assert COMPILER is not None
     library = tmp_path / "libcuda.so.1"
@@ -36,7 +36,7 @@ def printed(tmp_path: Path, script: str, *arguments: str, **more: str) -> list[s
     environment = {
         **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "LAUNCHES": str(tmp_path / "launches"),
-        "EARLY": str(tmp_path / "early"), "PARAMETERS": "1", **more,
+        "EARLY": str(tmp_path / "early"), "PARAMETERS": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", f"tests.driver.{script}", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -47,18 +47,17 @@ def printed(tmp_path: Path, script: str, *arguments: str, **more: str) -> list[s
 @on_cpu
 @compiler
 @pytest.mark.parametrize(
-    ("spelling", "more"),
+    "spelling",
     [
-        ("attention(q=2x257x8x128,kv=300x2x128,bf16,band=:0,score=softcap(30.0))", {}),
-        ("attention(q=1x128x2x64,kv=128x2x64,fp16)", {}),
-        ("attention(q=1x128x2x64,kv=128x2x64,fp16)", {"LOCAL_BYTES": "8"}),  # what has local memory does not begin early
+        "attention(q=2x257x8x128,kv=300x2x128,bf16,band=:0,score=softcap(30.0))",
+        "attention(q=1x128x2x64,kv=128x2x64,fp16)",
         # strides that equal 1, inside tuples
-        ("attention(q=2x70x4x16,kv=40x2x16,fp16,where=block_table(128;128;2x4x1x1:bool),blocks=128x128)", {}),
+        "attention(q=2x70x4x16,kv=40x2x16,fp16,where=block_table(128;128;2x4x1x1:bool),blocks=128x128)",
     ],
 )
-def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str, more: dict[str, str]) -> None:
+def test_direct_launches_equal_tritons_own(tmp_path: Path, spelling: str) -> None:
     seen: list[str] = []
-    for line in printed(tmp_path, "launches", spelling, **more):
+    for line in printed(tmp_path, "launches", spelling):
         backend, kernel, direct, known, text = line.split("|")
         if kernel == "replay":
             assert ast.literal_eval(direct) == ast.literal_eval(known) == ast.literal_eval(text) != []

@@ -14,23 +14,11 @@ import pytest
 
 from tests.export.conftest import ROOT, environment
 
-CAUSAL = "attention(q=1x1x1x64,kv=1x1x64,bf16,band=:0)"
-
-
-def compare(tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...], **more: str) -> None:
-    """Run launches.py, with more of an environment."""
-    more |= {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches")}
-    more["EARLY"] = str(tmp_path / "early")
-    command = [sys.executable, "-m", "tests.export.launches", str(tmp_path), layout, spelling, *sizes]
-    done = subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count("\n") == 2 * len(sizes), done.stdout
-
 
 @pytest.mark.parametrize(
     ("layout", "spelling", "sizes"),
     [
-        ("llmc", CAUSAL, ("2x128x4", "8x1024x12", "3x1000x12")),
+        ("llmc", "attention(q=1x1x1x64,kv=1x1x64,bf16,band=:0)", ("2x128x4", "8x1024x12", "3x1000x12")),
         ("llmc", "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0)", ("2x1000x3", "2x1024x3", "3x333x3")),
         ("llmc", "attention(q=1x1x1x64,kv=1x1x64,fp32,band=:0,tf32)", ("2x1024x3",)),
         ("bhsd", "attention(q=1x1x4x64,kv=1x1x64,fp16,band=100:0,score=softcap(30.0),lse)", ("2x257x300x2",)),
@@ -45,8 +33,9 @@ def compare(tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tup
 def test_c_launches_what_the_front_end_does(
     tmp_path: Path, driver: Path, layout: str, spelling: str, sizes: tuple[str, ...]
 ) -> None:
-    compare(tmp_path, driver, layout, spelling, sizes)
-
-
-def test_kernels_with_local_memory_do_not_begin_early(tmp_path: Path, driver: Path) -> None:
-    compare(tmp_path, driver, "llmc", CAUSAL, ("2x128x4",), LOCAL_BYTES="8")
+    more = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches")}
+    more["EARLY"] = str(tmp_path / "early")
+    command = [sys.executable, "-m", "tests.export.launches", str(tmp_path), layout, spelling, *sizes]
+    done = subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("\n") == 2 * len(sizes), done.stdout

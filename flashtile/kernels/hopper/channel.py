@@ -112,11 +112,15 @@ def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.co
                  WARPS: gl.constexpr = 0):  # fmt: skip
     """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS and WARPS. Fence before specialising warps.
 
-    WARPS are roles of one warp; the others, where they do it SINGLY, of four.
+    WARPS are roles of one warp; the others, where they do it SINGLY, of four. Without CONSUMERS nobody releases a tile: who fills
+    it knows from elsewhere that it is free. A barrier that no role uses must not be made (`export.barriers`).
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = full
+    if CONSUMERS > 0:
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=_arrivals(PRODUCERS, 0, GIVES_SINGLY))
-        mbarrier.init(free.index(i), count=_arrivals(CONSUMERS, WARPS, RELEASES_SINGLY))
+        if CONSUMERS > 0:
+            mbarrier.init(free.index(i), count=_arrivals(CONSUMERS, WARPS, RELEASES_SINGLY))
     return Channel(full, free, STAGES, RELEASES_SINGLY, GIVES_SINGLY)

@@ -466,7 +466,8 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     if T.brought:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
         biases = make_channel(GROUPS, 1)
-    mem = Memory(q, k, v, out, bias, job, tickets, again, make_channel(GROUPS, 1), keys, values, biases)
+    queries = make_channel(GROUPS, 0 if T.staged else 1)
+    mem = Memory(q, k, v, out, bias, job, tickets, again, queries, keys, values, biases)
     fence_async_shared()
     await_stream(False)
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)

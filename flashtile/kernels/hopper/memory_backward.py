@@ -18,7 +18,7 @@ class Channels:
     sums: Channel  # their shares of dq, to the warps that add them
     biases: Channel  # where T.early
     formers: Channel  # where T.pairs_ds
-    edges: Channel  # by which the loader waits for tiles itself
+    edges: Channel  # where T.blanks: by which the loader waits for tiles itself
 
     @gluon.constexpr_function
     def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges):
@@ -66,10 +66,7 @@ class Memory:
 
 @gluon.jit
 def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T: gl.constexpr):
-    """Memory of a block. Fence before specialising warps.
-
-    A channel that no role uses is none of its own: the compiler would lay its barriers over a tile.
-    """
+    """Memory of a block. Fence before specialising warps. A channel that no role uses is none of its own."""
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
     dtype: gl.constexpr = q_desc.dtype
@@ -93,6 +90,9 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     if T.pairs_ds:
         former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], ds_desc.layout)
         formers = make_channel(2, 1)
+    edges = queries
+    if T.blanks:
+        edges = make_channel(1, 0)
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
@@ -120,6 +120,6 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
             sums,
             biases,
             formers,
-            make_channel(1, 1),
+            edges,
         ),
     )
