@@ -112,8 +112,8 @@ def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.co
                  WARPS: gl.constexpr = 0):  # fmt: skip
     """A channel whose tiles are each filled by PRODUCERS and released by CONSUMERS and WARPS. Fence before specialising warps.
 
-    WARPS are roles of one warp; the others, where they do it SINGLY, of four. Without CONSUMERS nobody releases a tile: who fills
-    it knows from elsewhere that it is free. A barrier that no role uses must not be made (`export.barriers`).
+    WARPS are roles of one warp; the others, where they do it SINGLY, of four. Without CONSUMERS nobody releases a tile, and who
+    fills it knows from elsewhere that it is free. No barrier may be made that no role uses (`export/barriers.py`).
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = full
