@@ -11,6 +11,7 @@ import json
 import re
 import sys
 
+from flashtile.export.barriers import idle_barriers
 from flashtile.export.compile import compile_and_read
 from flashtile.export.sass import disassemble, matrix_loops
 from flashtile.kernels.companions.catalogue import OPS
@@ -46,6 +47,7 @@ for spelling in spellings[accesses:]:
                     {"products": loop.count("HGMMA"), "waits": loop.count("WARPGROUP.DEPBAR"), "spills": loop.spills}
                     for loop in matrix_loops(sass)
                 ]
+                found["idle_barriers"] = idle_barriers(compiled.asm["ttgir"])
                 found["serialised"] = re.findall(r"\(C75\d\d\)", used.log)
                 found["wide_loads"] = len(re.findall(r"LDG\.E(?:\.\w+)*\.128|LDGSTS(?:\.\w+)*\.128", sass))
             print(json.dumps(found), flush=True)

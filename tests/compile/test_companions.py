@@ -65,6 +65,7 @@ def test_hopper_code(compiled: Compiled, spelling: str) -> None:
     for kernel in found:
         assert kernel["fits"], kernel
         assert kernel["spill_bytes"] <= SPELLINGS[spelling], kernel
+        assert not kernel["idle_barriers"], kernel
         assert kernel["wide_loads"] or kernel["kernel"] == "product", kernel  # that one's loads are the bulk copy engine's
 
 
