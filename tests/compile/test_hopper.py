@@ -52,7 +52,7 @@ TUNED_BACKWARD = {
     (64, f"{ONE_WAVE},band=:0"): (854, 0), (128, f"{ONE_WAVE},band=:0"): (550, 0),  # blocks of short tiles help
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
     # of these 600 and 1,200 are jumped over where all of a block is visible
-    (128, DOCUMENTS): (1000, 23), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
+    (128, DOCUMENTS): (1000, 5), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (818, 0),
     (64, f",band=:0{SOFTCAP}"): (1090, 0), (128, SOFTCAP): (519, 0), (128, f",band=:0{SOFTCAP}"): (665, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 7),

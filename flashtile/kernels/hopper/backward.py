@@ -426,7 +426,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
-    if T.sums_dq and T.blocks_q == 0:  # where there are lists this word costs spills in the loop: the end of the block says it
+    if T.sums_dq:
         let_next()
     store_wait(0)
 
