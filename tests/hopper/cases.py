@@ -96,6 +96,17 @@ def _longer() -> Iterator[Case]:
         yield wild
         yield replace(wild, name=f"{wild.name}-full", dtype="fp16", causal=False, seqlen_k=600)
         yield replace(wild, name=f"{wild.name}-window", causal=False, window=(150, 30), heads_kv=1)
+    # all keys are one tile, of which queries are 128 or 192
+    once = replace(wide, name="once", seqlen_q=500, seqlen_k=77, causal=False, scale=30.0)
+    for head_dim in (64, 96, 128, 256):
+        yield replace(once, name=f"once-{head_dim}", head_dim=head_dim, heads_q=4, heads_kv=2)
+        yield replace(
+            once, name=f"once-{head_dim}-causal", head_dim=head_dim, dtype="fp16", causal=True, seqlen_q=160, sink="fp32"
+        )
+    yield replace(once, name="once-window", head_dim=64, window=(30, 20), seqlen_k=128)
+    yield replace(once, name="once-dropout", head_dim=128, dropout=0.2, deterministic=True)
+    yield replace(once, name="once-bias", head_dim=64, score=("bias",), score_dtype="bf16", fixed_slopes=True, seqlen_k=80)
+    yield replace(once, name="once-document", head_dim=64, mask="document", seqlen_k=100)
     yield replace(uneven, name="wild-varlen", scale=30.0)
     yield replace(uneven, name="wild-varlen-causal", scale=30.0, head_dim=128, causal=True, sink="fp32", dtype="bf16")
     yield replace(uneven, name="wild-varlen-dropout", scale=30.0, head_dim=128, window=(200, 90), dropout=0.3)

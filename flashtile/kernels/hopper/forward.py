@@ -178,30 +178,31 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
     use += 1
-    if T.masks_first:
-        for n in range(seen.end - 1 - seen.high):
-            tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
-            following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
+    if not T.once:
+        if T.masks_first:
+            for n in range(seen.end - 1 - seen.high):
+                tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
+                following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
+                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                            GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
+                use += 1
+        for n in range(seen.high - seen.low):
+            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+            following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
             rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
+                        GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
-    for n in range(seen.high - seen.low):
-        tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-        following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
-        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                    GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
-        use += 1
-    if T.left:
-        low = seen.first
-        if T.halves:
-            low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
-        for n in range(seen.low - low):
-            tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
-            use += 1
+        if T.left:
+            low = seen.first
+            if T.halves:
+                low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
+            for n in range(seen.low - low):
+                tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
+                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                            GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
+                use += 1
     sink = load_sink(targets, at, T)  # hidden under the last product
-    if T.halves and T.left:
+    if T.halves and T.left and not T.once:
         if low > seen.first:
             half = step(rows, mem, use, seen.first, seen.first, at, size, scale, score_args, given,
                         GROUP, T.below, UPPER, T, SCORE, MASK)  # fmt: skip

@@ -62,20 +62,21 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
     if not KEYS_FIRST:
         fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
         use += 1
-    for n in range(seen.end - 1 - seen.first):
-        key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
-        if KEYS_FIRST:  # the place of the next keys is let go of before that of these values
-            fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
-            if T.brought:
-                fill_biases(bias_desc, mem, use + 1, at, key, 0, 1, T)
-            value = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
-            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, value, False, T)
-            if T.brought:  # those for whom it lies there are half a step behind
-                fill_biases(bias_desc, mem, use + 1, at, key, 1, T.groups, T)
-        else:
-            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
-            fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
-        use += 1
+    if not T.once:
+        for n in range(seen.end - 1 - seen.first):
+            key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
+            if KEYS_FIRST:  # the place of the next keys is let go of before that of these values
+                fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
+                if T.brought:
+                    fill_biases(bias_desc, mem, use + 1, at, key, 0, 1, T)
+                value = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
+                fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, value, False, T)
+                if T.brought:  # those for whom it lies there are half a step behind
+                    fill_biases(bias_desc, mem, use + 1, at, key, 1, T.groups, T)
+            else:
+                fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
+                fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
+            use += 1
     if KEYS_FIRST:
         key = at.item.first_k + tile_at(indices, seen, seen.first, own, T) * T.block_k
         fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)

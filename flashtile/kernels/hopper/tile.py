@@ -59,6 +59,7 @@ class ForwardTile:
     columns_v: int
     parts_v: int
     stages: int
+    once: bool  # one key tile is all there is: no loops, and no step that could have to be done again
     left: bool  # the band is bounded on the left
     right: bool
     narrow: bool  # a tile of scores may meet both bounds
@@ -176,6 +177,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
     band = p.band
     columns, parts = cut(p.head_dim)
     columns_v, parts_v = cut(p.head_dim_v)
+    once = sees_once(p, launch)
+    watched = watches(p, form) and not once
     return ForwardTile(
         groups=launch.groups,
         block_k=launch.block_k,
@@ -184,6 +187,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         columns_v=columns_v,
         parts_v=parts_v,
         stages=launch.stages,
+        once=once,
         left=band.left is not None,
         right=band.right is not None,
         narrow=band.left is not None and band.left + min(band.right or 0, 0) < launch.block_q + launch.block_k,
@@ -208,13 +212,16 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         together=shares_items(p),
         bounded=bounded(p, form),
         deep=not bounded(p, form, DEEPEST),
-        watches=watches(p, form),
-        draws_ahead=p.dropout is not None and watches(p, form) and parts == 1 and columns != 128,  # there products hide more
+        watches=watched,
+        draws_ahead=p.dropout is not None and watched and parts == 1 and columns != 128,  # there products hide more
         mixes=mixes(p, form),
         exact=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.blocks is not None),
-        skips=p.blocks is None and (band.left is not None or band.right is not None) and launch.block_q > launch.block_k,
+        skips=not once
+        and p.blocks is None
+        and (band.left is not None or band.right is not None)
+        and launch.block_q > launch.block_k,
         turns=launch.turns and launch.groups > 1,
         staged=has_out_tiles(p, launch),
         loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
@@ -228,7 +235,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("sink", "brought", "bounded", "watches", "draws_ahead", "staged", "singly", "halves")
+    off = ("once", "sink", "brought", "bounded", "watches", "draws_ahead", "staged", "singly", "halves")
     return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
 
 
@@ -262,6 +269,11 @@ def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) ->
 
 
 SHORT = 4096  # keys
+
+
+def sees_once(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
+    """T.once. Of items of unequal lengths none is known here, and lists are walked through whatever they name."""
+    return not problem.lengths.ragged and problem.blocks is None and problem.seqlen_k <= launch.block_k
 
 
 def watches(problem: AttentionProblem, form: Form) -> bool:
