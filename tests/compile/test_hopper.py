@@ -96,6 +96,11 @@ def watches(which: tuple[int, str]) -> bool:
     return SOFTCAP not in which[1] and ALIBI not in which[1] and which != (64, BIAS)
 
 
+def votes(which: tuple[int, str]) -> bool:
+    """Whether its warp is asked in every step whether it is careful, or whether a row has seen nothing yet."""
+    return which[0] == 64 or any(feature in which[1] for feature in (DROPOUT, BLOCKS, BIAS, KEYS))
+
+
 @pytest.mark.parametrize("which", TUNED, ids=lambda which: f"head_dim{which[0]}{which[1]}")
 def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
     found = shipped[spell(*which)]

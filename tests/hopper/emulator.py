@@ -285,11 +285,12 @@ def greatest(x: torch.Tensor) -> torch.Tensor:
 
 
 def raised(
-    score: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, wild: torch.Tensor, blind: bool, columns: int
+    score: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, wild: torch.Tensor, blind: bool, votes: bool, columns: int
 ) -> torch.Tensor:
+    assert votes or all((of_warp == of_warp.flatten()[0]).all() for of_warp in wild.split(16))
     unseen, most = top == -torch.inf, greatest(score)
     far = torch.exp2(most * factor - torch.where(unseen, 0.0, top)) > 2.0**64
-    looks = (wild != 0x7FFFFFFF) | (unseen if blind else torch.zeros_like(unseen))
+    looks = (wild != (0x7FFFFFFF if votes else 0)) | (unseen if blind else torch.zeros_like(unseen))
     return torch.where(looks & (far | unseen & (most > -torch.inf)), most * factor, top)
 
 
@@ -332,6 +333,7 @@ def install(seed: int = 0) -> None:
         settled=unchanged,
         stay=unchanged,
         uniform=unchanged,
+        of_any=lambda x: x.amax(1, keepdim=True).expand_as(x),  # of 0 and 1, [warps, lanes]
         first_lane=lambda own, other: own,
         of_first_lane=unchanged,
         **{word.__name__: word for word in WORDS},

@@ -7,7 +7,7 @@ tiles its roles meet, find the first place that some thread remembers, compute t
 What a row gives depends on its own scores alone, for the careful do another thing only with rows that would overflow.
 """
 
-from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, named_wait, role_barrier
+from flashtile.kernels.hopper.gluon import aggregate, gl, gluon, named_wait, of_any, role_barrier
 from flashtile.kernels.hopper.layouts import row_layout
 from flashtile.kernels.hopper.ticket import make_words, read_word, write_words
 
@@ -66,6 +66,15 @@ def forget(again, GROUP: gl.constexpr, T: gl.constexpr):
 def remembered(again, GROUP: gl.constexpr, T: gl.constexpr):
     """Consumer: the place that each of its threads remembers, or NONE."""
     return again.wild.index(GROUP).load(nothing(T).type.layout)
+
+
+@gluon.jit
+def careful(again, GROUP: gl.constexpr, T: gl.constexpr):
+    """Consumer, where a tile begins: of each warp, whether some thread remembers a place. () where T.votes, and steps ask."""
+    if T.watches and not T.votes:
+        return of_any((remembered(again, GROUP, T) != NONE).to(gl.int32))
+    else:
+        return ()
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopp
 from typing import NamedTuple
 
 from flashtile._triton import PLAIN_INTEGERS
-from flashtile.kernels.hopper.again import NONE, Again, forget, make_again, meet, remember, remembered, tell_first
+from flashtile.kernels.hopper.again import NONE, Again, careful, forget, make_again, meet, remember, remembered, tell_first
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
 from flashtile.kernels.hopper.dropout import draw_tile, packed, spread_words, unpacked, words_of
@@ -164,6 +164,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     (key tiles used, the next turn's Job where that is found here, which rows are to be computed again, carefully).
     """
     scale, score_args, region = rest[0], rest[1], rest[2]
+    given = given[0], given[1], careful(mem.again, GROUP, T)
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
@@ -354,7 +355,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         mem.keys.wait(use)
     elif T.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
         role_barrier()
-    wild = remembered(mem.again, GROUP, T) if T.watches else ()
+    wild = remembered(mem.again, GROUP, T) if T.votes else given[2]
     score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)

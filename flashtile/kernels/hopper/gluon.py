@@ -163,7 +163,7 @@ def _row_maximum(mine: list[int]) -> str:
 
 
 @gluon.constexpr_function
-def _raised(columns: int, blind: bool) -> str:
+def _raised(columns: int, blind: bool, votes: bool) -> str:
     count, rare, ask, farthest = columns // 2, "", "", "0f5F800000"  # 2^64
     first = [2 * count, 3 * count, 4 * count]  # where top, factor and wild begin
     for row in (0, 1):
@@ -175,11 +175,12 @@ def _raised(columns: int, blind: bool) -> str:
         rare += f"mul.f32 m, m, ${first[1]}; @p mov.f32 t{row}, m;\n"
     if blind:
         ask = "setp.eq.or.f32 p, t0, 0fFF800000, p; setp.eq.or.f32 p, t1, 0fFF800000, p;"
+    if blind or votes:
+        ask += "vote.sync.any.pred p, p, 0xffffffff;"
     return f"""{{
         .reg .pred p, q; .reg .f32 t<2>, m, n, b;
         mov.f32 t0, ${first[0]}; mov.f32 t1, ${first[0] + 2};
-        setp.ne.s32 p, ${first[2]}, 0x7FFFFFFF; {ask}
-        vote.sync.any.pred p, p, 0xffffffff;
+        setp.ne.s32 p, ${first[2]}, {0x7FFFFFFF if votes else 0}; {ask}
         @!p bra.uni done;
         {rare}done:
         {"".join(f"mov.f32 ${i}, t{i // 2 % 2};" for i in range(count))}
@@ -192,13 +193,14 @@ def _operands(columns: int, kinds: str) -> str:
 
 
 @gluon.jit
-def raised(score, top, factor, wild, BLIND: gl.constexpr, COLUMNS: gl.constexpr):
+def raised(score, top, factor, wild, BLIND: gl.constexpr, VOTES: gl.constexpr, COLUMNS: gl.constexpr):
     """`top`, and behind a jump what `scores.lifted` says of it; all are 64 x COLUMNS, in `matrix_layout`, top of whole rows.
 
-    A warp jumps that is careful, for some thread's `wild` is not 0x7FFFFFFF (again.NONE), or if BLIND some row's top is -inf.
+    A warp jumps that is careful or, if BLIND, of which some row's top is -inf. Careful is where it VOTES that of which some
+    thread's `wild` is not 0x7FFFFFFF (again.NONE), otherwise that whose `wild`, the same in all its threads, is not 0.
     """
     return gl.inline_asm_elementwise(
-        _raised(COLUMNS, BLIND), _operands(COLUMNS, "=f f f f r"), [score, top, factor, wild], dtype=gl.float32,
+        _raised(COLUMNS, BLIND, VOTES), _operands(COLUMNS, "=f f f f r"), [score, top, factor, wild], dtype=gl.float32,
         is_pure=False, pack=COLUMNS // 2,
     )  # fmt: skip
 
@@ -355,6 +357,12 @@ def uniform(x):
 
 
 @gluon.jit
+def of_any(x):
+    """The bits that some lane of a warp has in its int32, in a register that they share."""
+    return uniform(x)
+
+
+@gluon.jit
 def first_lane(own, other):
     """An int32 for the first lane of a warp, which acts for all at mbarriers, and another one for the rest.
 
@@ -376,7 +384,7 @@ def of_first_lane(x):
 
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane", "gl",
-    "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_first_lane", "ones", "pack", "raised",
-    "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add",
-    "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any", "of_first_lane", "ones",
+    "pack", "raised", "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait",
+    "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -252,7 +252,7 @@ def lifted(score, top, factor, wild, MASKED: gl.constexpr, T: gl.constexpr):
     L: gl.constexpr = score.type.layout
     factors = gl.full(score.shape, factor, gl.float32, L)
     asked = gl.convert_layout(of_rows(wild, T), row_layout(KEYS))[:, None].broadcast_to(score.shape)
-    return first_of_lanes(raised(score, across(top, KEYS), factors, asked, MASKED or T.blind, KEYS), T)
+    return first_of_lanes(raised(score, across(top, KEYS), factors, asked, MASKED or T.blind, T.votes, KEYS), T)
 
 
 @gluon.jit
