@@ -138,7 +138,7 @@ class AttentionExport:
 
     def samples(self, device: Device) -> list[dict[str, int]]:
         """Sizes at which plans are made."""
-        lengths = sorted({*LENGTHS, *self._band_lengths(), *self.long()})
+        lengths = sorted({*LENGTHS, *self._band_lengths(), *self.short(), *self.long()})
         pairs = [(n, n) for n in lengths] if self.layout == "llmc" else list(product(lengths, lengths))
         found: list[dict[str, int]] = []
         drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
@@ -148,6 +148,11 @@ class AttentionExport:
             choices = schedule.feasible(self.at(sizes)) if self.scheduled and device.arch == 90 else [1]
             found += [{**sizes, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
         return found
+
+    def short(self) -> Iterator[int]:
+        """Lengths of which all keys are one whole tile of Hopper's forward, which then is another, as with fewer."""
+        if self.scheduled:
+            yield from (launch.block_k for launch in schedule.launches(self.at(dict.fromkeys(self.sizes, 1))).values())
 
     def long(self) -> Iterator[int]:
         """Lengths from which on Hopper's forward is another, where it ever is: a multiple of every tile's size, and none."""
