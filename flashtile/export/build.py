@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path as FilePath
 from typing import Any
 
-from triton import knobs
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
 from flashtile import _triton
@@ -73,7 +72,6 @@ def compile_all(jobs: list[Job], workers: int, report: Callable[[str], None]) ->
 
 def _compile(index: int) -> Binary:
     call, special, device = _jobs[index]
-    knobs.compilation.disable_line_info = True  # three quarters of a binary
     compiled = compile_kernel(call, special, device)
     told = compiled.metadata
     _check_parameters(call, special, compiled.asm["ptx"])

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
@@ -28,7 +27,6 @@ torch._C._cuda_getCurrentRawStream = lambda device: 0
 active: Any = CudaDriver()
 active.get_current_stream = lambda device: 0
 driver.set_active(active)
-triton.knobs.compilation.disable_line_info = True  # as exported kernels are compiled: the same files on disk
 
 from flashtile.export import llmc, schedule  # noqa: E402
 from flashtile.export.attention import AttentionExport, entries  # noqa: E402
