@@ -75,7 +75,8 @@ def page(folder: Path) -> str:
         "# Goals",
         "",
         "Written by `make docs` from `benchmarks/results`: what Hopper's kernels are to reach on an H100, what they reach, and",
-        "at which commit that was measured. What keeps the rest from it is in [hopper.md](hopper.md).",
+        "at which commit that was measured. What keeps the rest from it is in [hopper.md](hopper.md) and, of backwards, in",
+        "[hopper-backward.md](hopper-backward.md).",
         "",
     ]
     for section in sections(folder):
@@ -156,7 +157,9 @@ def checks(rows: list[Row]) -> Iterator[Figure]:
     yield _none(f"of {len(repeats)} configurations failed, or with other bits", differ, repeats)
     for tool in ("memcheck", "racecheck"):
         told = [row for row in rows if row["section"] == "sanitizer" and tool in row["name"]]
-        asked = [row for row in told if not row["name"].startswith("handover")]  # which tests the tool: see docs/hopper.md
+        asked = [
+            row for row in told if not row["name"].startswith("handover")
+        ]  # which tests the tool: see docs/hopper-checks.md
         yield _none(f"{tool}: of {len(asked)} programs with findings", sum(bool(row["failure"]) for row in asked), asked)
     first = [row for row in rows if row["section"] == "first"]
     for kind, limit in (("cold", 5.0), ("warm", 0.3)):

@@ -280,7 +280,7 @@ class HopperBackend:
 
 BACKEND = HopperBackend()
 
-# of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper.md)
+# of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper-backward.md)
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 

@@ -159,7 +159,7 @@ class BackwardTile:
     def begins_early(self) -> bool:
         """Whether keys, values and queries come while the pass before ends, which waited for all that made them.
 
-        Beside curves of 128 queries consumers would spill more (docs/hopper.md).
+        Beside curves of 128 queries consumers would spill more (docs/hopper-backward.md).
         """
         return not (self.ragged or self.blocks_q > 0 or (self.curved and self.block_q > GROUP_ROWS))
 
@@ -167,7 +167,7 @@ class BackwardTile:
     def takes_late(self) -> bool:
         """Whether a block takes its next ticket where a tile ends, so that no tile waits behind a long one.
 
-        Where tiles are equally long, or consumers would spill more (docs/hopper.md), it takes it where one begins.
+        Where tiles are equally long, or consumers would spill more (docs/hopper-backward.md), it takes it where one begins.
         """
         spills = self.predicate or (self.ragged and self.block_q > GROUP_ROWS)
         return (self.gaps or self.ragged) and not spills
@@ -192,7 +192,7 @@ class BackwardTile:
 
     @property
     def sways(self) -> bool:
-        """Whether every other wave of tiles walks its queries from the last one on (docs/hopper.md)."""
+        """Whether every other wave of tiles walks its queries from the last one on (docs/hopper-backward.md)."""
         return self.parted and self.right and not (self.left or self.tells or self.deterministic)
 
     @property
@@ -246,7 +246,7 @@ class BackwardTile:
         return COUNTS if self.helps else 2
 
 
-# By the wider head dim of the tile; the reasons are in docs/hopper.md.
+# By the wider head dim of the tile; the reasons are in docs/hopper-backward.md.
 BACKWARD = {
     64: BackwardLaunch(block_q=128, joined=True),
     128: BackwardLaunch(stages=3),
