@@ -103,6 +103,9 @@ def _longer() -> Iterator[Case]:
         yield replace(
             once, name=f"once-{head_dim}-causal", head_dim=head_dim, dtype="fp16", causal=True, seqlen_q=160, sink="fp32"
         )
+    few = replace(once, name="once-split", seqlen_q=160, seqlen_k=60, window=(None, 3), backward="split")
+    yield few
+    yield replace(few, name="once-split-64", head_dim=64, window=(50, 0), dtype="fp16")
     yield replace(once, name="once-window", head_dim=64, window=(30, 20), seqlen_k=128)
     yield replace(once, name="once-dropout", head_dim=128, dropout=0.2, deterministic=True)
     yield replace(once, name="once-bias", head_dim=64, score=("bias",), score_dtype="bf16", fixed_slopes=True, seqlen_k=80)
