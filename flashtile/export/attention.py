@@ -138,8 +138,9 @@ class AttentionExport:
 
     def samples(self, device: Device) -> list[dict[str, int]]:
         """Sizes at which plans are made."""
-        lengths = sorted({*LENGTHS, *self._band_lengths(), *self.short(), *self.long()})
-        pairs = [(n, n) for n in lengths] if self.layout == "llmc" else list(product(lengths, lengths))
+        lengths = {*LENGTHS, *self._band_lengths(), *self.long()}
+        keys = sorted({*lengths, *self.short()})
+        pairs = [(n, n) for n in keys] if self.layout == "llmc" else list(product(sorted(lengths), keys))
         found: list[dict[str, int]] = []
         drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
         for batch, seqlen_q, seqlen_k, heads in chain(_ordered(pairs), _drawn(drawn)):
@@ -150,7 +151,7 @@ class AttentionExport:
         return found
 
     def short(self) -> Iterator[int]:
-        """Lengths of which all keys are one whole tile of Hopper's forward, which then is another, as with fewer."""
+        """Numbers of keys that are one whole tile of Hopper's forward, which then is another, as with fewer."""
         if self.scheduled:
             yield from (launch.block_k for launch in schedule.launches(self.at(dict.fromkeys(self.sizes, 1))).values())
 
