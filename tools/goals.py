@@ -157,9 +157,8 @@ def checks(rows: list[Row]) -> Iterator[Figure]:
     yield _none(f"of {len(repeats)} configurations failed, or with other bits", differ, repeats)
     for tool in ("memcheck", "racecheck"):
         told = [row for row in rows if row["section"] == "sanitizer" and tool in row["name"]]
-        asked = [
-            row for row in told if not row["name"].startswith("handover")
-        ]  # which tests the tool: see docs/hopper-checks.md
+        # "handover" tests the tool: see docs/hopper-checks.md
+        asked = [row for row in told if not row["name"].startswith("handover")]
         yield _none(f"{tool}: of {len(asked)} programs with findings", sum(bool(row["failure"]) for row in asked), asked)
     first = [row for row in rows if row["section"] == "first"]
     for kind, limit in (("cold", 5.0), ("warm", 0.3)):

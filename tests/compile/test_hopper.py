@@ -126,9 +126,8 @@ def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[i
             # and the exponentials, which do not wait for the product with the values either.
             look, rebase, *rescale = loop["skips"]
             assert len(rescale) == (2 if which in ((96, ""), (96, BIAS), (192, ""), (192, ",band=:0")) else 1)  # accumulators
-            asked = loop["skips"][
-                0 if votes(which) else 1 :
-            ]  # elsewhere a warp knows from the tile's beginning whether it looks
+            # Where nothing is asked in a step a warp knows from the tile's beginning whether it looks.
+            asked = loop["skips"][0 if votes(which) else 1 :]
             assert all(vote < jump for vote, (jump, _) in zip(loop["votes"], asked, strict=True))
             assert all(look[0] < place < look[1] or rebase[0] < place < rebase[1] for place in loop["maxima"])
             assert sum(look[1] <= place < rebase[0] for place in exponentials) > len(exponentials) - 6
