@@ -81,6 +81,12 @@ static double queued(const double *times, int64_t tiles, int64_t heads, int64_t 
     return end;
 }
 
+/* As many heads as the L2 cache has room for. */
+static int64_t heads_together(int64_t heads, int64_t head_bytes) {
+    if (heads * head_bytes <= 2 * (int64_t)TOGETHER_BYTES) return heads;
+    return most(least(heads, TOGETHER_BYTES / head_bytes), 1);
+}
+
 /* The cheapest option, of the full tilings and then of each causal one with a block for every tile and with resident blocks,
    counted from 1, and how many heads go together in it; 0 where the host has no memory. */
 static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, int64_t seqlen_q, int64_t seqlen_k, int64_t blocks,
@@ -95,7 +101,8 @@ static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, 
     for (i = 0; load && i < (causal ? s->causal_count : s->full_count); i++) {
         const struct tiling *t = &tilings[i];
         const int64_t tiles = (seqlen_q + t->block_q - 1) / t->block_q;
-        const int64_t together = most(least(heads, TOGETHER_BYTES / most(seqlen_k * s->bytes_per_key / s->group, 1)), 1);
+        const int64_t together = heads_together(heads, seqlen_k * s->bytes_per_key / s->group);
+        const int64_t launched = together >= 8 ? 8 : together >= 4 ? 4 : 1;
         double longest = 0.0, sum = 0.0, cost;
         int64_t j;
         free(times);
@@ -119,11 +126,11 @@ static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, 
         }
         option = s->full_count + 1 + 2 * i;
         for (j = 0; j < tiles; j++) times[j] += BLOCK_US;
-        cost = queued(times, tiles, heads, together >= 8 ? 8 : 4, load, blocks);
+        cost = queued(times, tiles, heads, launched, load, blocks);
         if (choice == 0 || cost < best) {
             best = cost;
             choice = option;
-            *swizzle = together >= 8 ? 8 : 4;
+            *swizzle = launched;
         }
         if (!t->resident || tiles * heads > MOST_PLAYED) continue;
         for (j = 0; j < tiles; j++) {

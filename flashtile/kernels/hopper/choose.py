@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 
-from flashtile.kernels.hopper.schedule import busiest, queued, tile_count, tile_lengths
+from flashtile.kernels.hopper.schedule import MOST_QUEUED, busiest, queued, tile_count, tile_lengths
 from flashtile.kernels.hopper.tile import ForwardLaunch, bounded, cut
 from flashtile.kernels.lib.score import form_of
 from flashtile.plan.device import Device
@@ -60,8 +61,13 @@ QUERIES: dict[int, Priced] = {
 }
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
-TOGETHER_BYTES = 32 << 20  # keys and values that heads computed together may have: above, the L2 cache (50 MB) loses them
+# Keys and values that heads computed together may have: above, the L2 cache (two halves of 25 MB) loses them, unless all of
+# them are no more than twice that. Lists of 1 x 8192 at 80 %, 3, 4, 5, 6, 8 heads of 4 MiB: 0.176, 0.173, 0.178, 0.175,
+# 0.179 ms; causal 2 x 8192 with 16 and 32 MiB: 0.733, 0.770; 1 x 4096 with 16 and, all of it, 32: 0.108, 0.101 (an H100).
+TOGETHER_BYTES = 16 << 20
 EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
+FILLED = 0.9  # of the blocks have a tile of the heads that go together with lists
+LISTED_TILES = 12  # key tiles of a list on average, half as many to half as many again: as good a guess as any
 MOST_PLAYED = 40000  # tiles whose schedules are compared; with more every tile gets its own block, and the start is a trifle
 
 
@@ -74,8 +80,8 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     full, causal = options(p)
     tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
-    if p.blocks is not None:  # nobody knows how long the lists are, but the longest come first
-        return replace(tiles[0][0], resident=True, swizzle=_together(p))
+    if p.blocks is not None:
+        return _listed(p, *tiles[0], blocks)
     if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
         return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, 16 if _width(p) == 64 else 4))
     timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
@@ -88,7 +94,7 @@ def choose_queries(problem: AttentionProblem, device: Device) -> ForwardLaunch:
     if launch.block_k == 128 and _width(p) > 64 and (p.dropout is not None or p.where):  # what 128 keys need beside spills
         launch, key_us = replace(launch, block_k=64, stages=2 * launch.stages), key_us / 2
     if p.blocks is not None:
-        return replace(launch, swizzle=_together(p))
+        return _listed(p, launch, key_us, device.sm_count)
     if p.lengths.ragged:
         return replace(launch, swizzle=min(p.heads_q, 4))
     schedules = _causal if is_causal(p) else _full
@@ -133,8 +139,23 @@ def _widths(p: AttentionProblem) -> Widths:
 
 def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
-    head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group
-    return max(min(p.batch * p.heads_q, TOGETHER_BYTES // head_bytes), 1)
+    head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group, p.batch * p.heads_q
+    return heads if heads * head_bytes <= 2 * TOGETHER_BYTES else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
+
+
+def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> ForwardLaunch:
+    """As few heads together as have a tile for nearly every block, or up to twice as many, whatever comes out most even.
+
+    Nobody knows here how long the lists are, but the longest come first: they are played through as if of LISTED_TILES.
+    """
+    tiles, heads = -(-p.seqlen_q // launch.block_q), p.batch * p.heads_q
+    fewest = max(min(ceil(FILLED * blocks / max(tiles, 1)), _together(p)), 1)
+    if tiles * heads > MOST_QUEUED:
+        return replace(launch, resident=True, swizzle=fewest)
+    times = [LISTED_TILES * key_us * (0.5 + (i + 0.5) / tiles) + TILE_US for i in range(tiles)]
+    candidates = range(fewest, max(min(2 * fewest, heads), fewest) + 1)
+    together = min(candidates, key=lambda n: busiest(times, heads, n, blocks, listed=True))
+    return replace(launch, resident=True, swizzle=together)
 
 
 def _full(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> Iterator[tuple[float, ForwardLaunch]]:
@@ -147,7 +168,7 @@ def _causal(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: i
     """(microseconds, launch) for each schedule of a tile."""
     heads, times = p.batch * p.heads_q, [n * key_us for n in tile_lengths(p, launch.block_q, launch.block_k)]
     together = _together(p)
-    alone = replace(launch, resident=False, swizzle=8 if together >= 8 else 4)
+    alone = replace(launch, resident=False, swizzle=8 if together >= 8 else 4 if together >= 4 else 1)
     yield queued([time + BLOCK_US for time in times], heads, alone.swizzle, blocks), alone
     if not launch.resident or len(times) * heads > MOST_PLAYED:
         return

@@ -122,7 +122,7 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
     turn, use, places = gl.to_tensor(0), gl.to_tensor(0), place_count(whole)
-    place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
+    place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
     place = gl.where(place < places, place, NONE)
     if not T.ragged and T.blocks_q == 0:
         job = job_at(place, whole, region, T)
@@ -138,7 +138,7 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
         turn = turn + 1
         before, following = place, places
         if not T.watches or place >= 0:
-            following = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
+            following = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
         place = gl.where(following < places, following, NONE)
         if T.watches:
             remember(mem.again, before, ran, GROUP, T)
@@ -228,7 +228,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     acc = add_values(rows, mem, use, HALF, T)
     if T.blocks_q == 0 and not T.ragged:
-        job = job_at(place_at(turn + 1, T), whole, region, T)  # divisions and loads, here hidden under the product
+        job = job_at(place_at(turn + 1, whole, T), whole, region, T)  # divisions and loads, here hidden under the product
     return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
 
 
@@ -438,7 +438,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
                       T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
-    `swizzle` heads are computed together (see `work.assign`); it depends on the sizes, so it is no part of T.
+    `swizzle` heads are computed together (see `work.job_at`); it depends on the sizes, so it is no part of T.
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
     contiguous. bias_desc: the tensor of T.early where it is T.brought, or None. rest = (scale, arguments of modifiers, region);
     region = (the schedule, its records, where T.ragged; arguments of predicates; the mask's block lists, or None).

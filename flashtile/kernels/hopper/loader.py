@@ -20,7 +20,7 @@ from flashtile.kernels.hopper.work import (
 @gluon.jit
 def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.constexpr):
     """Role: bring queries, keys and values of every tile into shared memory; with dout, unless that is None, beside queries."""
-    places, place, turn, use = place_count(size), place_at(0, T), gl.to_tensor(0), gl.to_tensor(0)
+    places, place, turn, use = place_count(size), place_at(0, size, T), gl.to_tensor(0), gl.to_tensor(0)
     if T.ragged:
         if place >= places:
             mem.tickets.publish(turn, (place,))
@@ -33,7 +33,7 @@ def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.
         turn = turn + 1
         before, place = place, places
         if before >= 0:
-            place = place_of(ticket) if T.ragged else place_at(turn, T)
+            place = place_of(ticket) if T.ragged else place_at(turn, size, T)
             if T.ragged:
                 if place >= places:
                     mem.tickets.publish(turn, (place,))

@@ -65,7 +65,7 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
     places, turn, use = place_count(whole), gl.to_tensor(0), gl.to_tensor(0)
-    place = mem.tickets.read(0, 4) if T.ragged else place_at(0, T)
+    place = mem.tickets.read(0, 4) if T.ragged else place_at(0, whole, T)
     while place < places:
         if T.ragged:
             job = told_job(mem.tickets, turn, T)
@@ -76,7 +76,7 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
             job = job_at(place, whole, region, T)
         use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
         turn = turn + 1
-        place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, T)
+        place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
 
 
 @gluon.jit

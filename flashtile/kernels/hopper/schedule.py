@@ -1,4 +1,4 @@
-"""How blocks share the tiles of a forward: the arithmetic of `work.assign` on the host, to choose by."""
+"""How blocks share the tiles of a forward: the arithmetic of `work.job_at` on the host, to choose by."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ def tile_lengths(problem: AttentionProblem, block_q: int, block_k: int) -> list[
     return lengths
 
 
-def busiest(costs: list[float], heads: int, swizzle: int, blocks: int) -> float:
-    """Cost of the block that gets most: `blocks` resident ones take tiles to and fro, `swizzle` heads together."""
-    order, load = _order(costs, heads, swizzle), [0.0] * blocks
+def busiest(costs: list[float], heads: int, swizzle: int, blocks: int, listed: bool = False) -> float:
+    """Cost of the block that gets most: `blocks` resident ones take tiles to and fro, `swizzle` heads together.
+
+    listed: as with lists, where groups of heads go to and fro, and turns if there is one group alone.
+    """
+    order, load = _order(costs, heads, swizzle, listed), [0.0] * blocks
+    zigzag = not listed or swizzle >= heads
     for turn, first in enumerate(range(0, len(order), blocks)):
         served = order[first : first + blocks]
         served += [0.0] * (blocks - len(served))
-        load = [a + b for a, b in zip(load, reversed(served) if turn & 1 else served, strict=True)]
+        load = [a + b for a, b in zip(load, reversed(served) if zigzag and turn & 1 else served, strict=True)]
     return max(load)
 
 
@@ -48,12 +52,13 @@ def queued(costs: list[float], heads: int, swizzle: int, places: int) -> float:
     return max(ends)
 
 
-def _order(costs: list[float], heads: int, swizzle: int) -> list[float]:
-    """Costs in the order of places (see `work.assign`): the last tile of a head first."""
+def _order(costs: list[float], heads: int, swizzle: int, listed: bool = False) -> list[float]:
+    """Costs in the order of places (see `work.job_at`): the last tile of a head first, with lists of every other group."""
     order: list[float] = []
-    for first in range(0, heads, swizzle):
-        together = min(heads - first, swizzle)
-        for cost in reversed(costs):
+    groups = range(0, heads, swizzle)
+    for group, first in enumerate(groups):
+        together, back = min(heads - first, swizzle), listed and (len(groups) - group) % 2 == 0
+        for cost in costs if back else reversed(costs):
             order += [cost] * together
     return order
 

@@ -289,6 +289,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, stages=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
+    if problem.blocks is not None:
+        launch = replace(launch, swizzle=max(min(launch.swizzle, LISTED_BYTES // max(queries_bytes(problem), 1)), 1))
     if problem.deterministic and not split:
         return ordered(launch, problem, device)
     helps = not split and is_one_wave(problem, launch, device)
@@ -316,6 +318,9 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
 # lists at 80 and 95 % sparsity there 1.16 and 1.36. head_dim 256 at 16384 (34 MB), limited by its additions: 0.98 (an H100,
 # 2026-11-22).
 CACHED_BYTES = 24 << 20
+# The same of as many heads as go together with lists, whose tiles read other queries each: 1 x 8192 x 16 x 128 (8 MiB a head)
+# at 80 % by four 0.551 ms, by two 0.541, one by one 0.558; 95 % diagonal 0.262, 0.250, 0.253 (an H100, 2026-11-27).
+LISTED_BYTES = 16 << 20
 
 
 def queries_bytes(problem: AttentionProblem) -> int:

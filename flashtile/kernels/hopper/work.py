@@ -50,15 +50,19 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def rank(turn, T: gl.constexpr):
+def rank(turn, size, T: gl.constexpr):
     """A block's place in the order of a turn.
 
     Under a causal mask, and with lists, tiles get shorter and shorter. Turns then go to and fro over the blocks, so that who
-    got a longer tile gets a shorter one next.
+    got a longer tile gets a shorter one next; with lists only where all heads go together, for groups of heads go to and fro
+    themselves (`longest_first`).
     """
     block = gl.program_id(0)
     if T.zigzag:
-        block = gl.where((turn & 1) == 1, gl.num_programs(0) - 1 - block, block)
+        back = (turn & 1) == 1
+        if T.blocks_q > 0:
+            back = back & (size.swizzle >= size.items * size.heads)
+        block = gl.where(back, gl.num_programs(0) - 1 - block, block)
     return block
 
 
@@ -81,9 +85,9 @@ def place_count(size):
 
 
 @gluon.jit
-def place_at(turn, T: gl.constexpr):
+def place_at(turn, size, T: gl.constexpr):
     """The place of a block's turn, unless T.ragged, where only the first is; from `place_count` on there is none."""
-    return turn * gl.num_programs(0) + rank(turn, T)
+    return turn * gl.num_programs(0) + rank(turn, size, T)
 
 
 @gluon.jit
@@ -129,7 +133,7 @@ def longest_first(tile, batch_head, together, size, lists, T: gl.constexpr):
     """The Job that is the `tile`-th of a head by the length of its list, and the list.
 
     lists = (counts, their strides, indices, their strides, order, its strides). Every other group of heads that go together
-    starts with the shortest, so that the groups' unevenness cancels out; the last one ends with them.
+    starts with the shortest, so that who got a longer tile gets a shorter one in the next; the last one ends with them.
     """
     PER: gl.constexpr = T.blocks_q // T.block_q
     batch, head = counted(batch_head, size, T)
