@@ -229,6 +229,8 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
     acc = add_values(rows, mem, use, HALF, T)
     if T.blocks_q == 0 and not T.ragged:
         job = job_at(place_at(turn + 1, whole, T), whole, region, T)  # divisions and loads, here hidden under the product
+    if T.sink:  # long over, but it ends in a jump: in front of the product ptxas would wait for what `load_sink` loads
+        mem.values.wait(use)
     return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
 
 
