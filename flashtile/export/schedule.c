@@ -102,7 +102,7 @@ static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, 
         const struct tiling *t = &tilings[i];
         const int64_t tiles = (seqlen_q + t->block_q - 1) / t->block_q;
         const int64_t together = heads_together(heads, seqlen_k * s->bytes_per_key / s->group);
-        const int64_t launched = together >= 8 ? 8 : together >= 4 ? 4 : 1;
+        const int64_t launched = together >= 8 ? 8 : 4;
         double longest = 0.0, sum = 0.0, cost;
         int64_t j;
         free(times);
