@@ -102,7 +102,6 @@ static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, 
         const struct tiling *t = &tilings[i];
         const int64_t tiles = (seqlen_q + t->block_q - 1) / t->block_q;
         const int64_t together = heads_together(heads, seqlen_k * s->bytes_per_key / s->group);
-        const int64_t launched = together >= 8 ? 8 : 4;
         double longest = 0.0, sum = 0.0, cost;
         int64_t j;
         free(times);
@@ -126,11 +125,11 @@ static int64_t choose(const struct schedule *s, int64_t batch, int64_t heads_q, 
         }
         option = s->full_count + 1 + 2 * i;
         for (j = 0; j < tiles; j++) times[j] += BLOCK_US;
-        cost = queued(times, tiles, heads, launched, load, blocks);
+        cost = queued(times, tiles, heads, together >= 8 ? 8 : 4, load, blocks);
         if (choice == 0 || cost < best) {
             best = cost;
             choice = option;
-            *swizzle = launched;
+            *swizzle = together >= 8 ? 8 : 4;
         }
         if (!t->resident || tiles * heads > MOST_PLAYED) continue;
         for (j = 0; j < tiles; j++) {

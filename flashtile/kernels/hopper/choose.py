@@ -10,7 +10,6 @@ from math import ceil
 from flashtile.kernels.hopper.schedule import MOST_QUEUED, busiest, queued, tile_count, tile_lengths
 from flashtile.kernels.hopper.tile import ForwardLaunch, bounded, cut
 from flashtile.kernels.lib.score import form_of
-from flashtile.kernels.lib.varlen import mean_tokens
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
@@ -84,8 +83,7 @@ def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     if p.blocks is not None:
         return _listed(p, *tiles[0], blocks)
     if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
-        fitting = TOGETHER_BYTES // max(_head_bytes(p, mean_tokens(p.span_k, p.batch, p.lengths.varlen)), 1)
-        return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, max(fitting, 4)))
+        return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, 16 if _width(p) == 64 else 4))
     timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
     return min(timed, key=lambda option: option[0])[1]
 
@@ -141,13 +139,8 @@ def _widths(p: AttentionProblem) -> Widths:
 
 def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
-    head_bytes, heads = _head_bytes(p, p.seqlen_k), p.batch * p.heads_q
+    head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group, p.batch * p.heads_q
     return heads if heads * head_bytes <= 2 * TOGETHER_BYTES else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
-
-
-def _head_bytes(p: AttentionProblem, keys: int) -> int:
-    """What a head of queries has of so many keys, and of their values."""
-    return keys * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group
 
 
 def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> ForwardLaunch:

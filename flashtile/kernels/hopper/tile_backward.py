@@ -9,7 +9,7 @@ from flashtile.kernels.hopper.stored import paired, stored
 from flashtile.kernels.hopper.tile import GROUP_ROWS, columns_of, copied, has_unseen_keys
 from flashtile.kernels.lib.mask import term_starts
 from flashtile.kernels.lib.score import Form, form_of, shares_items
-from flashtile.kernels.lib.varlen import mean_tokens, most_tiles, padded_total
+from flashtile.kernels.lib.varlen import most_tiles, padded_total
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
@@ -289,8 +289,6 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         launch = replace(launch, stages=2)
     if not (problem.lengths.ragged or launch.parted) and queries_bytes(problem) > CACHED_BYTES:
         launch = replace(launch, swizzle=1)
-    if evens_out(problem, launch):
-        launch = replace(launch, swizzle=SHORT_ITEMS)
     if problem.blocks is not None:
         launch = replace(launch, swizzle=max(min(launch.swizzle, LISTED_BYTES // max(queries_bytes(problem), 1)), 1))
     if problem.deterministic and not split:
@@ -327,25 +325,8 @@ LISTED_BYTES = 16 << 20
 
 def queries_bytes(problem: AttentionProblem) -> int:
     """What the key tiles of a head read and add to: q, dout and the sum of dq."""
-    return problem.seqlen_q * row_bytes(problem)
-
-
-def row_bytes(problem: AttentionProblem) -> int:
     p = problem
-    return p.group * (6 * columns_of(p.head_dim) + 2 * columns_of(p.head_dim_v))
-
-
-# Heads that go together where items of unequal lengths are short: lognormal ones of 760 tokens on average, 16 heads of 128,
-# 2.31 ms for 2.42 with four, 2.35 with eight; 64 2.81 for 2.86; causal 1.54 for 1.53 and 2.02 for 2.03 (an H100, 2026-11-27).
-SHORT_ITEMS = 16
-
-
-def evens_out(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
-    """Whether items of unequal lengths, without a causal mask, are short enough for SHORT_ITEMS heads at a time."""
-    p = problem
-    mean = mean_tokens(p.span_q, p.batch, p.lengths.varlen)
-    fits = SHORT_ITEMS * mean * row_bytes(p) <= CACHED_BYTES
-    return p.lengths.ragged and fits and p.band.right is None and not launch.parted
+    return p.seqlen_q * p.group * (6 * columns_of(p.head_dim) + 2 * columns_of(p.head_dim_v))
 
 
 def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -> BackwardLaunch:

@@ -172,11 +172,6 @@ def most_tiles(seqlen: int, items: int, block: int, varlen: bool) -> int:
     return seqlen // block + items + 1 if varlen else -(-seqlen // block) * items
 
 
-def mean_tokens(seqlen: int, items: int, varlen: bool) -> int:
-    """Tokens of an item along an axis of `seqlen`, on average if they lie one after another."""
-    return seqlen // max(items, 1) if varlen else seqlen
-
-
 class Schedules:
     """The schedules that the passes of a plan take their tiles from, each made once."""
 
