@@ -43,10 +43,7 @@ CAUSAL: dict[Widths, tuple[Priced, ...]] = {
         (ForwardLaunch(resident=True), 1.4),
         (ForwardLaunch(groups=3, turns=False, loader_warps=1, apart=True), 1.95),
     ),
-    128: (
-        (ForwardLaunch(resident=True), 1.6),
-        (ForwardLaunch(groups=3, turns=False, loader_warps=1, apart=True), 2.29),
-    ),
+    128: ((ForwardLaunch(resident=True), 1.6),),
     192: ((ForwardLaunch(block_k=64), 1.2),),
     (192, 128): ((ForwardLaunch(resident=True, staged=False), 1.95),),
     256: ((ForwardLaunch(block_k=64, staged=False), 1.5),),
