@@ -1,7 +1,7 @@
 """Dropout in the registers of a warpgroup; `lib/dropout.py` has the portable form, `spec/dropout.py` says which bits."""
 
-from flashtile.kernels.hopper.gluon import choose_bytes, gl, gluon, keep_pairs, keep_singles, uniform
-from flashtile.kernels.hopper.layouts import call_layout, matrix_layout, word_layout
+from flashtile.kernels.hopper.gluon import choose_bytes, gl, gluon, keep_pairs, keep_singles, pack, uniform
+from flashtile.kernels.hopper.layouts import call_layout, matrix_layout, operand_layout, word_layout
 from flashtile.kernels.lib.dropout import Seed, philox, rounds_up
 
 
@@ -96,6 +96,15 @@ def spread(lower, upper, COLUMNS: gl.constexpr, BY_KEY: gl.constexpr):
 def halves(x):
     """(even columns, odd columns)."""
     return gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+
+
+@gluon.jit
+def as_weights(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
+    """Probabilities as the product with values takes them or, where T.dropout, `packed`."""
+    if T.dropout:
+        return packed(p, drawn, seed, DTYPE)
+    else:
+        return gl.convert_layout(pack(p, DTYPE), operand_layout(T.columns_v))
 
 
 @gluon.jit

@@ -12,14 +12,13 @@ from flashtile._triton import PLAIN_INTEGERS
 from flashtile.kernels.hopper.again import NONE, Again, careful, forget, make_again, meet, remember, remembered, tell_first
 from flashtile.kernels.hopper.blank import blank_hidden, blank_unseen
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.dropout import draw_tile, packed, spread_words, unpacked, words_of
+from flashtile.kernels.hopper.dropout import as_weights, draw_tile, spread_words, unpacked, words_of
 from flashtile.kernels.hopper.finish import finish, load_sink
 from flashtile.kernels.hopper.gluon import (
     aggregate,
     fence_async_shared,
     gl,
     gluon,
-    pack,
     role_barrier,
     settled,
     store_wait,
@@ -36,7 +35,7 @@ from flashtile.kernels.hopper.halves import (
     keys_of,
     part_of,
 )
-from flashtile.kernels.hopper.layouts import operand_layout, row_layout
+from flashtile.kernels.hopper.layouts import row_layout
 from flashtile.kernels.hopper.loader import load
 from flashtile.kernels.hopper.multiply import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.hopper.order import writes_done
@@ -179,29 +178,9 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
     use += 1
+    low = seen.first
     if not T.once:
-        if T.masks_first:
-            for n in range(seen.end - 1 - seen.high):
-                tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
-                following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
-                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                            GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
-                use += 1
-        for n in range(seen.high - seen.low):
-            tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-            following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
-            use += 1
-        if T.left:
-            low = seen.first
-            if T.halves:
-                low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
-            for n in range(seen.low - low):
-                tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-                rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                            GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
-                use += 1
+        rows, use, low = walked(rows, mem, use, seen, indices, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
     sink = load_sink(targets, at, T)  # hidden under the last product
     if T.halves and T.left and not T.once:
         if low > seen.first:
@@ -219,6 +198,35 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
     return use, job, ran
+
+
+@gluon.jit
+def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
+           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """(Rows, key tiles used, the last of them) behind a Walk's tiles from the second on, all but one that is seen by half."""
+    low = seen.first
+    if T.masks_first:
+        for n in range(seen.end - 1 - seen.high):
+            tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
+            following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                        GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
+            use += 1
+    for n in range(seen.high - seen.low):
+        tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
+        following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
+        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                    GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
+        use += 1
+    if T.left:
+        if T.halves:
+            low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
+        for n in range(seen.low - low):
+            tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
+            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
+                        GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
+            use += 1
+    return rows, use, low
 
 
 @gluon.jit
@@ -316,7 +324,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         ahead = words_of(following, at, size, given[0], T)
     if HALF == LOWER:
         p = followed_by_zeros(p)
-    weights = weigh(p, drawn, given[0], mem, T)
+    weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
     if T.asks and T.blocks_q == 0:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.unseen and not T.asks:
@@ -368,7 +376,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             score = bent(score, scale, score_args, T, SCORE)
         p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total + lane_sums(p, T)
-        weights = weigh(p, drawn, given[0], mem, T)
+        weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
         if not T.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.watches:
@@ -382,9 +390,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         total = rows.total * decay + sums
         if T.dropout and not T.apart:  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
-            weights = weigh(p, drawn, given[0], mem, T)
+            weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
         else:
-            weights = weigh(p, drawn, given[0], mem, T)
+            weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
             if not T.apart:
                 acc = settle(acc, mem.values, use - 1, T.pieces)
         acc = scaled(acc, decay, T)
@@ -402,7 +410,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc = settle(acc, mem.values, use - 1, T.pieces)
         p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-        acc, weights = scaled(acc, decay, T), weigh(p, drawn, given[0], mem, T)
+        acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     return Rows(acc, weights, top, total, fetched, ahead)
@@ -423,16 +431,6 @@ def add_values(rows, mem, use, HALF: gl.constexpr, T: gl.constexpr):
     if T.dropout:
         weights = unpacked(weights, mem.v.dtype)
     return add_parts(rows.acc, weights, mem.v, mem.values.at(use), T.block_k, T.columns_v, T.parts_v, HALF)
-
-
-@gluon.jit
-def weigh(p, drawn, seed, mem, T: gl.constexpr):
-    """Probabilities as `Rows` hold them."""
-    COLUMNS: gl.constexpr = T.columns_v
-    if T.dropout:
-        return packed(p, drawn, seed, mem.v.dtype)
-    else:
-        return gl.convert_layout(pack(p, mem.v.dtype), operand_layout(COLUMNS))
 
 
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
