@@ -28,6 +28,13 @@ def _longer() -> Iterator[Case]:
     for head_dim, mask in masks:
         dtype = "bf16" if head_dim == 128 else "fp16"
         yield replace(masked, name=f"mask-{mask}-{head_dim}", head_dim=head_dim, mask=mask, dtype=dtype)
+    # lists of whole blocks alone: nothing is visible in part, some lists are empty
+    whole = replace(masked, seqlen_q=512, seqlen_k=640, mask="table")
+    for head_dim in (64, 96, 128, 256):
+        yield replace(whole, name=f"mask-whole-{head_dim}", head_dim=head_dim, dtype="fp16" if head_dim == 64 else "bf16")
+    yield replace(whole, name="mask-whole-scores", head_dim=128, score=("alibi", "softcap"), dropout=0.2, dtype="bf16")
+    yield replace(whole, name="mask-whole-bias", head_dim=128, score=("bias",), score_dtype="fp16", fixed_slopes=True)
+    yield replace(whole, name="mask-whole-ordered", head_dim=128, deterministic=True, dtype="bf16")
     listed = replace(masked, heads_q=4, heads_kv=2)
     for head_dim in (64, 128, 256):
         yield replace(listed, name=f"mask-strangers-{head_dim}", head_dim=head_dim, mask="strangers-blocks")
@@ -115,6 +122,7 @@ def _longer() -> Iterator[Case]:
     yield replace(uneven, name="wild-varlen-dropout", scale=30.0, head_dim=128, window=(200, 90), dropout=0.3)
     for mask in ("table", "holes", "document-causal", "strangers-blocks"):
         yield replace(masked, name=f"wild-{mask}", head_dim=128, mask=mask, scale=30.0)
+    yield replace(whole, name="wild-whole", head_dim=128, scale=30.0)
     yield replace(biased, name="wild-bias", head_dim=128, scale=30.0, score=("bias-heads",))
     yield replace(biased, name="wild-bias-causal", scale=30.0, causal=True, dropout=0.2)
     yield replace(biased, name="wild-scores", scale=-30.0, score=("alibi", "bias", "softcap1000"))

@@ -75,6 +75,7 @@ class ForwardTile:
     starts: int  # where their terms begin (`term_starts`)
     blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
     blocks_k: int
+    whole: bool  # lists, none of whose blocks is visible in part
     head_dim: int
     head_dim_v: int
     prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
@@ -129,18 +130,18 @@ class ForwardTile:
 
     @property
     def masked(self) -> bool:
-        """Whether any key tile needs a mask."""
-        return self.left or self.masks_first
+        """Whether any key tile may need a mask: of a list without blocks one is visited."""
+        return self.left or self.masks_first or self.blocks_q > 0
 
     @property
     def blind(self) -> bool:
         """Whether a row may have seen nothing before a tile without a mask (`work.walk`): a modifier may add -inf."""
-        return self.asks or self.prescale or self.adds > 0
+        return (self.asks and not self.whole) or self.prescale or self.adds > 0
 
     @property
     def masks_first(self) -> bool:
         """Whether the first key tiles of a walk may need a mask."""
-        return self.right or self.pads_keys or self.asks
+        return self.right or self.pads_keys or (self.asks and not self.whole)
 
     @property
     def above(self) -> int:
@@ -203,6 +204,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         starts=term_starts(p),
         blocks_q=p.blocks.block_q if p.blocks is not None else 0,
         blocks_k=p.blocks.block_k if p.blocks is not None else 0,
+        whole=has_whole_blocks(p),
         head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
         prescale=form.prescale,
@@ -271,6 +273,14 @@ def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) ->
 
 
 SHORT = 4096  # keys
+
+
+def has_whole_blocks(problem: AttentionProblem) -> bool:
+    """T.whole: lists count blocks at a ragged end, and those that a band or a predicate cuts, as visible in part."""
+    p = problem
+    if p.blocks is None or p.where or p.band.left is not None or p.band.right is not None:
+        return False
+    return p.seqlen_q % p.blocks.block_q == 0 and p.seqlen_k % p.blocks.block_k == 0
 
 
 def sees_once(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
