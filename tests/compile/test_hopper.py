@@ -101,6 +101,14 @@ def votes(which: tuple[int, str]) -> bool:
     return which[0] == 64 or any(feature in which[1] for feature in (DROPOUT, BIAS, KEYS))
 
 
+def test_a_mask_is_asked_once_and_selects_once(compiled: Compiled) -> None:
+    """Documents, 128 columns: what they and the bounds say is one word of bits a row; 996 instructions a step."""
+    (found,) = compiled("hopper_code.py", spell(128, DOCUMENTS))
+    asking = [executed(loop) for loop in found["loops"] if loop["exponentials"] and loop["length"] > 2000]
+    assert len(asking) == 2  # one of each warpgroup
+    assert max(asking) <= 1096
+
+
 @pytest.mark.parametrize("which", TUNED, ids=lambda which: f"head_dim{which[0]}{which[1]}")
 def test_the_code_is_as_tuned(shipped: dict[str, dict[str, Any]], which: tuple[int, str]) -> None:
     found = shipped[spell(*which)]

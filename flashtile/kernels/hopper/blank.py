@@ -1,6 +1,6 @@
 """Rows of shared memory that nothing may depend on: 0 times NaN is NaN."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast, zeros_of
 from flashtile.kernels.hopper.parts import part_at
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import seen
@@ -87,17 +87,16 @@ def blank_hidden(tiles, channel, use, tile, at, size, mask_args, GROUP: gl.const
     """
     BLOCK_K: gl.constexpr = T.block_k
     STRIP: gl.constexpr = 16  # pyright: ignore[reportAssignmentType]
-    INFINITE: gl.constexpr = 0x7F80 if tiles.dtype == gl.bfloat16 else 0x7C00  # pyright: ignore[reportAssignmentType]
     QUERIES: gl.constexpr = 128 if T.groups == 2 else 256  # pyright: ignore[reportAssignmentType]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     SCORES: gl.constexpr = gl.BlockedLayout([1, STRIP], [32, 1], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     channel.wait(use)
-    largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
+    zeros = gl.zeros([STRIP, COLUMNS], tiles.dtype, LAYOUT)  # pyright: ignore[reportCallIssue]
     for part in gl.static_range(PARTS):
         v = part_at(tiles, channel.at(use), part, PARTS).reshape([BLOCK_K, COLUMNS])
         for first in gl.static_range(0, BLOCK_K, STRIP):
-            largest = gl.maximum(largest, v.slice(first, STRIP).load(LAYOUT).to(gl.int16, bitcast=True) & 0x7FFF)
-    if gl.max(gl.max(largest, 1), 0) >= INFINITE:
+            zeros = zeros_of(v.slice(first, STRIP).load(LAYOUT), zeros)
+    if gl.max(gl.max(zeros.to(gl.int16, bitcast=True) & 0x7FFF, 1), 0) > 0:  # NaN
         sizes = Sizes(size.seqlen_q, size.seqlen_k, size.heads, size.group)
         places = Sizes(gl.maximum(size.seqlen_q, 1), gl.maximum(size.seqlen_k, 1), size.heads, size.group)  # tensors have some
         row = at.row - GROUP * T.rows + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))[:, None]

@@ -327,6 +327,18 @@ def keep_singles(x, words, limits, flip, BY_PREDICATES: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _zeros_of(kind: str) -> str:
+    return f"{{ .reg .b32 z; mov.b32 z, 0; fma.rn.{kind}x2 $0, $1, z, $2; }}"
+
+
+@gluon.jit
+def zeros_of(x, total):
+    """`total` plus 0 times x, of 16 bits, two by two: NaN where some x is not finite."""
+    KIND: gl.constexpr = "bf16" if x.dtype == gl.bfloat16 else "f16"  # pyright: ignore[reportAssignmentType]
+    return gl.inline_asm_elementwise(_zeros_of(KIND), "=r,r,r", [x, total], dtype=x.dtype, is_pure=True, pack=2)
+
+
 @gluon.jit
 def stay(x):
     """An int32, computed where this stands: otherwise what few tiles need is moved to where all others pay for it."""
@@ -386,5 +398,5 @@ __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane", "gl",
     "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any", "of_first_lane", "ones",
     "pack", "raised", "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait",
-    "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

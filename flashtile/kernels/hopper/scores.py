@@ -132,9 +132,9 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
         if T.halves and MASKED < 3 and KEYS == T.block_k:
             score = hide_by_halves(score, words, tile, at, size, MASKED, T)
         else:
-            score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
             if T.predicate:
-                score = gl.where(holds(locate(tile, at, size, True, T), mask_args, T, MASK), score, float("-inf"))
+                words = words & bits_of(holds(locate(tile, at, size, True, T), mask_args, T, MASK), KEYS, T)
+            score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
     return score
 
 
@@ -186,6 +186,28 @@ def shown(tile, at, size, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.conste
             words = words & ones(columns_below(position - size.left - lane * 2), False)
     words, _ = gl.broadcast(words, parts)
     return gl.convert_layout(words.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
+
+
+@gluon.jit
+def bits_of(keep, KEYS: gl.constexpr, T: gl.constexpr):
+    """Words for `select_bits` of a tile's booleans: ptxas would make such words of what it keeps until scores are there, too,
+    but take them apart again, for a second selection of every score.
+    """
+    ROWS: gl.constexpr = T.rows
+    whole = gl.zeros([ROWS, KEYS], gl.int32, matrix_layout(KEYS))  # pyright: ignore[reportCallIssue]
+    parts = whole.reshape([ROWS, KEYS // 8, 4, 2])
+    L: gl.constexpr = parts.type.layout
+    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    bits = gl.where((whole + keep).reshape([ROWS, KEYS // 8, 4, 2]) != 0, 1 << (eight * 2 + pair), parts)
+    lanes = gl.reduce(gl.reduce(bits, 3, either), 1, either)
+    words, _ = gl.broadcast(lanes[:, None, :, None], parts)
+    return gl.convert_layout(words.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
+
+
+@gluon.jit
+def either(a, b):
+    return a | b
 
 
 @gluon.jit
