@@ -100,8 +100,9 @@ def choose_queries(problem: AttentionProblem, device: Device) -> ForwardLaunch:
 
 def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:
     """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
-    # with three warpgroups the random words of dropout spill, up to 1,300 bytes; blocks of a list have powers of two
-    pairs = p.dropout is not None or p.blocks is not None
+    # with three warpgroups the random words of dropout spill, up to 1,300 bytes, and predicates 1,900 and, causal, 4,300 (200
+    # and 290 with two); blocks of a list have powers of two
+    pairs = p.dropout is not None or p.blocks is not None or bool(p.where)
     # the same of wide heads, whose products are apart: what modifiers add and masks of more than one bound spill there, and
     # of items of unequal lengths too many tiles of 192 queries are not full (64 of 1k on average, an H100: 0.99 of the speed)
     form = form_of(p)
