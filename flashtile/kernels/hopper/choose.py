@@ -107,7 +107,7 @@ def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]
     # of items of unequal lengths too many tiles of 192 queries are not full (64 of 1k on average, an H100: 0.99 of the speed)
     form = form_of(p)
     capped = bounded(p, form) and form.adds == 0 and not (p.returns_lse or is_causal(p))
-    bare = not (pairs or (p.score and not capped) or p.where or p.lengths.ragged or p.mask.left is not None)
+    bare = not (pairs or (p.score and not capped) or p.lengths.ragged or p.mask.left is not None)
     full, causal = (
         tuple(
             (launch, key_us)
@@ -147,12 +147,11 @@ def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: i
     Nobody knows here how long the lists are, but the longest come first: they are played through as if of LISTED_TILES.
     """
     tiles, heads = -(-p.seqlen_q // launch.block_q), p.batch * p.heads_q
-    fewest = max(min(ceil(FILLED * blocks / max(tiles, 1)), _together(p)), 1)
-    if tiles * heads > MOST_QUEUED:
-        return replace(launch, resident=True, swizzle=fewest)
-    times = [LISTED_TILES * key_us * (0.5 + (i + 0.5) / tiles) + TILE_US for i in range(tiles)]
-    candidates = range(fewest, max(min(2 * fewest, heads), fewest) + 1)
-    together = min(candidates, key=lambda n: busiest(times, heads, n, blocks, listed=True))
+    together = max(min(ceil(FILLED * blocks / max(tiles, 1)), _together(p)), 1)
+    if tiles * heads <= MOST_QUEUED:
+        times = [LISTED_TILES * key_us * (0.5 + (i + 0.5) / tiles) + TILE_US for i in range(tiles)]
+        candidates = range(together, max(min(2 * together, heads), together) + 1)
+        together = min(candidates, key=lambda n: busiest(times, heads, n, blocks, listed=True))
     return replace(launch, resident=True, swizzle=together)
 
 
