@@ -27,7 +27,7 @@ class Order:
 
 @jit
 def list_tiles(tile_ptr, head_ptr, seqlen, heads, T: tl.constexpr):
-    tile, head, item, _ = assign_tile(None, seqlen, seqlen, seqlen, heads, 16, T)
+    tile, head, item, _ = assign_tile(None, seqlen, seqlen, seqlen, heads, 16, False, T)
     tl.store(tile_ptr + tl.program_id(0), tile)
     tl.store(head_ptr + tl.program_id(0), item.batch * heads + head)
 

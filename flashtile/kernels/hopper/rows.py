@@ -78,7 +78,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     """
     await_stream()
     if T.ragged:
-        tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, T)
+        tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, False, T)
         padded = padded_rows(seqlen_q)
         if T.varlen:
             padded = region[1]
@@ -134,7 +134,7 @@ def attention_dq(sum_ptrs, dq_ptr, strides, seqlen_q, heads, scale, region, T: t
     """
     await_stream()
     if T.ragged:
-        tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, T)
+        tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, False, T)
         padded = padded_rows(seqlen_q)
         if T.varlen:
             padded = region[1]

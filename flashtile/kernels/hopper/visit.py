@@ -207,7 +207,7 @@ def walk(ticket, begin, work, T: gl.constexpr):
         if T.pairs_ds:
             tiles = work.tiles // 2
             number, entry = entry_tile(ticket, gl.cdiv(span, BLOCK_K), tiles, T)
-        tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, T)
+        tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, True, T)
         if T.pairs_ds:
             item = Item(entry, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)

@@ -6,7 +6,7 @@ from flashtile.kernels.hopper.gluon import gl, gluon
 from flashtile.kernels.hopper.ticket import read_word, spread, take, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.lib.mask import key_range
-from flashtile.kernels.lib.varlen import RECORD, Item, slab
+from flashtile.kernels.lib.varlen import RECORD, Item, scheduled, slab
 
 
 class Size(NamedTuple):
@@ -97,26 +97,24 @@ def job_at(place, size, region, T: gl.constexpr):
     `swizzle` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
     them come first.
     """
-    heads = size.items * size.heads
-    span = size.tiles * size.swizzle
-    first = place // span * size.swizzle
-    together = gl.maximum(gl.minimum(heads - first, size.swizzle), 1)
-    tile, head = place % span // together, first + place % span % together
     if T.ragged:
-        record = region[0] + tile * RECORD
-        item = Item(
-            gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4),
-            gl.load(record + 5), gl.load(record + 6), gl.load(record + 7),
-        )  # fmt: skip
-        return Job(item, slab(item, T), head, gl.load(record) * T.block_q, Listed(0, 0))
-    elif T.blocks_q > 0:
-        return longest_first(gl.minimum(tile, size.tiles - 1), gl.minimum(head, heads - 1), place // span, size, region[3], T)
+        tile, head, item, _ = scheduled(place, region[0], size.heads, size.swizzle, T.block_q, False, T.last_first)
+        return Job(item, slab(item, T), head, tile * T.block_q, Listed(0, 0))
     else:
-        if T.last_first:
-            tile = size.tiles - 1 - tile
-        batch, head = counted(head, size, T)
-        item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
-        return Job(item, batch, head, tile * T.block_q, Listed(0, 0))
+        heads = size.items * size.heads
+        span = size.tiles * size.swizzle
+        first = place // span * size.swizzle
+        together = gl.maximum(gl.minimum(heads - first, size.swizzle), 1)
+        tile, head = place % span // together, first + place % span % together
+        if T.blocks_q > 0:
+            tile, head = gl.minimum(tile, size.tiles - 1), gl.minimum(head, heads - 1)
+            return longest_first(tile, head, place // span, size, region[3], T)
+        else:
+            if T.last_first:
+                tile = size.tiles - 1 - tile
+            batch, head = counted(head, size, T)
+            item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
+            return Job(item, batch, head, tile * T.block_q, Listed(0, 0))
 
 
 @gluon.jit

@@ -102,9 +102,9 @@ def schedule_tiles(lengths_ptrs, schedule_ptr, seqlen_q, seqlen_k, batch, count,
 
 
 @jit
-def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, T: tl.constexpr):
     """`tile_of` this program."""
-    return tile_of(tl.program_id(0), tl.num_programs(0), schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK, T)
+    return tile_of(tl.program_id(0), tl.num_programs(0), schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK, OVER_KEYS, T)
 
 
 @jit
@@ -114,25 +114,48 @@ def abreast(per_head, T: tl.constexpr):
 
 
 @jit
-def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.constexpr, T: tl.constexpr):
+def scheduled(number, schedule_ptr, heads, together, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, REVERSED: tl.constexpr):
+    """(tile, head, Item, place in the schedule) of a number below the schedule's tiles times `heads`.
+
+    Items go one after another, all heads of each, `together` of them tile by tile: of a long one a few heads are under way at
+    a time, whose keys the L2 cache holds, of short ones all, whose rows lie side by side in memory.
+    """
+    record = schedule_ptr + number // heads * RECORD
+    tile = tl.load(record)
+    item = Item(
+        tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
+        tl.load(record + 5), tl.load(record + 6), tl.load(record + 7),
+    )  # fmt: skip
+    tiles = tl.maximum(tl.cdiv(item.span_k if OVER_KEYS else item.span_q, BLOCK), 1)
+    first = number // heads - (tiles - 1 - tile if REVERSED else tile)
+    place, head = seat(number - first * heads, tiles, heads, together, False)
+    return tiles - 1 - place if REVERSED else place, head, item, first + place
+
+
+@jit
+def tile_of(
+    number,
+    tiles,
+    schedule_ptr,
+    seqlen,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    BLOCK: tl.constexpr,
+    OVER_KEYS: tl.constexpr,
+    T: tl.constexpr,
+):
     """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
 
     unit counts tiles: those of one head, and of one item where all are alike, stand together. T.together: the items' tiles
     of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
     """
-    per_head = tiles // heads if T.ragged else tl.cdiv(seqlen, BLOCK)
-    together = abreast(per_head, T)
     if T.ragged:
-        slot, head = seat(number, per_head, heads, together, False)
-        record = schedule_ptr + slot * RECORD
-        tile = tl.load(record)
-        item = Item(
-            tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
-            tl.load(record + 5), tl.load(record + 6), tl.load(record + 7),
-        )  # fmt: skip
-        return tile, head, item, head * per_head + slot
+        tile, head, item, slot = scheduled(number, schedule_ptr, heads, T.swizzle, BLOCK, OVER_KEYS, T.right and not OVER_KEYS)
+        return tile, head, item, head * (tiles // heads) + slot
     else:
-        tile, batch_head = seat(number, per_head, tiles // per_head, together, T.last_first)
+        per_head = tl.cdiv(seqlen, BLOCK)
+        tile, batch_head = seat(number, per_head, tiles // per_head, abreast(per_head, T), T.last_first)
         if T.together:
             batches = tiles // per_head // heads
             batch, head = batch_head % batches, batch_head // batches

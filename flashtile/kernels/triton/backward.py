@@ -149,7 +149,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
-    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, T)
+    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * BLOCK_K, item.k - item.q
     lo, full_lo, full_hi, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
@@ -334,7 +334,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
     band = (left, right, region[1])
-    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
     lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)

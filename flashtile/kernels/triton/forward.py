@@ -51,7 +51,7 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     band = (left, right, region[1])
-    tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
     lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)

@@ -20,7 +20,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, head, item, _ = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, T)
+    tile, head, item, _ = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     batch, row = slab(item, T), tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(item.first_q + row, strides[1])
