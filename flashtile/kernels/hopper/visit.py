@@ -32,8 +32,9 @@ class Visits:
     Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask.
     """
 
-    lo: gl.tensor  # the first step's, the last of all where T.sways and it is their turn
+    lo: gl.tensor  # the first step's, the last of all where T.sways and it is their turn; the first of all where T.rotates
     stride: gl.tensor  # from step to step
+    shift: gl.tensor  # how far behind lo the first step's are, where T.rotates: those before them come last
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor  # of one query head
@@ -42,9 +43,10 @@ class Visits:
     job: gl.tensor  # GIVES or TAKES of `helping`, or 0
 
     @gluon.constexpr_function
-    def __init__(self, lo, stride, full_lo, full_hi, tiles, begin, end, job):
+    def __init__(self, lo, stride, shift, full_lo, full_hi, tiles, begin, end, job):
         self.lo = lo
         self.stride = stride
+        self.shift = shift
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.tiles = tiles
@@ -88,7 +90,17 @@ class Walk:
     @gluon.jit
     def at(self, step, T: gl.constexpr):
         """(query head, first query) of a step, unless T.tells."""
-        return self.head_kv, self.visits.lo + (step - self.visits.begin) * self.visits.stride
+        return self.head_kv, self.rotated(self.visits.lo + (step - self.visits.begin) * self.visits.stride, T)
+
+    @gluon.jit
+    def rotated(self, start, T: gl.constexpr):
+        """The first query of a step, given that without T.rotates."""
+        if T.rotates:
+            start += self.visits.shift
+            length = self.visits.tiles * T.block_q
+            return start - gl.where(start >= self.visits.lo + length, length, 0)
+        else:
+            return start
 
     @gluon.jit
     def masked(self, start):
@@ -111,7 +123,7 @@ class Walk:
         if T.blocks_q > 0:
             return block_start(listed, i, T.blocks_q, T.block_q), i < asked
         else:
-            start = self.visits.lo + i * T.block_q
+            start = self.rotated(self.visits.lo + i * T.block_q, T)
             return start, self.masked(start)
 
     @gluon.jit
@@ -248,7 +260,10 @@ def walk(ticket, begin, work, T: gl.constexpr):
         back = ticket // (per_head * abreast(per_head, T)) % 2 == 0
         stride = gl.where(back, -BLOCK_Q, BLOCK_Q)
         lo = gl.where(back, lo + (tiles - 1) * BLOCK_Q, lo)
-    visits = Visits(gl.to_tensor(lo), stride, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
+    shift = tiles * 0
+    if T.rotates:
+        shift = column % gl.maximum(tiles * BLOCK_Q, 1)
+    visits = Visits(gl.to_tensor(lo), stride, shift, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
                     gl.to_tensor(job))  # fmt: skip
     place = Walk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
                  first_padded(item, T), gl.to_tensor(padded), head_kv, visits)  # fmt: skip
@@ -289,6 +304,7 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
     visits = Visits(
         lo,
         gl.to_tensor(T.block_q),
+        tiles * 0,
         tickets.number(turn, 11, WARPS),
         tickets.number(turn, 12, WARPS),
         tiles,
