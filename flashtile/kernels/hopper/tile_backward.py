@@ -298,8 +298,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
 def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
     """Whether a tile of 128 columns has its words `joined`: where it was measured to gain, and there is room."""
     p, ragged, drops = problem, problem.lengths.ragged, problem.dropout is not None
-    told = (form.curved or p.group > 1 or ragged or drops) and not (ragged and drops)
-    return told and launch.stages == 3 and not (form.prescale or form.adds or p.where or p.blocks is not None)
+    told = (form.curved or p.group > 1 or ragged or drops or p.blocks is not None) and not (ragged and drops)
+    return told and launch.stages == 3 and not (form.prescale or form.adds or p.where)
 
 
 def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
