@@ -4,6 +4,7 @@ from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
+from flashtile.kernels.hopper.words import bits_of, columns_below, of_tile, rows_and_offsets
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
@@ -133,7 +134,7 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
             score = hide_by_halves(score, words, tile, at, size, MASKED, T)
         else:
             if T.predicate:
-                words = words & bits_of(holds(locate(tile, at, size, True, T), mask_args, T, MASK), KEYS, T)
+                words = words & bits_of(holds(locate(tile, at, size, True, T), mask_args, T, MASK), KEYS)
             score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
     return score
 
@@ -162,58 +163,22 @@ def hide_by_halves(score, words, tile, at, size, BOUND: gl.constexpr, T: gl.cons
 
 @gluon.jit
 def shown(tile, at, size, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
-    """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.above has them: words for `select_bits`.
-
-    A thread's columns are 8 j + k, with bit 2 j + k, and an offset of its own, which joins the bounds.
-    """
-    ROWS: gl.constexpr = T.rows
-    parts = gl.zeros([ROWS, KEYS], gl.int32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    L: gl.constexpr = parts.type.layout
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.above has them: words for `select_bits`."""
+    row, offset = rows_and_offsets(KEYS)
     start = stay(tile) * KEYS
-    position = row + (size.seqlen_k - size.seqlen_q) - start
+    position = at.row + row + (size.seqlen_k - size.seqlen_q) - start
     end = position * 0 + (size.seqlen_k - start)
     if T.right:
         end = gl.minimum(position + size.right + 1, end)
     if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
         end = gl.where(at.blocks.visited > 0, end, 0)
     if BOUNDS == 2:
-        words = ones(columns_below(position - size.left - lane * 2), False)
+        words = ones(columns_below(position - size.left - offset), False)
     else:
-        words = ones(columns_below(end - lane * 2), True)
+        words = ones(columns_below(end - offset), True)
         if BOUNDS == 3:
-            words = words & ones(columns_below(position - size.left - lane * 2), False)
-    words, _ = gl.broadcast(words, parts)
-    return gl.convert_layout(words.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
-
-
-@gluon.jit
-def bits_of(keep, KEYS: gl.constexpr, T: gl.constexpr):
-    """Words for `select_bits` of a tile's booleans: ptxas would make such words of what it keeps until scores are there, too,
-    but take them apart again, for a second selection of every score.
-    """
-    ROWS: gl.constexpr = T.rows
-    whole = gl.zeros([ROWS, KEYS], gl.int32, matrix_layout(KEYS))  # pyright: ignore[reportCallIssue]
-    parts = whole.reshape([ROWS, KEYS // 8, 4, 2])
-    L: gl.constexpr = parts.type.layout
-    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    bits = gl.where((whole + keep).reshape([ROWS, KEYS // 8, 4, 2]) != 0, 1 << (eight * 2 + pair), parts)
-    lanes = gl.reduce(gl.reduce(bits, 3, either), 1, either)
-    words, _ = gl.broadcast(lanes[:, None, :, None], parts)
-    return gl.convert_layout(words.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
-
-
-@gluon.jit
-def either(a, b):
-    return a | b
-
-
-@gluon.jit
-def columns_below(bound):
-    """How many of the columns 8 j + k, k of 0 and 1, are below a bound; 0 or less where none is."""
-    return (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
+            words = words & ones(columns_below(position - size.left - offset), False)
+    return of_tile(words, KEYS)
 
 
 @gluon.jit

@@ -373,7 +373,12 @@ def asks(memory, step, place, start, ASKS: gl.constexpr, T: gl.constexpr):
     if not ASKS:
         return False
     elif T.tells:
-        return read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4) != 0
+        masked = read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4)
+        if (
+            T.predicate
+        ):  # asked twice: what is kept between is one for the whole warp, and no predicate, of which masks take all
+            masked = uniform(masked)
+        return masked != 0
     else:
         return place.masked(start)
 

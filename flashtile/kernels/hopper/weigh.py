@@ -1,16 +1,16 @@
 """Scores of the backward: what is hidden, probabilities, the gradient of a product, and tiles of which parts may hold NaN."""
 
-from flashtile._triton import constexpr
 from flashtile.kernels.hopper.blank import blank_rows
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, stay
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, select_bits, stay
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
+from flashtile.kernels.hopper.words import columns_below, lanes_of, of_lanes, of_tile, rows_and_offsets
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
 from flashtile.kernels.lib.score import bent, locate, probabilities, unit
 
-NEGATIVE_ZERO = constexpr(-(2**31))  # the bits of -0.0: Triton writes 0.0 for the number
+NEGATIVE_ZERO = gl.constexpr("0f80000000")
 
 
 @gluon.jit
@@ -61,6 +61,38 @@ def sees(head, first_query, first_key, place, sizes, work, LAYOUT: gl.constexpr,
     query, key = indices(first_query, first_key, LAYOUT, SHAPE)
     at = locate(stay(place.batch), head, query, key, sizes)
     return seen(at, query, key, sizes, (work.band[0], work.band[1], work.mask_args), True, T, MASK)
+
+
+@gluon.jit
+def shown(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """`sees` as words for `select_bits`, half of the queries at a time, for registers are short.
+
+    Queries that do not exist have p = 0 anyway.
+    """
+    HALF: gl.constexpr = COLUMNS // 2
+    first_query = stay(first_query)
+    low = asked(head, first_query, first_key, place, sizes, work, HALF, T, MASK)
+    high = asked(head, stay(first_query + HALF), first_key, place, sizes, work, HALF, T, MASK)
+    words = of_lanes(low | (high << (COLUMNS // 8)), COLUMNS)
+    if T.left or T.right or T.pads_keys:
+        row, offset = rows_and_offsets(COLUMNS)
+        aligned = first_key + row - (sizes.k - sizes.q) - first_query - offset
+        if T.right:
+            words = words & of_tile(ones(columns_below(aligned - work.band[1]), False), COLUMNS)
+        if T.left:
+            words = words & of_tile(ones(columns_below(aligned + work.band[0] + 1), True), COLUMNS)
+        if T.pads_keys:
+            _, key = indices(first_query, first_key, matrix_layout(COLUMNS), [64, COLUMNS])
+            words = gl.where(key < sizes.k, words, 0)
+    return words
+
+
+@gluon.jit
+def asked(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """Which of COLUMNS queries see which keys by the predicates alone, as `lanes_of` has it."""
+    query, key = indices(first_query, first_key, matrix_layout(COLUMNS), [64, COLUMNS])
+    at = locate(stay(place.batch), head, query, key, sizes)
+    return lanes_of(holds(at, work.mask_args, T, MASK), COLUMNS)
 
 
 @gluon.jit
@@ -180,18 +212,13 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
             if T.predicate:
                 COLUMNS: gl.constexpr = p.shape[1]
                 place, sizes = again(place, sizes, memory, work, 4, T)
-                keep = sees(head, start + offset, first_key, place, sizes, work, matrix_layout(COLUMNS), [64, COLUMNS], T, MASK)
-                p, slope = marked(p, keep), marked(slope, keep)
+                words = shown(head, start + offset, first_key, place, sizes, work, COLUMNS, T, MASK)
+                p = select_bits(p, words, 0, NEGATIVE_ZERO, COLUMNS)
+                slope = select_bits(slope, words, 0, NEGATIVE_ZERO, COLUMNS) if T.curved else p
             else:
                 p = hide(p, 0.0, start + offset, first_key, sizes, work.band, T)
                 slope = p
     return p, slope
-
-
-@gluon.jit
-def marked(x, keep):
-    """x, -0.0 where it is not to be kept."""
-    return gl.where(keep, x.to(gl.int32, bitcast=True), NEGATIVE_ZERO).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
