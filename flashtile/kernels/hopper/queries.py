@@ -163,7 +163,7 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     keep = True
     if MASKED:
         keep = sees(tile, at, size, given[1], MASKED, BLOCK_K, T, MASK)
-    position = locate(tile, at, size, MASKED, T)
+    position = locate(tile, at, size, MASKED, BLOCK_K, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
     dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, key_place, T.block_k, T.columns, T.parts)

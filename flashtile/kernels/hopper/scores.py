@@ -4,7 +4,7 @@ from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
-from flashtile.kernels.hopper.words import bits_of, columns_below, of_tile, rows_and_offsets
+from flashtile.kernels.hopper.words import columns_below, lane_bits, of_lanes, of_tile, rows_and_offsets
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
@@ -35,7 +35,7 @@ def fetch(tile, at, size, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCO
 @gluon.jit
 def fetch_tile(tile, at, size, score_args, CLAMPED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """As `fetch`: two neighbours in an int32, for on its own each half would take a register."""
-    row, key = indices(tile, at, size, CLAMPED, memory_layout(T.block_k), T)
+    row, key = indices(tile, at, size, CLAMPED, T.block_k, memory_layout(T.block_k), T)
     place = Position(at.item.batch, at.head, row, row + (size.seqlen_k - size.seqlen_q), key)
     loaded = SCORE[T.adds + 3 * T.curved](place, score_args[T.early]).to(gl.int16, bitcast=True)
     low, high = gl.split(loaded.reshape([loaded.shape[0], loaded.shape[1] // 2, 2]))
@@ -62,12 +62,11 @@ def widened(x):
 
 
 @gluon.jit
-def indices(tile, at, size, CLAMPED: gl.constexpr, L: gl.constexpr, T: gl.constexpr):
-    """(row, key) of a tile's scores, clamped into the tensors so that a modifier may load by them."""
+def indices(tile, at, size, CLAMPED: gl.constexpr, KEYS: gl.constexpr, L: gl.constexpr, T: gl.constexpr):
+    """(row, key) of the scores of a tile of KEYS, clamped into the tensors so that a modifier may load by them."""
     ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
     row = gl.minimum(at.row + gl.arange(0, ROWS, gl.SliceLayout(1, L)), gl.maximum(size.seqlen_q - 1, 0))
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, L))
+    key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, L))
     if CLAMPED:
         key = gl.minimum(key, gl.maximum(size.seqlen_k - 1, 0))  # of no keys, too, a tile is visited
     return row[:, None], key[None, :]
@@ -92,28 +91,27 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
             score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, T.regained / scale)
         else:
-            score = SCORE[i](score, locate(tile, at, size, MASKED, T), score_args[i], T.regained / scale)
+            score = SCORE[i](score, locate(tile, at, size, MASKED, T.block_k, T), score_args[i], T.regained / scale)
     return score
 
 
 @gluon.jit
-def locate(tile, at, size, MASKED: gl.constexpr, T: gl.constexpr):
-    """The Position of a tile's scores; `ahead` is one addition.
+def locate(tile, at, size, MASKED: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
+    """The Position of the scores of a tile of KEYS; `ahead` is one addition.
 
     A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's.
     """
     ROWS: gl.constexpr = T.rows
-    BLOCK_K: gl.constexpr = T.block_k
     shift = size.seqlen_k - size.seqlen_q
-    row, key = indices(tile, at, size, MASKED, matrix_layout(BLOCK_K), T)
-    parts = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)).reshape([ROWS, BLOCK_K // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+    row, key = indices(tile, at, size, MASKED, KEYS, matrix_layout(KEYS), T)
+    parts = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
     L: gl.constexpr = parts.type.layout
     query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    eight = gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    ahead = (tile * BLOCK_K - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
-    ahead = gl.convert_layout(ahead.reshape([ROWS, BLOCK_K]), matrix_layout(BLOCK_K), assert_trivial=True)
+    ahead = (tile * KEYS - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
+    ahead = gl.convert_layout(ahead.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
     return Position(at.item.batch, at.head, row, row + shift, key, ahead)
 
 
@@ -125,7 +123,7 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
     MASKED says which bounds the tile may meet, as T.above and T.below do. Tiles are counted in the width of `score`.
     """
     if T.prescale:
-        score = logits(score, locate(tile, at, size, MASKED, T), scale, score_args, T, SCORE)
+        score = logits(score, locate(tile, at, size, MASKED, T.block_k, T), scale, score_args, T, SCORE)
     if MASKED:
         KEYS: gl.constexpr = score.shape[1]
         score = bent(score, scale, score_args, T, SCORE)
@@ -134,9 +132,19 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
             score = hide_by_halves(score, words, tile, at, size, MASKED, T)
         else:
             if T.predicate:
-                words = words & bits_of(holds(locate(tile, at, size, True, T), mask_args, T, MASK), KEYS)
+                words = words & asked(tile, at, size, mask_args, KEYS, T, MASK)
             score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
     return score
+
+
+@gluon.jit
+def asked(tile, at, size, mask_args, KEYS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
+    """What predicates say of a tile's KEYS: words for `select_bits`, of 64 keys at a time, for registers are short."""
+    lanes = lane_bits(holds(locate(KEYS // 64 * tile, at, size, True, 64, T), mask_args, T, MASK), 64)
+    if KEYS == 128:
+        upper = locate(2 * stay(tile) + 1, at, size, True, 64, T)
+        lanes = lanes | (lane_bits(holds(upper, mask_args, T, MASK), 64) << 16)
+    return of_lanes(lanes, KEYS)
 
 
 @gluon.jit
@@ -188,7 +196,7 @@ def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T:
     column = gl.arange(0, KEYS, gl.SliceLayout(0, matrix_layout(KEYS)))[None, :]
     keep = (words & (1 << (column // 8 * 2 + column % 2))) != 0
     if T.predicate:
-        keep = keep & holds(locate(tile, at, size, True, T), mask_args, T, MASK)
+        keep = keep & holds(locate(tile, at, size, True, KEYS, T), mask_args, T, MASK)
     return keep
 
 

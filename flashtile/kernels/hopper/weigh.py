@@ -5,7 +5,7 @@ from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, 
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
-from flashtile.kernels.hopper.words import columns_below, lanes_of, of_lanes, of_tile, rows_and_offsets
+from flashtile.kernels.hopper.words import columns_below, lane_bits, of_lanes, of_tile, rows_and_offsets
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
 from flashtile.kernels.lib.score import bent, locate, probabilities, unit
@@ -89,10 +89,10 @@ def shown(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexp
 
 @gluon.jit
 def asked(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
-    """Which of COLUMNS queries see which keys by the predicates alone, as `lanes_of` has it."""
+    """Which of COLUMNS queries see which keys by the predicates alone, as `lane_bits` has it."""
     query, key = indices(first_query, first_key, matrix_layout(COLUMNS), [64, COLUMNS])
     at = locate(stay(place.batch), head, query, key, sizes)
-    return lanes_of(holds(at, work.mask_args, T, MASK), COLUMNS)
+    return lane_bits(holds(at, work.mask_args, T, MASK), COLUMNS)
 
 
 @gluon.jit

@@ -26,8 +26,12 @@ def of_tile(words, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def lanes_of(keep, COLUMNS: gl.constexpr):
-    """Words of the booleans of a tile of COLUMNS, one for each row and offset: [64, 4]."""
+def lane_bits(keep, COLUMNS: gl.constexpr):
+    """Words of the booleans of a tile of COLUMNS, one for each row and offset: [64, 4].
+
+    ptxas would make such words of what it keeps until scores are there, too, but take them apart again, for a second selection
+    of every score.
+    """
     whole = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
     parts = whole.reshape([64, COLUMNS // 8, 4, 2])
     L: gl.constexpr = parts.type.layout
@@ -39,18 +43,10 @@ def lanes_of(keep, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def of_lanes(lanes, COLUMNS: gl.constexpr):
-    """What `lanes_of` returned, one for each score of a tile of COLUMNS, which may be another one."""
+    """What `lane_bits` returned, one for each score of a tile of COLUMNS, which may be another one."""
     parts = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS)).reshape([64, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
     lanes = gl.convert_layout(lanes, gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout)), assert_trivial=True)
     return of_tile(lanes[:, None, :, None], COLUMNS)
-
-
-@gluon.jit
-def bits_of(keep, COLUMNS: gl.constexpr):
-    """Words of a tile's booleans: ptxas would make such words of what it keeps until scores are there, too, but take them apart
-    again, for a second selection of every score.
-    """
-    return of_lanes(lanes_of(keep, COLUMNS), COLUMNS)
 
 
 @gluon.jit
