@@ -19,6 +19,11 @@ def _longer() -> Iterator[Case]:
         yield replace(wide, name=f"{wide.name}-window", window=(70, 30))
         yield replace(wide, name=f"{wide.name}-dropout", causal=True, dropout=0.3)
     yield replace(uneven, name="varlen-full", heads_q=3, heads_kv=3)
+    # key tiles that begin with queries of their own: more of them than query tiles, and fewer, the last of each short
+    yield replace(uneven, name="varlen-full-128", heads_kv=2, head_dim=128)
+    own = Case("own-queries", batch=2, seqlen_q=200, seqlen_k=700, heads_q=3, heads_kv=3, head_dim=128, dtype="bf16")
+    yield own
+    yield replace(own, name="own-queries-96", seqlen_q=650, seqlen_k=260, head_dim=96, dtype="fp16")
     # of tokens behind the last item no tensor has anything
     each = replace(uneven, name="varlen-each-item", score=("bias-each-item", "alibi-per-batch"), fixed_slopes=True)
     yield each
@@ -32,6 +37,7 @@ def _longer() -> Iterator[Case]:
     whole = replace(masked, seqlen_q=512, seqlen_k=640, mask="table")
     for head_dim in (64, 96, 128, 256):
         yield replace(whole, name=f"mask-whole-{head_dim}", head_dim=head_dim, dtype="fp16" if head_dim == 64 else "bf16")
+    yield replace(whole, name="mask-whole-each", heads_kv=2, head_dim=128, dtype="bf16")
     yield replace(whole, name="mask-whole-scores", head_dim=128, score=("alibi", "softcap"), dropout=0.2, dtype="bf16")
     yield replace(whole, name="mask-whole-bias", head_dim=128, score=("bias",), score_dtype="fp16", fixed_slopes=True)
     yield replace(whole, name="mask-whole-ordered", head_dim=128, deterministic=True, dtype="bf16")
