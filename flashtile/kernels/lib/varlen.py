@@ -115,7 +115,8 @@ def abreast(per_head, T: tl.constexpr):
 
 @jit
 def scheduled(number, schedule_ptr, heads, together, BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, REVERSED: tl.constexpr):
-    """(tile, head, Item, place in the schedule) of a number below the schedule's tiles times `heads`.
+    """(tile, head, Item, place in the schedule) of a number below the schedule's tiles times `heads`; BLOCK, OVER_KEYS and
+    REVERSED as the schedule has them.
 
     Items go one after another, all heads of each, `together` of them tile by tile: of a long one a few heads are under way at
     a time, whose keys the L2 cache holds, of short ones all, whose rows lie side by side in memory.
@@ -133,18 +134,8 @@ def scheduled(number, schedule_ptr, heads, together, BLOCK: tl.constexpr, OVER_K
 
 
 @jit
-def tile_of(
-    number,
-    tiles,
-    schedule_ptr,
-    seqlen,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    BLOCK: tl.constexpr,
-    OVER_KEYS: tl.constexpr,
-    T: tl.constexpr,
-):
+def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads,
+            BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
 
     unit counts tiles: those of one head, and of one item where all are alike, stand together. T.together: the items' tiles
