@@ -51,8 +51,8 @@ TUNED_BACKWARD = {
     (256, ""): (453, 0), (256, ",band=:0"): (600, 0),
     (64, f"{ONE_WAVE},band=:0"): (854, 0), (128, f"{ONE_WAVE},band=:0"): (550, 0),  # blocks of short tiles help
     (128, BLOCKS): (409, 0), (64, BLOCKS): (587, 0),
-    # of these 600 and 1,200 are jumped over where all of a block is visible
-    (128, DOCUMENTS): (1000, 5), (64, DOCUMENTS): (1732, 84),  # 82 by ptxas 12.8
+    # of these 300 and 630 are jumped over where all of a block is visible
+    (128, DOCUMENTS): (739, 5), (64, DOCUMENTS): (1255, 84),  # 82 by ptxas 12.8
     (64, f",band=:0{VARLEN}"): (869, 0), (128, f",band=:0{VARLEN}"): (577, 0), (64, SOFTCAP): (818, 0),
     (64, f",band=:0{SOFTCAP}"): (1090, 0), (128, SOFTCAP): (519, 0), (128, f",band=:0{SOFTCAP}"): (665, 0),
     (64, BIAS): (418, 0), (128, BIAS): (465, 0), (128, f",band=:0{BIAS}"): (611, 0), (128, f"{BIAS}{DROPOUT}"): (707, 7),
@@ -102,11 +102,11 @@ def votes(which: tuple[int, str]) -> bool:
 
 
 def test_a_mask_is_asked_once_and_selects_once(compiled: Compiled) -> None:
-    """Documents, 128 columns: what they and the bounds say is one word of bits a row; 996 instructions a step."""
+    """Documents, 128 columns: what they and the bounds say is one word of bits a row; 976 instructions a step."""
     (found,) = compiled("hopper_code.py", spell(128, DOCUMENTS))
     asking = [executed(loop) for loop in found["loops"] if loop["exponentials"] and loop["length"] > 2000]
     assert len(asking) == 2  # one of each warpgroup
-    assert max(asking) <= 1096
+    assert max(asking) <= 1073
 
 
 @pytest.mark.parametrize("which", TUNED, ids=lambda which: f"head_dim{which[0]}{which[1]}")

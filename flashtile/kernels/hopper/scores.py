@@ -4,7 +4,7 @@ from flashtile._triton import tl
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.kernels.hopper.halves import join_halves, split_halves
 from flashtile.kernels.hopper.layouts import matrix_layout, memory_layout, pair_layout, row_layout
-from flashtile.kernels.hopper.words import columns_below, lane_bits, of_lanes, of_tile, rows_and_offsets
+from flashtile.kernels.hopper.words import columns_below, lane_bits, numbers_of, of_lanes, of_tile, whole
 from flashtile.kernels.lib.mask import holds
 from flashtile.kernels.lib.score import bent, logits
 from flashtile.spec.score import Position
@@ -101,17 +101,11 @@ def locate(tile, at, size, MASKED: gl.constexpr, KEYS: gl.constexpr, T: gl.const
 
     A thread's columns are 8 j + k, constants, and an offset of its own, which joins the row's.
     """
-    ROWS: gl.constexpr = T.rows
     shift = size.seqlen_k - size.seqlen_q
     row, key = indices(tile, at, size, MASKED, KEYS, matrix_layout(KEYS), T)
-    parts = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS)).reshape([ROWS, KEYS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    L: gl.constexpr = parts.type.layout
-    query = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    eight = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    ahead = (tile * KEYS - query - shift + lane * 2).to(gl.float32) + (eight * 8 + pair).to(gl.float32)
-    ahead = gl.convert_layout(ahead.reshape([ROWS, KEYS]), matrix_layout(KEYS), assert_trivial=True)
+    of_row, eight, offset, pair = numbers_of(KEYS)
+    ahead = (tile * KEYS - (at.row + of_row) - shift + offset).to(gl.float32) + (eight + pair).to(gl.float32)
+    ahead = whole(ahead, KEYS)
     return Position(at.item.batch, at.head, row, row + shift, key, ahead)
 
 
@@ -172,7 +166,7 @@ def hide_by_halves(score, words, tile, at, size, BOUND: gl.constexpr, T: gl.cons
 @gluon.jit
 def shown(tile, at, size, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
     """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.above has them: words for `select_bits`."""
-    row, offset = rows_and_offsets(KEYS)
+    row, _, offset, _ = numbers_of(KEYS)
     start = stay(tile) * KEYS
     position = at.row + row + (size.seqlen_k - size.seqlen_q) - start
     end = position * 0 + (size.seqlen_k - start)

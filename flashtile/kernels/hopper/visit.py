@@ -374,9 +374,7 @@ def asks(memory, step, place, start, ASKS: gl.constexpr, T: gl.constexpr):
         return False
     elif T.tells:
         masked = read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4)
-        if (
-            T.predicate
-        ):  # asked twice: what is kept between is one for the whole warp, and no predicate, of which masks take all
+        if T.predicate:  # kept as a number of the whole warp, for masks take all predicates
             masked = uniform(masked)
         return masked != 0
     else:

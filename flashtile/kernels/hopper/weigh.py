@@ -5,7 +5,7 @@ from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, ones, 
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.scores import widened
 from flashtile.kernels.hopper.visit import again, meeting, seeing
-from flashtile.kernels.hopper.words import columns_below, lane_bits, of_lanes, of_tile, rows_and_offsets
+from flashtile.kernels.hopper.words import columns_below, lane_bits, numbers_of, of_lanes, of_tile, whole
 from flashtile.kernels.lib.exponential import LOG2E
 from flashtile.kernels.lib.mask import holds, seen, visible
 from flashtile.kernels.lib.score import bent, locate, probabilities, unit
@@ -75,7 +75,7 @@ def shown(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexp
     high = asked(head, stay(first_query + HALF), first_key, place, sizes, work, HALF, T, MASK)
     words = of_lanes(low | (high << (COLUMNS // 8)), COLUMNS)
     if T.left or T.right or T.pads_keys:
-        row, offset = rows_and_offsets(COLUMNS)
+        row, _, offset, _ = numbers_of(COLUMNS)
         aligned = first_key + row - (sizes.k - sizes.q) - first_query - offset
         if T.right:
             words = words & of_tile(ones(columns_below(aligned - work.band[1]), False), COLUMNS)
@@ -103,13 +103,8 @@ def hide(x, nothing, first_query, first_key, sizes, band, T: gl.constexpr):
     bounds: what is left to compare with are constants.
     """
     COLUMNS: gl.constexpr = x.shape[1]
-    parts = x.reshape([64, COLUMNS // 8, 4, 2])
-    L: gl.constexpr = parts.type.layout
-    column = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    column = column * 8 + pair
-    offset = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 2
-    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    row, eight, offset, pair = numbers_of(COLUMNS)
+    column, key = eight + pair, first_key + row
     aligned = stay(key - (sizes.k - sizes.q) - first_query)
     first = aligned * 0
     if T.right:
@@ -121,7 +116,7 @@ def hide(x, nothing, first_query, first_key, sizes, band, T: gl.constexpr):
     keep = column >= first - offset
     if T.left:
         keep = keep & (column <= aligned + band[0] - offset)
-    return gl.convert_layout(gl.where(keep, parts, nothing).reshape([64, COLUMNS]), x.type.layout, assert_trivial=True)
+    return whole(gl.where(keep, x.reshape([64, COLUMNS // 8, 4, 2]), nothing), COLUMNS)
 
 
 @gluon.jit

@@ -8,21 +8,33 @@ from flashtile.kernels.hopper.layouts import matrix_layout
 
 
 @gluon.jit
-def rows_and_offsets(COLUMNS: gl.constexpr):
-    """Numbers of a tile's 64 rows and the threads' offsets, [64, COLUMNS / 8, 4, 2] or 1 in the place of each but one's."""
-    parts = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS)).reshape([64, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    L: gl.constexpr = parts.type.layout
+def parts_of(COLUMNS: gl.constexpr):
+    """Zeros of a tile: [64 rows, COLUMNS / 8 groups of eight columns, 4 offsets, 2 neighbours]."""
+    return gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS)).reshape([64, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
+
+
+@gluon.jit
+def numbers_of(COLUMNS: gl.constexpr):
+    """(row, 8 j, offset, k) of a tile's scores, each along its axis of `parts_of`."""
+    L: gl.constexpr = parts_of(COLUMNS).type.layout
     row = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None] * 8
     offset = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None] * 2
-    return row, offset
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    return row, eight, offset, pair
+
+
+@gluon.jit
+def whole(parts, COLUMNS: gl.constexpr):
+    """Parts of a tile as the tile."""
+    return gl.convert_layout(parts.reshape([64, COLUMNS]), matrix_layout(COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
 def of_tile(words, COLUMNS: gl.constexpr):
     """Words of rows and offsets, one for each of a tile's scores."""
-    parts = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS)).reshape([64, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    words, _ = gl.broadcast(words, parts)
-    return gl.convert_layout(words.reshape([64, COLUMNS]), matrix_layout(COLUMNS), assert_trivial=True)
+    words, _ = gl.broadcast(words, parts_of(COLUMNS))
+    return whole(words, COLUMNS)
 
 
 @gluon.jit
@@ -32,20 +44,17 @@ def lane_bits(keep, COLUMNS: gl.constexpr):
     ptxas would make such words of what it keeps until scores are there, too, but take them apart again, for a second selection
     of every score.
     """
-    whole = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    parts = whole.reshape([64, COLUMNS // 8, 4, 2])
-    L: gl.constexpr = parts.type.layout
-    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    bits = gl.where((whole + keep).reshape([64, COLUMNS // 8, 4, 2]) != 0, 1 << (eight * 2 + pair), parts)
+    zeros = parts_of(COLUMNS)
+    _, eight, _, pair = numbers_of(COLUMNS)
+    bits = gl.where((whole(zeros, COLUMNS) + keep).reshape(zeros.shape) != 0, 1 << (eight // 4 + pair), zeros)
     return stay(gl.reduce(gl.reduce(bits, 3, either), 1, either))
 
 
 @gluon.jit
 def of_lanes(lanes, COLUMNS: gl.constexpr):
     """What `lane_bits` returned, one for each score of a tile of COLUMNS, which may be another one."""
-    parts = gl.zeros([64, COLUMNS], gl.int32, matrix_layout(COLUMNS)).reshape([64, COLUMNS // 8, 4, 2])  # pyright: ignore[reportCallIssue]
-    lanes = gl.convert_layout(lanes, gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout)), assert_trivial=True)
+    L: gl.constexpr = parts_of(COLUMNS).type.layout
+    lanes = gl.convert_layout(lanes, gl.SliceLayout(1, gl.SliceLayout(3, L)), assert_trivial=True)
     return of_tile(lanes[:, None, :, None], COLUMNS)
 
 
