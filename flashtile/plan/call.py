@@ -37,9 +37,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Argument: the address of a buffer; None where `name` is not given to the executor."""
+    """Argument: the address of a buffer; None where `name` is not given to the executor.
+
+    addressable: the buffer has to lie as the bulk copy engine needs it, for whole vectors are written to it.
+    """
 
     name: str
+    addressable: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,15 +101,16 @@ class KernelCall:
 
     def buffers(self) -> Iterator[str]:
         """Names of the buffers that it reads and writes."""
+        return (arg.name for arg in addresses(self.args))
 
-        def walk(args: tuple[Any, ...]) -> Iterator[str]:
-            for arg in args:
-                if isinstance(arg, tuple):
-                    yield from walk(cast("tuple[Any, ...]", arg))
-                elif isinstance(arg, (Pointer, Descriptor)):
-                    yield arg.name
 
-        return walk(self.args)
+def addresses(args: tuple[Any, ...]) -> Iterator[Pointer | Descriptor]:
+    """Those of a call's arguments that are buffers."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from addresses(cast("tuple[Any, ...]", arg))
+        elif isinstance(arg, (Pointer, Descriptor)):
+            yield arg
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,9 @@ class Plan:
 
     @property
     def described(self) -> frozenset[str]:
-        """Buffers that some call reads or writes by the bulk copy engine."""
-        calls = (call for call in self.calls if isinstance(call, KernelCall))
-        return frozenset(arg.name for call in calls for arg in call.args if isinstance(arg, Descriptor))
+        """Buffers that some call reads or writes by the bulk copy engine, or as if it did."""
+        found = (arg for call in self.calls if isinstance(call, KernelCall) for arg in addresses(call.args))
+        return frozenset(arg.name for arg in found if isinstance(arg, Descriptor) or arg.addressable)
 
     def named(self, role: Role) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.role == role)

@@ -67,6 +67,31 @@ def test_what_a_variant_refuses(text: str, asked: Variant, reason: str) -> None:
     assert any(reason in refusal for refusal in refusals)
 
 
+@pytest.mark.parametrize(("text", "settles"), [
+    ("q=2x2048x16x64,kv=2048x16x64,bf16", True),
+    ("q=8x2048x16x64,kv=2048x8x64,bf16,score=softcap(30.0)", True),
+    ("q=2x2048x16x64,kv=2048x16x64,bf16,band=:0", False),
+    ("q=2x2048x16x64,kv=2048x16x64,bf16,band=300:", False),
+    ("q=2x2048x16x64,kv=2048x16x64,bf16,deterministic", False),
+    ("q=2x1024x16x64,kv=1024x16x64,bf16", False),  # two tiles for each multiprocessor
+    ("q=2x2048x16x128,kv=2048x16x128,bf16", True),
+    ("q=2x4096x16x128,kv=4096x16x128,bf16", False),
+    ("q=2x4096x16x128,kv=4096x16x128,bf16,band=:0", True),
+    ("q=2x4096x16x128,kv=4096x16x128,bf16,band=:0,dropout=0.1", False),
+    ("q=2x4096x16x128,kv=4096x4x128,bf16,band=:0", False),
+    ("q=2x4096x16x256,kv=4096x16x256,bf16,band=:0", False),
+    ("q=2x4096x16x64,kv=4096x16x64,bf16,varlen=8192x8192", False),
+    ("q=2x2048x16x64,kv=2048x16x64,bf16,where=block_table(128;128;2x16x16x16:bool),blocks=128x128", False),
+])  # fmt: skip
+def test_which_pass_over_keys_makes_dq_too(text: str, settles: bool) -> None:
+    def after(wanted: str) -> list[str]:
+        names = [call.kernel.fn.__name__ for call in plan(text, "fused", wanted).calls]
+        return names[names.index("attention_backward") + 1 :]
+
+    assert after("qkv").count("attention_dq") == (not settles)
+    assert "attention_dq" not in after("kv")
+
+
 @pytest.mark.parametrize(("text", "helps"), [
     ("q=1x1024x16x128,kv=1024x16x128,bf16,band=:0", True),
     ("q=2x700x6x64,kv=900x6x64,fp16,band=:0", True),

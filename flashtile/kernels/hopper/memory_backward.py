@@ -19,9 +19,10 @@ class Channels:
     biases: Channel  # where T.early
     formers: Channel  # where T.pairs_ds
     edges: Channel  # where T.blanks: by which the loader waits for tiles itself
+    parts: Channel  # where T.settles: by which who makes dq waits for the sum
 
     @gluon.constexpr_function
-    def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges):
+    def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges, parts):
         self.tickets = tickets
         self.keys = keys
         self.queries = queries
@@ -31,6 +32,7 @@ class Channels:
         self.biases = biases
         self.formers = formers
         self.edges = edges
+        self.parts = parts
 
 
 @aggregate
@@ -46,11 +48,12 @@ class Memory:
     shares: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
     former: gl.shared_memory_descriptor  # likewise where T.pairs_ds: what a second entry's ds is added to
+    part: gl.shared_memory_descriptor  # where T.settles: of the sum of dq
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, rows, ds, shares, bias, former, steps, to):
+    def __init__(self, k, v, q, dout, rows, ds, shares, bias, former, part, steps, to):
         self.k = k
         self.v = v
         self.q = q
@@ -60,6 +63,7 @@ class Memory:
         self.shares = shares
         self.bias = bias
         self.former = former
+        self.part = part
         self.steps = steps
         self.to = to
 
@@ -97,6 +101,10 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     edges = queries
     if T.blanks:
         edges = make_channel(2, 0)  # with one place ptxas keeps 18 words more of a document's loop in local memory
+    part, parts = shares, queries
+    if T.settles:
+        part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+        parts = make_channel(1, 0)
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
@@ -114,6 +122,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         shares,
         bias,
         former,
+        part,
         steps,
         Channels(
             tickets,
@@ -125,5 +134,6 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
             biases,
             formers,
             edges,
+            parts,
         ),
     )

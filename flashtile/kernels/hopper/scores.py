@@ -133,9 +133,11 @@ def shape_scores(score, tile, at, size, scale, score_args, mask_args,
 
 @gluon.jit
 def asked(tile, at, size, mask_args, KEYS: gl.constexpr, T: gl.constexpr, MASK: gl.constexpr):
-    """What predicates say of a tile's KEYS: words for `select_bits`, of 64 keys at a time, for registers are short."""
-    lanes = lane_bits(holds(locate(KEYS // 64 * tile, at, size, True, 64, T), mask_args, T, MASK), 64)
-    if KEYS == 128:
+    """What predicates say of a tile's KEYS: words for `select_bits`. Where T.asks_narrow of 64 keys at a time."""
+    AT_A_TIME: gl.constexpr = 64 if T.asks_narrow else KEYS  # pyright: ignore[reportAssignmentType]
+    first = locate(KEYS // AT_A_TIME * tile, at, size, True, AT_A_TIME, T)
+    lanes = lane_bits(holds(first, mask_args, T, MASK), AT_A_TIME)
+    if KEYS > AT_A_TIME:
         upper = locate(2 * stay(tile) + 1, at, size, True, 64, T)
         lanes = lanes | (lane_bits(holds(upper, mask_args, T, MASK), 64) << 16)
     return of_lanes(lanes, KEYS)

@@ -79,6 +79,9 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 writes_done(0)
                 report(sum_ptrs[2] + at)
             step = step + 1
+        if T.settles:
+            writes_done(0)
+            report(sum_ptrs[1] + T.counts + (place.batch * (sizes.heads // T.group) + place.head_kv))
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)

@@ -158,6 +158,11 @@ class ForwardTile:
         """Whether hidden keys may lie anywhere, as predicates or lists say."""
         return self.predicate or self.blocks_q > 0
 
+    @property
+    def asks_narrow(self) -> bool:
+        """Whether predicates are asked for 64 keys at a time, where that was measured to gain (docs/hopper-forward.md)."""
+        return self.right or (self.blocks_q > 0 and self.columns_v == 128)
+
 
 def columns_of(head_dim: int) -> int:
     """Columns of a tile: a power of two, 64 at least; what lies beyond head_dim is zero."""

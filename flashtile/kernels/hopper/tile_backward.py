@@ -31,6 +31,7 @@ class BackwardLaunch:
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
+    settles: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
 
     @property
     def block_k(self) -> int:
@@ -43,7 +44,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined") if getattr(self, w))]
+        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined", "settles") if getattr(self, w))]
         return " ".join(words)
 
 
@@ -94,6 +95,7 @@ class BackwardTile:
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
+    settles: bool = False  # dq is made of the sum by a warp of this pass: see `settle`
 
     @property
     def wide(self) -> bool:
@@ -202,6 +204,11 @@ class BackwardTile:
         return self.makes_dq and not self.parted
 
     @property
+    def helpers(self) -> int:
+        """Roles of one warp where the copy engine adds: who loads, who add, and who stores ds or makes dq."""
+        return 3 + (self.stores_ds or self.settles)
+
+    @property
     def clears(self) -> bool:
         """Whether the sum of dq is cleared before: the copy engine stores the first share of a part instead of adding it."""
         return self.parted
@@ -243,8 +250,8 @@ class BackwardTile:
 
     @property
     def counts(self) -> int:
-        """Counts that are cleared before: of tickets, and what helpers report."""
-        return COUNTS if self.helps else 2
+        """Counts that are cleared before: of tickets and units, and what helpers report."""
+        return COUNTS if self.helps else 4 if self.settles else 2
 
 
 # By the wider head dim of the tile; the reasons are in docs/hopper-backward.md.
@@ -292,7 +299,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
     if problem.deterministic and not split:
         return ordered(launch, problem, device)
     helps = not split and is_one_wave(problem, launch, device)
-    return replace(launch, helps=helps, joined=launch.joined and not helps)  # which spills where it helps: 0.95 of the speed
+    joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
+    return replace(launch, helps=helps, joined=joined, settles=not split and settles(problem, launch, device))
 
 
 def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
@@ -300,6 +308,25 @@ def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool
     p, ragged, drops = problem, problem.lengths.ragged, problem.dropout is not None
     told = (form.curved or p.group > 1 or ragged or drops or p.blocks is not None) and not (ragged and drops)
     return told and launch.stages == 3 and not (form.prescale or form.adds or p.where)
+
+
+def settles(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
+    """Whether a warp of the pass over keys makes dq: where most heads are done long before the last one, there is room for a
+    part of the sum, and it was measured to gain (docs/hopper-backward.md).
+    """
+    p, columns = problem, max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))
+    if p.lengths.ragged or p.where or p.blocks is not None or p.band.left is not None or stored(p) is not None:
+        return False
+    if columns <= 64:
+        gains = p.band.right is None
+    else:
+        plain = not (launch.parted or launch.joined or p.score)
+        gains = plain and (p.band.right is not None or p.seqlen_k <= SHORT)
+    return gains and backward_tiles(p, launch) > WAVES * device.sm_count
+
+
+# keys up to which wider heads gain without a band, too; tiles of a multiprocessor from which on problems do
+SHORT, WAVES = 2048, 3
 
 
 def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
@@ -408,6 +435,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         wave=0 if deterministic else WAVE // p.group,
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,
+        settles=launch.settles,
     )
 
 
