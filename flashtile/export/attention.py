@@ -171,11 +171,12 @@ class AttentionExport:
 
 
 def _ordered(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(batch, seqlen_q, seqlen_k, heads): fewer and more of them than a GPU has SMs, and much work whatever the lengths.
+    """(batch, seqlen_q, seqlen_k, heads): fewer and more of them than a GPU has SMs, a few for each, and much work whatever the
+    lengths.
 
     Ordinary lengths come first, for the first sample of a plan names it.
     """
-    for batch, heads in ((3, 5), (1, 1), (200, 5), (4096, 4096)):
+    for batch, heads in ((3, 5), (1, 1), (40, 5), (200, 5), (4096, 4096)):
         for seqlen_q, seqlen_k in sorted(pairs, key=lambda pair: (pair != (4096, 4096), pair)):
             yield batch, seqlen_q, seqlen_k, heads
 
