@@ -44,6 +44,8 @@ HANDOVER = "handover"
 BARRIERS = 128  # more than a block has; compute-sanitizer's own count is of barriers that a compiler of C++ knows
 FIRST_S, WARM_S = 5.0, 0.3  # bars of a first call
 APART: dict[str, Any] = dict(batch=1, seqlen_q=2300, seqlen_k=2300, heads_q=11, heads_kv=11)  # 132 tiles of three warpgroups
+# so many tiles that the pass over keys makes dq, too
+MANY: dict[str, Any] = dict(batch=4, seqlen_q=520, seqlen_k=520, heads_q=24, heads_kv=24)
 SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=64), dict(head_dim=64, causal=True), dict(head_dim=64, window=(100, 0), dtype="fp16"),
     dict(head_dim=64, heads_q=8, heads_kv=2, causal=True), dict(head_dim=64, seqlen_q=20, dtype="fp16"),
@@ -58,6 +60,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=64, score=("bias-heads",), seqlen_k=776, fixed_slopes=False, causal=True),
     dict(head_dim=128, score=("bias-heads",), seqlen_k=776),
     *({**APART, "head_dim": head_dim, "dtype": dtype} for head_dim, dtype in ((96, "fp16"), (128, "bf16"))),
+    {**MANY, "head_dim": 64}, {**MANY, "head_dim": 128, "causal": True},
 )  # fmt: skip
 COMMON: dict[str, Any] = dict(
     batch=2, seqlen_q=777, seqlen_k=777, heads_q=4, heads_kv=4, dtype="bf16", fixed_slopes=True, score_dtype="bf16"
@@ -76,6 +79,7 @@ SANITIZED = [
     "head_dim=128 score=('bias',) seqlen_k=776 fixed_slopes=False",
     "head_dim=64 score=('bias-heads',) seqlen_k=776 fixed_slopes=False causal=True",
     "batch=1 seqlen_q=2300 seqlen_k=2300 heads_q=11 heads_kv=11 head_dim=128 dtype=bf16",
+    *(name for name in CONFIGURATIONS if name.startswith("batch=4 ")),
 ]  # fmt: skip
 
 

@@ -163,6 +163,8 @@ def _large() -> Iterator[Case]:
     yield replace(many, name="settled-dropout", seqlen_q=200, dropout=0.2, head_dim=40, sink="fp32")
     yield replace(many, name="settled-128", head_dim=128, dtype="fp16", heads_q=12, upstream="both")
     yield replace(many, name="settled-128-causal", head_dim=128, heads_q=16, heads_kv=16, causal=True, seqlen_k=400)
+    yield replace(many, name="settled-128-dropout", head_dim=128, heads_q=12, causal=True, dropout=0.2, seqlen_k=520)
+    yield replace(many, name="settled-128-softcap", head_dim=128, heads_q=12, score=("softcap30",), upstream="both")
     yield replace(many, name="settled-96-causal", head_dim=96, heads_q=12, causal=True, upstream="both")
     yield replace(base, name="sink-varlen", batch=1, seqlen_q=2200, seqlen_k=2200, cu_q=(0, 700, 2200), cu_k=(0, 700, 2200))
 

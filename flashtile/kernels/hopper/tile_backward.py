@@ -300,7 +300,11 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         return ordered(launch, problem, device)
     helps = not split and is_one_wave(problem, launch, device)
     joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
-    return replace(launch, helps=helps, joined=joined, settles=not split and settles(problem, launch, device))
+    if split or not settles(problem, form, launch, device):
+        return replace(launch, helps=helps, joined=joined)
+    if joined and columns_of(problem.head_dim) == 128:  # room for a part of the sum
+        launch = replace(launch, stages=2, stages_dout=2)
+    return replace(launch, joined=joined, settles=True)
 
 
 def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
@@ -310,7 +314,7 @@ def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool
     return told and launch.stages == 3 and not (form.prescale or form.adds or p.where)
 
 
-def settles(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
+def settles(problem: AttentionProblem, form: Form, launch: BackwardLaunch, device: Device) -> bool:
     """Whether a warp of the pass over keys makes dq: where most heads are done long before the last one, there is room for a
     part of the sum, and it was measured to gain (docs/hopper-backward.md).
     """
@@ -320,8 +324,8 @@ def settles(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -
     if columns <= 64:
         gains = p.band.right is None
     else:
-        plain = not (launch.parted or launch.joined or p.score)
-        gains = plain and (p.band.right is not None or p.seqlen_k <= SHORT)
+        narrow = not (launch.parted or p.group > 1 or form.adds or form.prescale)
+        gains = narrow and (p.band.right is not None or p.seqlen_k <= SHORT)
     return gains and backward_tiles(p, launch) > WAVES * device.sm_count
 
 
