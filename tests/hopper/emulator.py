@@ -336,6 +336,7 @@ def install(seed: int = 0) -> None:
         uniform=unchanged,
         of_any=lambda x: x.amax(1, keepdim=True).expand_as(x),  # of 0 and 1, [warps, lanes]
         first_lane=lambda own, other: own,
+        first_thread=lambda own, other: own,
         of_first_lane=unchanged,
         **{word.__name__: word for word in WORDS},
     )

@@ -387,6 +387,15 @@ def first_lane(own, other):
 
 
 @gluon.jit
+def first_thread(own, other):
+    """The same for the first thread of a role of four warps, for one whose loops ptxas does not make spill for that."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; selp.b32 $0, $1, $2, p; }",
+        "=r,r,r", [own, gl.to_tensor(other)], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def of_first_lane(x):
     """A warp's first lane's int32, for all of them; not one that they share: see `first_lane`."""
     return gl.inline_asm_elementwise(
@@ -395,8 +404,9 @@ def of_first_lane(x):
 
 
 __all__ = [
-    "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane", "gl",
-    "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any", "of_first_lane", "ones",
-    "pack", "raised", "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits", "settled", "stay", "store_wait",
-    "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
+    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
+    "of_first_lane", "ones", "pack", "raised", "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits",
+    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
+    "zeros_of",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Which tile a resident block computes next: whoever is done first takes the next one."""
 
 from flashtile.kernels.hopper.channel import Channel, make_channel
-from flashtile.kernels.hopper.gluon import aggregate, first_lane, gl, gluon, of_first_lane, uniform
+from flashtile.kernels.hopper.gluon import aggregate, first_lane, first_thread, gl, gluon, of_first_lane, uniform
 
 
 @gluon.jit
@@ -62,15 +62,17 @@ class Tickets:
 
 
 @gluon.jit
-def write_words(words, first, numbers, WARPS: gl.constexpr):
+def write_words(words, first, numbers, WARPS: gl.constexpr, ALONE: gl.constexpr = False):
     """Write numbers to shared memory from `first` on, for a role of WARPS warps.
 
     By the lane that hands them over: what a warp's other lanes write goes to a word that nobody reads. A barrier would order
-    these and that one, but a warp's is no instruction: racecheck, which sees none, takes what they write for a race.
+    these and that one, but a warp's is no instruction: racecheck, which sees none, takes what they write for a race. Of four
+    warps each writes them, or the first ALONE: racecheck follows no barrier from there to an mbarrier.
     """
     SPARE: gl.constexpr = words.shape[0] - 1  # pyright: ignore[reportAssignmentType]
     for i in gl.static_range(len(numbers)):
-        words.index(first_lane(first + i, SPARE)).store(gl.full([1], numbers[i], gl.int32, one(WARPS)))
+        at = first_thread(first + i, SPARE) if ALONE and WARPS > 1 else first_lane(first + i, SPARE)
+        words.index(at).store(gl.full([1], numbers[i], gl.int32, one(WARPS)))
 
 
 @gluon.jit

@@ -150,7 +150,7 @@ def tell(words, at, T: gl.constexpr):
     They read it when the queries arrive, and let go of the last keys after that: so it stands until the next one is told.
     """
     values = (at.item.batch, at.head, at.row, at.blocks.partial, at.blocks.visited)
-    write_words(words, 0, values, T.loader_warps)
+    write_words(words, 0, values, T.loader_warps, True)
 
 
 @gluon.jit
