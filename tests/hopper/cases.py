@@ -158,14 +158,14 @@ def _large() -> Iterator[Case]:
     yield replace(base, name="sink-bias", head_dim=128, score=("bias",), score_dtype="bf16", seqlen_k=1304)
     yield replace(base, name="sink-wide", head_dim=256, heads_q=4, upstream="out")
     # so many tiles that dq is made in the pass over keys
-    many = replace(base, name="settled", batch=8, seqlen_q=520, seqlen_k=700, heads_q=24, heads_kv=12, sink=None)
+    many = replace(base, name="converted", batch=8, seqlen_q=520, seqlen_k=700, heads_q=24, heads_kv=12, sink=None)
     yield many
-    yield replace(many, name="settled-dropout", seqlen_q=200, dropout=0.2, head_dim=40, sink="fp32")
-    yield replace(many, name="settled-128", head_dim=128, dtype="fp16", heads_q=12, upstream="both")
-    yield replace(many, name="settled-128-causal", head_dim=128, heads_q=16, heads_kv=16, causal=True, seqlen_k=400)
-    yield replace(many, name="settled-128-dropout", head_dim=128, heads_q=12, causal=True, dropout=0.2, seqlen_k=520)
-    yield replace(many, name="settled-128-softcap", head_dim=128, heads_q=12, score=("softcap30",), upstream="both")
-    yield replace(many, name="settled-96-causal", head_dim=96, heads_q=12, causal=True, upstream="both")
+    yield replace(many, name="converted-dropout", seqlen_q=200, dropout=0.2, head_dim=40, sink="fp32")
+    yield replace(many, name="converted-128", head_dim=128, dtype="fp16", heads_q=12, upstream="both")
+    yield replace(many, name="converted-128-causal", head_dim=128, heads_q=16, heads_kv=16, causal=True, seqlen_k=400)
+    yield replace(many, name="converted-128-dropout", head_dim=128, heads_q=12, causal=True, dropout=0.2, seqlen_k=520)
+    yield replace(many, name="converted-128-softcap", head_dim=128, heads_q=12, score=("softcap30",), upstream="both")
+    yield replace(many, name="converted-96-causal", head_dim=96, heads_q=12, causal=True, upstream="both")
     yield replace(base, name="sink-varlen", batch=1, seqlen_q=2200, seqlen_k=2200, cu_q=(0, 700, 2200), cu_k=(0, 700, 2200))
 
 

@@ -68,7 +68,7 @@ class Tile:
 
 
 SMALL = dict(block_q=64)
-APART_DOUT, JOINED, SETTLED = dict(joined=False), dict(joined=True, stages=2), dict(settles=True)
+APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -106,16 +106,16 @@ BACKWARD = {
         Tile((CAUSAL, SHARED_HEADS, WINDOW, SOFTCAP), 64, launch=SMALL),
         Tile((CAUSAL, UNSEEN_QUERIES), 64, deterministic=True, launch=dict(SMALL, stages=3, swizzle=2)),
         Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=APART_DOUT),
-        Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, MODIFIERS), 64, launch=SETTLED),
-        Tile((GROUPED, STRIPE), 40, launch=SETTLED),
+        Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, MODIFIERS), 64, launch=CONVERTED),
+        Tile((GROUPED, STRIPE), 40, launch=CONVERTED),
     ),
     "head_dim128": (
         Tile(ALL, 128),
         Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=JOINED),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
-        Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=SETTLED),
-        Tile((UNSEEN_QUERIES,), 96, launch=SETTLED),
+        Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
+        Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),
     ),
     "wide": (

@@ -67,7 +67,7 @@ def test_what_a_variant_refuses(text: str, asked: Variant, reason: str) -> None:
     assert any(reason in refusal for refusal in refusals)
 
 
-@pytest.mark.parametrize(("text", "settles"), [
+@pytest.mark.parametrize(("text", "converts"), [
     ("q=2x2048x16x64,kv=2048x16x64,bf16", True),
     ("q=8x2048x16x64,kv=2048x8x64,bf16,score=softcap(30.0)", True),
     ("q=2x2048x16x64,kv=2048x16x64,bf16,band=:0", False),
@@ -83,12 +83,12 @@ def test_what_a_variant_refuses(text: str, asked: Variant, reason: str) -> None:
     ("q=2x4096x16x64,kv=4096x16x64,bf16,varlen=8192x8192", False),
     ("q=2x2048x16x64,kv=2048x16x64,bf16,where=block_table(128;128;2x16x16x16:bool),blocks=128x128", False),
 ])  # fmt: skip
-def test_which_pass_over_keys_makes_dq_too(text: str, settles: bool) -> None:
+def test_which_pass_over_keys_makes_dq_too(text: str, converts: bool) -> None:
     def after(wanted: str) -> list[str]:
         names = [call.kernel.fn.__name__ for call in plan(text, "fused", wanted).calls]
         return names[names.index("attention_backward") + 1 :]
 
-    assert after("qkv").count("attention_dq") == (not settles)
+    assert after("qkv").count("attention_dq") == (not converts)
     assert "attention_dq" not in after("kv")
 
 

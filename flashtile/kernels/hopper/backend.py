@@ -170,7 +170,7 @@ class HopperBackend:
         p = problem.listed
         split = is_split(p, variant)
         launch = launch or choose_backward(p, device, split)
-        launch = replace(launch, settles=launch.settles and "q" in gradients.wanted)
+        launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
         ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
@@ -181,7 +181,7 @@ class HopperBackend:
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
         region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
-        flags = tiles // 2 if tile.pairs_ds else p.batch * p.heads_kv if tile.settles else 0
+        flags = tiles // 2 if tile.pairs_ds else p.batch * p.heads_kv if tile.converts else 0
         row_region = schedules.of(PADDED_ROWS), region[1]
         rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
         if not tile.ragged:
@@ -235,7 +235,7 @@ class HopperBackend:
             early=True,
         )
         whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
-        dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.settles else None
+        dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.converts else None
         keys = [
             KernelCall(
                 attention_backward,
@@ -269,7 +269,7 @@ class HopperBackend:
             queries = choose_queries(p, device)
             calls.append(queries_call(p, device, queries, tile, schedules))
             notes += (f"queries pass tile {queries.spell()}",)
-        elif "q" in gradients.wanted and not tile.settles:
+        elif "q" in gradients.wanted and not tile.converts:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))

@@ -1,6 +1,7 @@
 """Backward on Hopper: dk and dv of a key tile in registers, dq added to a float32 sum in the registers' own order."""
 
 from flashtile._triton import PLAIN_INTEGERS
+from flashtile.kernels.hopper.convert import convert
 from flashtile.kernels.hopper.dropout import draw, kept, packed, steady, unpacked
 from flashtile.kernels.hopper.feed import load
 from flashtile.kernels.hopper.gluon import (
@@ -16,7 +17,6 @@ from flashtile.kernels.hopper.gluon import (
 from flashtile.kernels.hopper.helping import GIVES, TAKES, add_given, give
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
-from flashtile.kernels.hopper.settle import settle
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.store_scores import store_scores
 from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
@@ -475,6 +475,6 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
                     memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
-            (settle, (sum_desc, grads[0], grads[3], q_desc.shape[0], memory, work, T)) if T.settles
+            (convert, (sum_desc, grads[0], grads[3], q_desc.shape[0], memory, work, T)) if T.converts
             else (store_scores, (ds_desc, grads[0][1], memory, work, T)),
         ][: 2 + T.helpers], [4, 1, 1, 1, 1][: 1 + T.helpers], [240, 24, 24, 24, 24][: 1 + T.helpers])  # fmt: skip

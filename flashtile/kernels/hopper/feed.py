@@ -24,7 +24,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket, ahead = gl.program_id(0), gl.to_tensor(0)
-    if T.resident and (T.ragged or T.settles):  # consumers would spill with their own numbers; `settle` waits for those taken
+    if T.resident and (T.ragged or T.converts):  # consumers would spill with their own numbers; `convert` waits for those taken
         ticket = spread(following(counter_ptr, T))
     elif T.resident:  # a block begins with the ticket of its own number, which travels from nowhere
         ahead = gl.num_programs(0)

@@ -19,7 +19,7 @@ class Channels:
     biases: Channel  # where T.early
     formers: Channel  # where T.pairs_ds
     edges: Channel  # where T.blanks: by which the loader waits for tiles itself
-    parts: Channel  # where T.settles: by which who makes dq waits for the sum
+    parts: Channel  # where T.converts: by which who makes dq waits for the sum
 
     @gluon.constexpr_function
     def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges, parts):
@@ -48,7 +48,7 @@ class Memory:
     shares: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
     former: gl.shared_memory_descriptor  # likewise where T.pairs_ds: what a second entry's ds is added to
-    part: gl.shared_memory_descriptor  # where T.settles: of the sum of dq
+    part: gl.shared_memory_descriptor  # where T.converts: of the sum of dq
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
@@ -102,7 +102,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     if T.blanks:
         edges = make_channel(2, 0)  # with one place ptxas keeps 18 words more of a document's loop in local memory
     part, parts = shares, queries
-    if T.settles:
+    if T.converts:
         part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_dq // 4, 256], sum_desc.layout)
         parts = make_channel(1, 0)
     steps = ds

@@ -79,9 +79,9 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 writes_done(0)
                 report(sum_ptrs[2] + at)
             step = step + 1
-        if T.settles:
+        if T.converts:
             writes_done(0)
-            report(sum_ptrs[1] + T.counts + (place.batch * (sizes.heads // T.group) + place.head_kv))
+            report(done_flag(sum_ptrs, place.batch * (sizes.heads // T.group) + place.head_kv, T))
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)
@@ -98,6 +98,12 @@ def ask(sum_ptrs, memory, step, may, part, place, sizes, work, T: gl.constexpr):
         head, start = meeting(memory, step, place, 1, T)
         answer = claim(sum_ptrs[2] + part_of(head, start, part, place, sizes, T))
     return answer
+
+
+@gluon.jit
+def done_flag(sum_ptrs, head_kv, T: gl.constexpr):
+    """Where it is reported, by both roles that add, that a key tile of a head (of all batch entries) has added its shares."""
+    return sum_ptrs[1] + T.counts + head_kv
 
 
 @gluon.jit

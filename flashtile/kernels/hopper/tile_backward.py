@@ -31,7 +31,7 @@ class BackwardLaunch:
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
-    settles: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
+    converts: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
 
     @property
     def block_k(self) -> int:
@@ -44,7 +44,7 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined", "settles") if getattr(self, w))]
+        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined", "converts") if getattr(self, w))]
         return " ".join(words)
 
 
@@ -95,7 +95,7 @@ class BackwardTile:
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
-    settles: bool = False  # dq is made of the sum by a warp of this pass: see `settle`
+    converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
 
     @property
     def wide(self) -> bool:
@@ -206,7 +206,7 @@ class BackwardTile:
     @property
     def helpers(self) -> int:
         """Roles of one warp where the copy engine adds: who loads, who add, and who stores ds or makes dq."""
-        return 3 + (self.stores_ds or self.settles)
+        return 3 + (self.stores_ds or self.converts)
 
     @property
     def clears(self) -> bool:
@@ -251,7 +251,7 @@ class BackwardTile:
     @property
     def counts(self) -> int:
         """Counts that are cleared before: of tickets and units, and what helpers report."""
-        return COUNTS if self.helps else 4 if self.settles else 2
+        return COUNTS if self.helps else 4 if self.converts else 2
 
 
 # By the wider head dim of the tile; the reasons are in docs/hopper-backward.md.
@@ -300,11 +300,11 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
         return ordered(launch, problem, device)
     helps = not split and is_one_wave(problem, launch, device)
     joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
-    if split or not settles(problem, form, launch, device):
+    if split or not converts(problem, form, launch, device):
         return replace(launch, helps=helps, joined=joined)
     if joined and columns_of(problem.head_dim) == 128:  # room for a part of the sum
         launch = replace(launch, stages=2, stages_dout=2)
-    return replace(launch, joined=joined, settles=True)
+    return replace(launch, joined=joined, converts=True)
 
 
 def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
@@ -314,7 +314,7 @@ def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool
     return told and launch.stages == 3 and not (form.prescale or form.adds or p.where)
 
 
-def settles(problem: AttentionProblem, form: Form, launch: BackwardLaunch, device: Device) -> bool:
+def converts(problem: AttentionProblem, form: Form, launch: BackwardLaunch, device: Device) -> bool:
     """Whether a warp of the pass over keys makes dq: where most heads are done long before the last one, there is room for a
     part of the sum, and it was measured to gain (docs/hopper-backward.md).
     """
@@ -324,13 +324,13 @@ def settles(problem: AttentionProblem, form: Form, launch: BackwardLaunch, devic
     if columns <= 64:
         gains = p.band.right is None
     else:
-        narrow = not (launch.parted or p.group > 1 or form.adds or form.prescale)
-        gains = narrow and (p.band.right is not None or p.seqlen_k <= SHORT)
-    return gains and backward_tiles(p, launch) > WAVES * device.sm_count
+        simple = not (launch.parted or p.group > 1 or form.adds or form.prescale)
+        gains = simple and (p.band.right is not None or p.seqlen_k <= FEW_KEYS)
+    return gains and backward_tiles(p, launch) > FEW_TILES * device.sm_count
 
 
-# keys up to which wider heads gain without a band, too; tiles of a multiprocessor from which on problems do
-SHORT, WAVES = 2048, 3
+# keys up to which wider heads gain without a band, too; tiles of a multiprocessor above which problems do
+FEW_KEYS, FEW_TILES = 2048, 3
 
 
 def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Device) -> bool:
@@ -439,7 +439,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         wave=0 if deterministic else WAVE // p.group,
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,
-        settles=launch.settles,
+        converts=launch.converts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, pack, recast, role_barrier, tma_load
 from flashtile.kernels.hopper.order import await_turn
+from flashtile.kernels.hopper.share import done_flag
 from flashtile.kernels.hopper.ticket import spread, take
 from flashtile.kernels.lib.grid import padded_rows
 from flashtile.kernels.lib.memory import head_offset, row_offset
@@ -11,7 +12,7 @@ UNITS = gl.constexpr(2)  # which count is that of units, behind those of tickets
 
 
 @gluon.jit
-def settle(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
+def convert(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
     """The warp that makes dq of 64 queries of a head at a time, a unit, once all of the head's key tiles have added.
 
     Units are taken as tickets are, in about the order in which heads are done. Who waits for a head waits for blocks that have
@@ -30,7 +31,7 @@ def settle(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
     while unit < tiles * heads:
         following = take(counter_ptr)
         head, row = unit // tiles, unit % tiles * 64
-        await_turn(sum_ptrs[1] + T.counts + head // T.group, reports)
+        await_turn(done_flag(sum_ptrs, head // T.group, T), reports)
         at = (head.to(gl.int64) * padded_rows(sizes.q) + row) // 64 * PARTS
         added = gl.load(sum_ptrs[2] + at) != 0  # nothing was, to queries that no key tile visits
         for part in range(PARTS):
@@ -59,9 +60,9 @@ def store_dq(part, dq, head, row, first_column, added, sizes, T: gl.constexpr):
     token = row + gl.arange(0, 16, gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, 8 * EIGHTS, gl.SliceLayout(0, ROWS))[None, :]
     to = dq[0] + head_offset(head // sizes.heads, head % sizes.heads, dq[1]) + first_column
-    token_at, strip_at = row_offset(token, dq[1]), row_offset(16, dq[1])
-    if T.head_dim % 8 == 0:  # the copy engine's own condition, which no role's arguments tell
-        to, token_at, strip_at = gl.multiple_of(to, 16), gl.multiple_of(token_at, [8, 8]), gl.multiple_of(strip_at, 8)
+    # dq is addressable (`call.Pointer`), which no role's arguments tell
+    to, token_at = gl.multiple_of(to, 16), gl.multiple_of(row_offset(token, dq[1]), [8, 8])
+    strip_at = gl.multiple_of(row_offset(16, dq[1]), 8)
     for i in range(4 * ACROSS // ABREAST):
         for j in gl.static_range(ABREAST):
             strip, across = i * ABREAST // ACROSS, i * ABREAST % ACROSS + j
