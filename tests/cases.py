@@ -59,10 +59,11 @@ def ids(case: Case, seqlen: int, device: torch.device) -> torch.Tensor:
     return (starts.cumsum(1) % 3).to(device, torch.int32)
 
 
-def table(case: Case, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
-    shape = (case.items, case.heads_q, -(-case.seqlen_q // rows), -(-case.seqlen_k // columns))
-    return (torch.rand(shape, generator=generator) < 0.5).to(device)
+def table(case: Case, device: torch.device, size: tuple[int, int], density: float = 0.5, first: bool = False) -> Blocks:
+    shape = (case.items, case.heads_q, -(-case.seqlen_q // size[0]), -(-case.seqlen_k // size[1]))
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
+    drawn[..., 0] *= not first  # whether all queries see the first keys
+    return Blocks.from_block_mask((drawn < density).to(device), case.seqlen_q, case.seqlen_k, block_size=size)
 
 
 def documents(case: Case, device: torch.device) -> Document:
@@ -100,9 +101,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "document-causal": lambda case, device: documents(case, device) & Band(right=0),
     "prefix": lambda case, device: prefixes(case, device) | Band(right=0),
     "dilated": lambda case, device: Dilated(3) & Band(left=30, right=0),
-    "global-and-dilated": lambda case, device: (
-        Dilated(3) & Band(left=30, right=0) | Prefix(torch.full((case.items,), 4, dtype=torch.int32, device=device))
-    ),
+    "global-and-dilated": lambda case, device: Dilated(3) & Band(left=30, right=0) | prefixes(case, device),
     "holes": holes,
     "stored": lambda case, device: stored(case, device, True),
     "stored-one-head": lambda case, device: stored(case, device, False) & Band(right=9),
@@ -114,12 +113,12 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "prefix-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(right=0), (32, 64)),
     "band-blocks": lambda case, device: blocks(case, device, Band(left=40, right=3), (64, 32)),
     "joined-blocks": lambda case, device: blocks(case, device, documents(case, device), (32, 32)) & Band(right=9) | Dilated(8),
-    "table": lambda case, device: Blocks.from_block_mask(table(case, 128, 128, device), case.seqlen_q, case.seqlen_k),
+    "table": lambda case, device: table(case, device, (128, 128)),
+    "one-long": lambda case, device: table(case, device, (128, 128), 0.1, True),
     "strangers-blocks": lambda case, device: blocks(case, device, strangers(case, device), (128, 128)),
     "wide-band-blocks": lambda case, device: blocks(case, device, Band(left=150, right=40), (128, 256)),
-    "flash-attn-v1": lambda case, device: Blocks.from_block_mask(
-        table(case, 16, 256, device), case.seqlen_q, case.seqlen_k, block_size=(16, 256)
-    ),
+    "first-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(left=70, right=0), (128, 128)),
+    "flash-attn-v1": lambda case, device: table(case, device, (16, 256)),
 }
 
 

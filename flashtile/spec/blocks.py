@@ -16,8 +16,9 @@ class BlockSpec:
     Tensors of a call, all int32, by query block and transposed by key block: `blocks.count_q` (batch, heads_q, rows, 2), how
     many blocks are visible in part and whole; `blocks.index_q` (batch, heads_q, rows, columns), which: first the former;
     `blocks.order_q` (batch, heads_q, rows), the rows from the one with most visible blocks to the one with fewest;
-    `blocks.order_k` (batch, heads_q, columns + 1) has one number more behind them, the same for all heads: how many columns
-    have more than twice the mean, in the head that has most of these.
+    `blocks.order_k` (batch, heads_q, columns + 2) has two numbers more behind them, the same for all heads: how many columns
+    have more than twice the mean, in the head that has most of these; and how many columns like the longest of all heads would
+    have as many visible blocks as a head's on average.
     """
 
     block_q: int
@@ -42,5 +43,5 @@ class BlockSpec:
             "blocks.count_q": (batch, heads, rows, 2), "blocks.index_q": (batch, heads, rows, columns),
             "blocks.order_q": (batch, heads, rows),
             "blocks.count_k": (batch, heads, columns, 2), "blocks.index_k": (batch, heads, columns, rows),
-            "blocks.order_k": (batch, heads, columns + 1),
+            "blocks.order_k": (batch, heads, columns + 2),
         }  # fmt: skip

@@ -42,8 +42,10 @@ class Blocks(Joined):
             visited = (table != HIDDEN).sum(-1)
             lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
         long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
+        alike = visited.sum(-1).double().mean() // visited.amax().clamp(min=1)
         order = lists["blocks.order_k"]
-        lists["blocks.order_k"] = torch.cat([order, long.to(torch.int32).expand(*order.shape[:2], 1)], -1)
+        more = torch.stack([long, alike.long()]).to(torch.int32)
+        lists["blocks.order_k"] = torch.cat([order, more.expand(*order.shape[:2], 2)], -1)
         self._lists, self.calls = lists, {}
 
     @property

@@ -14,12 +14,12 @@ from flashtile.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.kernels.hopper.helping import GIVES, TAKES, add_given, give
+from flashtile.kernels.hopper.helping import add_given, give
 from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.store_scores import store_scores
-from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
+from flashtile.kernels.hopper.visit import Work, again, asks, find, job_of, meeting, plain
 from flashtile.kernels.hopper.weigh import (
     add_rest,
     added,
@@ -412,16 +412,19 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         memory.to.keys.release(turn)
         begin = place.visits.end
-        place, sizes = again(place, sizes, memory, work, 4, T)
+        if T.pieces == 1:
+            place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
             dv *= seed.factor
-        if T.helps:
-            if place.visits.job == GIVES:
-                give(dk, dv, sums, place, sizes, W, T)
+        if T.pieces > 1:
+            job = job_of(memory.to.tickets, place, T)
+            if job > 0:
+                give(dk, dv, sums, job, W, T)
             else:
-                if place.visits.job == TAKES:
-                    dk, dv = add_given(dk, dv, sums, place, sizes, W, T)
-                store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
+                if job < 0:
+                    dk, dv = add_given(dk, dv, sums, job, W, T)
+                there, _ = again(place, sizes, memory, work, 4, T)
+                store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, there, W, T)
         else:
             store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
         memory.to.tickets.finish(turn)
@@ -438,7 +441,7 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
-    of tickets, locks if T.locked, as `rows.attention_rows` left them, room for what `give` gives if T.helps), (dk, its
+    of tickets, locks if T.locked, as `rows.attention_rows` left them, room for what `give` gives if T.pieces > 1), (dk, its
     strides), (dv, its strides)), the latter two where T.varlen. A pass for dv alone is given the sum if another adds to it, and
     clears it; unless T.makes_dq there is none. region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the
     modifier T.early, or None; ds_desc: where T.stores_ds, its gradient.

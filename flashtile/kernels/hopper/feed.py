@@ -2,11 +2,10 @@
 
 from flashtile.kernels.hopper.blank import blank_blind, blank_strips
 from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, tma_load
-from flashtile.kernels.hopper.helping import GIVES
 from flashtile.kernels.hopper.order import await_turn
 from flashtile.kernels.hopper.store_scores import brings_back
 from flashtile.kernels.hopper.ticket import spread, take
-from flashtile.kernels.hopper.visit import flag_of, seeing, tell_step, tell_tile, walk
+from flashtile.kernels.hopper.visit import find_ranks, flag_of, seeing, tell_step, tell_tile, walk
 from flashtile.kernels.lib.stream import await_stream
 
 
@@ -30,10 +29,14 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         ahead = gl.num_programs(0)
     if not T.tells:
         memory.to.tickets.publish(turn, (ticket,))
-    while ticket < work.tiles:
-        place, sizes = walk(ticket, step, work, T)
-        if T.tells:
-            tell_tile(memory.to.tickets, turn, ticket, place, sizes)
+    tickets, ranks = work.tiles, ()
+    if T.blocks_q > 0 and not T.deterministic:
+        ranks = find_ranks(work, T)
+        tickets = ranks.tickets
+    while ticket < tickets:
+        place, sizes = walk(ticket, step, ranks, work, T)
+        if T.tells:  # to whom any ticket of fewer than the tiles is one
+            tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
         BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.makes_dk else 0)
         bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
         for i in gl.static_range(KEY_TILES):
@@ -41,15 +44,20 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
             tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
             if T.makes_dk:
                 tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
-        taken = work.tiles
+        taken = tickets
         if T.resident and not T.takes_late:
             taken = following(counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
         if T.tells:
+            before = place.visits.shift
             for member in range(T.group):
                 head = place.head_kv * T.group + member
                 steps, asked, listed = place.visited(head, work, T)
-                for nth in range(gl.minimum(steps, place.visits.end - step)):
+                passed = 0
+                if T.divided > 0:
+                    passed = gl.minimum(before, steps)
+                    before -= passed
+                for nth in range(passed, gl.minimum(steps, passed + place.visits.end - step)):
                     start, masked = place.visit(nth, asked, listed, T)
                     edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
                                       step, edges, T)  # fmt: skip
@@ -73,7 +81,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         if T.resident and T.takes_late and not T.helps:
             taken = following(counter_ptr, T)
         if T.helps:  # who has helped takes its own tile next
-            ticket = gl.where(place.visits.job == GIVES, ticket + work.tiles // 2, work.tiles)
+            ticket = gl.where(place.visits.job > 0, ticket + work.tiles // 2, work.tiles)
         else:
             ticket = spread(taken) + ahead if T.resident else taken
         turn = turn + 1

@@ -1,25 +1,24 @@
-"""Long key tiles of a causal problem that is one wave: the block of a short tile takes their last steps first.
+"""Long key tiles whose steps several blocks take: who takes the last ones begins before who takes the first ones.
 
-A tile and its counterpart from the other end of a head's keys share their steps evenly. The helper leaves its part of dk and
-dv in memory, in the registers' own order, and reports; whoever owns the long tile adds it to its own. Helpers have lower
-numbers, so that blocks wait for earlier ones only.
+Of a causal problem that is one wave the block of a short tile helps that of its counterpart from the other end of a head's
+keys, so that both take as many steps. With lists a long one is T.pieces tickets. Helpers leave their part of dk and dv in
+memory, in the registers' own order, and report; the tile's own block adds it to its own. Helpers have lower tickets, so that
+blocks wait for earlier ones only.
 """
 
 from flashtile._triton import constexpr
-from flashtile.kernels.hopper.gluon import gl, gluon
+from flashtile.kernels.hopper.gluon import gl, gluon, uniform
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.order import await_turn, report
 from flashtile.kernels.lib.mask import key_range
 
-GIVES = constexpr(1)  # a job whose dk and dv another block adds to its own
-TAKES = constexpr(2)  # that of the other block
-FLAGS = constexpr(2)  # where their reports stand, behind the counts of tickets
+FLAGS = constexpr(4)  # where helpers' reports stand, behind the counts of tickets
 HANDICAP = constexpr(64)  # queries that a step takes while another tile begins and one ends
 
 
 @gluon.jit
-def divide(tile, own, tiles, sizes, band, T: gl.constexpr):
-    """(tile, GIVES, TAKES or 0, steps before the first one, steps) of the block of `tile`, one of a head's `tiles`.
+def divide(tile, own, tiles, batch_head, sizes, band, T: gl.constexpr):
+    """(tile, job, steps before the first one, steps) of the block of `tile`, one of a head's `tiles`.
 
     own: it has helped already.
     """
@@ -30,8 +29,21 @@ def divide(tile, own, tiles, sizes, band, T: gl.constexpr):
     helped = (kept < most) & (tile != other)
     gives, takes = helped & (tile > other) & (own == 0), helped & (tile < other)
     steps = gl.where(gives, most - kept, gl.where(takes, kept, gl.where(tile > other, least, most)))
-    job = gl.where(gives, GIVES, gl.where(takes, TAKES, 0))
+    number = batch_head * (tiles // 2) + long
+    job = gl.where(gives, gives_to(number, 1, T), gl.where(takes, takes_of(number), 0))
     return gl.where(gives, long, tile), job, gl.where(gives, kept, 0), steps
+
+
+@gluon.jit
+def gives_to(number, piece, T: gl.constexpr):
+    """The job of who takes a piece, from 1 on, of the `number`-th tile that is taken in pieces, and gives it away."""
+    return number * (T.pieces - 1) + piece
+
+
+@gluon.jit
+def takes_of(number):
+    """The job of who takes piece 0, and then what the others gave."""
+    return -1 - number
 
 
 @gluon.jit
@@ -43,28 +55,32 @@ def visitors(tile, sizes, band, T: gl.constexpr):
 
 
 @gluon.jit
-def give(dk, dv, sums, place, sizes, W: gl.constexpr, T: gl.constexpr):
-    """Leave a consumer's part of a long tile's dk and dv to the tile's own block."""
-    part, flag = place_of_job(sums, place, sizes, W, T)
+def give(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
+    """Leave a consumer's part of a piece's dk and dv to who takes it."""
+    part, number = place_of_piece(sums, job - 1, W, T), (job - 1) // (T.pieces - 1)
     store_flat(part, dk[0])
     store_flat(part + 64 * T.columns, dv)
-    report(flag)  # every warp
+    report(sums[1] + FLAGS + 2 * number + W)  # every warp
 
 
 @gluon.jit
-def add_given(dk, dv, sums, place, sizes, W: gl.constexpr, T: gl.constexpr):
-    """dk and dv with what the helper gave."""
-    part, flag = place_of_job(sums, place, sizes, W, T)
-    await_turn(flag, 4)
-    return (dk[0] + load_flat(part, T.columns),), dv + load_flat(part + 64 * T.columns, T.columns_v)
+def add_given(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
+    """dk and dv with what the helpers gave."""
+    number = -1 - job
+    await_turn(sums[1] + FLAGS + 2 * number + W, 4 * (T.pieces - 1))
+    own, others = dk[0], gl.to_tensor(1)
+    if T.pieces > 2:  # once in the code: what is jumped over costs, too
+        others = uniform(others * (T.pieces - 1))
+    for i in range(others):
+        part = place_of_piece(sums, number * (T.pieces - 1) + i, W, T)
+        own, dv = own + load_flat(part, T.columns), dv + load_flat(part + 64 * T.columns, T.columns_v)
+    return (own,), dv
 
 
 @gluon.jit
-def place_of_job(sums, place, sizes, W: gl.constexpr, T: gl.constexpr):
-    """(where a consumer's part of a long tile lies, the flag to which its warps report)."""
-    pairs = gl.cdiv(sizes.k, T.block_k) // 2
-    number = ((place.batch * sizes.heads + place.head_kv) * pairs + place.tile) * 2 + W
-    return sums[3] + number.to(gl.int64) * (64 * (T.columns + T.columns_v)), sums[1] + FLAGS + number
+def place_of_piece(sums, number, W: gl.constexpr, T: gl.constexpr):
+    """Where a consumer's part of what is given lies."""
+    return sums[3] + (2 * number + W).to(gl.int64) * (64 * (T.columns + T.columns_v))
 
 
 @gluon.jit

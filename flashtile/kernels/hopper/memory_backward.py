@@ -83,7 +83,10 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     else:
         ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
     queries = make_channel(T.stages, 2, 1, T.singly)
-    keys, tickets = make_channel(1, 2), make_tickets((4 if T.copies_dq else 2) + T.stores_ds, WORDS if T.tells else 1)
+    keys = make_channel(1, 2)
+    # of lists each thread lets go by itself of what it was told, for racecheck follows no barrier from there; beside predicates
+    # consumers would spill
+    tickets = make_tickets(2, WORDS if T.tells else 1, (2 if T.copies_dq else 0) + T.stores_ds, T.divided > 0)
     shares, sums, scores = ds, queries, queries
     if T.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)

@@ -95,9 +95,9 @@ def one(warps: int):
 
 
 @gluon.jit
-def make_tickets(READERS: gl.constexpr, WORDS: gl.constexpr):
-    """Tickets for so many roles. Fence before specialising warps."""
-    return Tickets(make_words(2 * WORDS), make_channel(2, READERS), WORDS)
+def make_tickets(READERS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr = 0, SINGLY: gl.constexpr = False):
+    """Tickets for READERS, roles of four warps, and WARPS, of one; see `make_channel`. Fence before specialising warps."""
+    return Tickets(make_words(2 * WORDS), make_channel(2, READERS, 1, SINGLY, False, WARPS), WORDS)
 
 
 @gluon.jit

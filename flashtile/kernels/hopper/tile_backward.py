@@ -15,7 +15,7 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
 WAVE = 128  # about a tile for every SM, as the portable kernels have it, of as many query heads
-COUNTS = 256  # two of tickets, and two flags for each long tile that is helped with
+COUNTS = 256  # four of tickets and units, and two flags for each long tile that is helped with, as `helping` has them
 PADDED_ROWS = 128  # rows and dq's sum are padded to this many queries, as `grid.ROWS` says
 
 
@@ -30,6 +30,7 @@ class BackwardLaunch:
     swizzle: int = 4  # heads that go together, for the L2 cache
     resident: bool = True  # as many blocks as SMs, which take one tile after another
     helps: bool = False  # blocks of short tiles take the last steps of long ones (`helping`)
+    pieces: int = 1  # tickets of a long list (`helping`)
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
     converts: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
 
@@ -44,7 +45,8 @@ class BackwardLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
-        words += [f"resident={self.resident}", *(w for w in ("parted", "helps", "joined", "converts") if getattr(self, w))]
+        words += [f"resident={self.resident}", *[f"pieces={self.pieces}"] * (self.pieces > 1)]
+        words += [w for w in ("parted", "helps", "joined", "converts") if getattr(self, w)]
         return " ".join(words)
 
 
@@ -92,6 +94,7 @@ class BackwardTile:
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
+    pieces: int = 1  # in which long tiles are taken, where any are: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
@@ -115,6 +118,11 @@ class BackwardTile:
     def parted(self) -> bool:
         """Whether dk and dv are made by a pass over keys each."""
         return not (self.makes_dk and self.makes_dv)
+
+    @property
+    def divided(self) -> int:
+        """How many tiles, of all heads, are taken in pieces at most because their lists are long."""
+        return DIVIDED if self.pieces > 1 and self.blocks_q > 0 else 0
 
     @property
     def makes(self) -> set[str]:
@@ -251,7 +259,7 @@ class BackwardTile:
     @property
     def counts(self) -> int:
         """Counts that are cleared before: of tickets and units, and what helpers report."""
-        return COUNTS if self.helps else 4 if self.converts else 2
+        return COUNTS if self.pieces > 1 else 4 if self.converts else 2
 
 
 # By the wider head dim of the tile; the reasons are in docs/hopper-backward.md.
@@ -276,6 +284,7 @@ def is_split(problem: AttentionProblem, variant: Variant) -> bool:
     return p.band.right is not None and p.seqlen_k <= BRIEF and not any(spec.wants_grad for spec in p.score)
 
 
+PIECES, DIVIDED = 4, 64  # of a list of more than twice the mean, with which one alone takes longer than a share of all
 # keys: 16 x 1024 causal, 32 heads of 64, takes 0.583 ms split, 0.631 in order, 4 x 4096 1.667, 1.535 (an H200, 2026-11-25)
 BRIEF = 1024
 
@@ -298,6 +307,8 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
     launch = replace(launch, swizzle=heads_abreast(problem, launch, split))
     if problem.deterministic and not split:
         return ordered(launch, problem, device)
+    if problem.blocks is not None and not (documents(problem) or split or launch.parted or stored(problem) is not None):
+        launch = replace(launch, pieces=PIECES)
     helps = not split and is_one_wave(problem, launch, device)
     joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
     if split or not converts(problem, form, launch, device):
@@ -340,7 +351,7 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
         return False
     causal = p.band.right is not None and p.band.left is None
     tiles = backward_tiles(p, launch)
-    return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 2
+    return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 4
 
 
 # Of 1 x 16384 x 16 x 128 (17 MB) four heads together take 0.96 of the time of one by one, of 1 x 32768 (34 MB) 1.20; with
@@ -362,6 +373,11 @@ def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool
     if p.lengths.ragged and p.band.right is not None:
         return 1  # 64 items of 1k causal 1.012 of the speed of four, full 0.93
     return 2 if rotates(p, split) else launch.swizzle
+
+
+def documents(problem: AttentionProblem) -> bool:
+    """Whether documents are among the predicates: their lists are hardly ever longer than a block's share of all."""
+    return any(leaf.kind.name == "document" for leaf in problem.leaves)
 
 
 def rotates(problem: AttentionProblem, split: bool) -> bool:
@@ -436,6 +452,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         pairs_ds=paired(p) and launch.resident,
         resident=launch.resident,
         helps=launch.helps,
+        pieces=2 if launch.helps else launch.pieces,
         wave=0 if deterministic else WAVE // p.group,
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from flashtile._triton import constexpr
 from flashtile.kernels.hopper.gluon import afresh, aggregate, gl, gluon, uniform
-from flashtile.kernels.hopper.helping import divide
+from flashtile.kernels.hopper.helping import divide, gives_to, takes_of
 from flashtile.kernels.hopper.ticket import read_word, write_words
 from flashtile.kernels.lib.blocks import block_counts, block_list, block_start, long_lists, longest
 from flashtile.kernels.lib.grid import Sizes, padded_rows, seat
@@ -29,7 +29,8 @@ class Work(NamedTuple):
 class Visits:
     """The queries that a key tile visits, for one query head of the group after another.
 
-    Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask.
+    Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask;
+    shift is then how many steps others take first.
     """
 
     lo: gl.tensor  # the first step's, the last of all where T.sways and it is their turn; the first of all where T.rotates
@@ -40,7 +41,7 @@ class Visits:
     tiles: gl.tensor  # of one query head
     begin: gl.tensor  # steps are counted over all key tiles of a block
     end: gl.tensor
-    job: gl.tensor  # GIVES or TAKES of `helping`, or 0
+    job: gl.tensor  # of `helping`: positive of who gives what it sums, negative of who takes that, else 0
 
     @gluon.constexpr_function
     def __init__(self, lo, stride, shift, full_lo, full_hi, tiles, begin, end, job):
@@ -156,24 +157,61 @@ class Walk:
             return self.tile
 
 
+class Ranks(NamedTuple):
+    """How tickets of tiles with lists go, from the longest list to the shortest."""
+
+    tiles: gl.tensor  # of a head, of whole blocks, for their order counts them
+    heads: gl.tensor
+    long: gl.tensor  # how many of a head's tiles are far longer than the mean
+    divided: gl.tensor  # how many of these are taken in pieces
+    tickets: gl.tensor  # of all
+
+
 @gluon.jit
-def longest_first(ticket, tiles, heads_kv, work, T: gl.constexpr):
-    """(tile, head of keys, Item) of a ticket, by the length of their lists; `tiles` of each head.
+def find_ranks(work, T: gl.constexpr):
+    """The Ranks of all tickets, asked once.
+
+    What is `uniform` here decides how much ptxas spills in consumers' loops of documents (128 columns: 5 accesses, or 33).
+    """
+    PER: gl.constexpr = T.blocks_k // T.block_k
+    tiles = gl.cdiv(work.sizes.k, T.blocks_k) * PER
+    heads = work.tiles // tiles
+    long, alike = long_lists(work.lists[0], tiles // PER)
+    long = uniform(long * PER)
+    divided = gl.to_tensor(0)
+    if T.divided > 0:  # only where the longest takes more than a block's share of all
+        divided = gl.where(alike * heads < gl.num_programs(0), gl.minimum(long, T.divided // heads), 0)
+        divided = uniform(divided)
+    return Ranks(tiles, heads, long, divided, work.tiles + divided * heads * (T.pieces - 1))
+
+
+@gluon.jit
+def longest_first(ticket, heads_kv, ranks, work, T: gl.constexpr):
+    """(tile, head of keys, Item, piece, job) of a ticket, by the length of their lists.
 
     First the long lists of all heads, because what takes longest must not be begun last; then the others, T.swizzle heads
     together.
     """
     PER: gl.constexpr = T.blocks_k // T.block_k
-    whole, lists, heads = work.sizes, work.lists[0], work.tiles // tiles
-    long = long_lists(lists, tiles // PER) * PER
-    if ticket < long * heads:
+    whole, lists, heads = work.sizes, work.lists[0], ranks.heads
+    piece, job = ticket * 0, ticket * 0
+    if T.divided > 0:
+        each = heads * T.pieces
+        if ticket < ranks.divided * each:
+            place = ticket % each
+            ticket = ticket // each * heads + place % heads
+            piece = T.pieces - 1 - place // heads
+            job = gl.where(piece > 0, gives_to(ticket, piece, T), takes_of(ticket))
+        else:
+            ticket -= ranks.divided * (each - heads)
+    if ticket < ranks.long * heads:
         rank, batch_head = ticket // heads, ticket % heads
     else:
-        rank, batch_head = seat(ticket - long * heads, tiles - long, heads, T.swizzle, False)
-        rank += long
+        rank, batch_head = seat(ticket - ranks.long * heads, ranks.tiles - ranks.long, heads, T.swizzle, False)
+        rank += ranks.long
     batch, head_kv = batch_head // heads_kv, batch_head % heads_kv
     tile = longest(lists, batch, head_kv * T.group, rank // PER) * PER + rank % PER
-    return tile, head_kv, Item(batch, batch * 0, whole.q, whole.q, batch * 0, whole.k, whole.k)
+    return tile, head_kv, Item(batch, batch * 0, whole.q, whole.q, batch * 0, whole.k, whole.k), piece, job
 
 
 @gluon.jit
@@ -199,8 +237,11 @@ def flag_of(counter_ptr, place, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def walk(ticket, begin, work, T: gl.constexpr):
-    """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item)."""
+def walk(ticket, begin, ranks, work, T: gl.constexpr):
+    """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item).
+
+    ranks: with lists, unless T.deterministic, Ranks.
+    """
     whole, band, region = work.sizes, work.band, work.region
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
@@ -208,8 +249,9 @@ def walk(ticket, begin, work, T: gl.constexpr):
     span = whole.k
     if T.blocks_q > 0:  # whole blocks, for their order counts them
         span = gl.cdiv(whole.k, T.blocks_k) * T.blocks_k
+    job, before, left, piece = 0, 0, 0, 0
     if T.blocks_q > 0 and not T.deterministic:
-        tile, head_kv, item = longest_first(ticket, span // BLOCK_K, heads_kv, work, T)
+        tile, head_kv, item, piece, job = longest_first(ticket, heads_kv, ranks, work, T)
     else:
         number, tiles = ticket, work.tiles
         if T.helps:
@@ -223,9 +265,9 @@ def walk(ticket, begin, work, T: gl.constexpr):
         if T.pairs_ds:
             item = Item(entry, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
-    job, before, left = 0, 0, 0
     if T.helps:
-        tile, job, before, left = divide(tile, ticket >= work.tiles // 2, gl.cdiv(span, BLOCK_K), sizes, band, T)
+        own, tiles, batch_head = ticket >= work.tiles // 2, gl.cdiv(span, BLOCK_K), item.batch * heads_kv + head_kv
+        tile, job, before, left = divide(tile, own, tiles, batch_head, sizes, band, T)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
     queries = sizes.q
@@ -254,6 +296,9 @@ def walk(ticket, begin, work, T: gl.constexpr):
             asked += partial * (T.blocks_q // T.block_q)
         steps = gl.where(column < sizes.k, steps, 0)
         full_lo = begin + asked
+        if T.divided > 0:
+            before = steps * piece // T.pieces
+            steps = gl.where(job == 0, steps, steps * (piece + 1) // T.pieces - before)
     stride = gl.to_tensor(BLOCK_Q)
     if T.sways:
         per_head = gl.cdiv(span, BLOCK_K)
@@ -261,6 +306,8 @@ def walk(ticket, begin, work, T: gl.constexpr):
         stride = gl.where(back, -BLOCK_Q, BLOCK_Q)
         lo = gl.where(back, lo + (tiles - 1) * BLOCK_Q, lo)
     shift = tiles * 0
+    if T.divided > 0:
+        shift += before
     if T.rotates:
         shift = column % gl.maximum(tiles * BLOCK_Q, 1)
     visits = Visits(gl.to_tensor(lo), stride, shift, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
@@ -271,12 +318,13 @@ def walk(ticket, begin, work, T: gl.constexpr):
 
 
 @gluon.jit
-def tell_tile(tickets, turn, ticket, place, sizes):
+def tell_tile(tickets, turn, ticket, place, sizes, T: gl.constexpr):
     """Loader: tell the other roles the tile of a turn. To find it themselves they would need registers that they lack."""
     at = place.visits
+    lo = at.job if T.divided > 0 else at.lo
     numbers = (
         ticket, place.tile, place.batch, place.head_kv, place.first_q, place.first_k, place.span_k, place.first_row,
-        sizes.q, sizes.k, at.lo, at.full_lo, at.full_hi, at.tiles, at.begin, at.end,
+        sizes.q, sizes.k, lo, at.full_lo, at.full_hi, at.tiles, at.begin, at.end,
     )  # fmt: skip
     tickets.publish(turn, numbers)
 
@@ -318,12 +366,21 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
 
 
 @gluon.jit
+def job_of(tickets, place, T: gl.constexpr):
+    """A consumer's tile's job, as `Visits` has it."""
+    if T.divided > 0:
+        return tickets.number(place.told, 10, 4)
+    else:
+        return place.visits.job
+
+
+@gluon.jit
 def find(tickets, turn, ticket, begin, work, WARPS: gl.constexpr, T: gl.constexpr):
     """`walk` for a role of WARPS warps that does not load."""
     if T.tells:
         return told_tile(tickets, turn, work, WARPS, WARPS == 4, T)
     else:
-        return walk(ticket, begin, work, T)
+        return walk(ticket, begin, (), work, T)
 
 
 @gluon.jit

@@ -34,8 +34,10 @@ def longest(blocks, batch, head, rank):
 
 @jit
 def long_lists(blocks, lines):
-    """How many of the `lines` columns of blocks are far longer than the mean, in the head that has most of these."""
-    return tl.load(blocks[4] + lines * blocks[5][2])
+    """(how many of the `lines` columns of blocks are far longer than the mean, in the head that has most of these; how many
+    columns like the longest have as many blocks as a head)."""
+    more = blocks[4] + lines * blocks[5][2]
+    return tl.load(more), tl.load(more + blocks[5][2])
 
 
 @jit
