@@ -361,11 +361,17 @@ CACHED_BYTES = 24 << 20
 # The same of as many heads as go together with lists, whose tiles read other queries each: 1 x 8192 x 16 x 128 (8 MiB a head)
 # at 80 % by four 0.551 ms, by two 0.541, one by one 0.558; 95 % diagonal 0.262, 0.250, 0.253 (an H100, 2026-11-27).
 LISTED_BYTES = 16 << 20
+# And heads of documents, whose tiles read and add to few of a head's queries: 1 x 8192 of 128 by two, four, eight 0.505, 0.480,
+# 0.469 ms, causal 0.368, 0.358, 0.370; of 64 0.658, 0.657, 0.629, causal 0.507, 0.508, 0.494; of 256 by one, four, eight 0.878,
+# 0.772, 0.698 (an H100, 2026-11-27).
+DOCUMENTS = 8
 
 
 def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool) -> int:
     """How many heads go together."""
     p, each = problem, queries_bytes(problem)
+    if p.blocks is not None and documents(p):
+        return DOCUMENTS if p.band.right is None else max(min(DOCUMENTS, 2 * LISTED_BYTES // max(each, 1)), 1)
     if p.blocks is not None:
         return max(min(launch.swizzle, LISTED_BYTES // max(each, 1)), 1)
     if each > CACHED_BYTES and not (p.lengths.ragged or launch.parted):
