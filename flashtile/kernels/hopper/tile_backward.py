@@ -307,7 +307,7 @@ def choose_backward(problem: AttentionProblem, device: Device, split: bool = Fal
     launch = replace(launch, swizzle=heads_abreast(problem, launch, split))
     if problem.deterministic and not split:
         return ordered(launch, problem, device)
-    if problem.blocks is not None and not (documents(problem) or split or launch.parted or stored(problem) is not None):
+    if divides(problem) and not (split or launch.parted):
         launch = replace(launch, pieces=PIECES)
     helps = not split and is_one_wave(problem, launch, device)
     joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
@@ -370,7 +370,7 @@ DOCUMENTS = 8
 def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool) -> int:
     """How many heads go together."""
     p, each = problem, queries_bytes(problem)
-    if p.blocks is not None and documents(p):
+    if p.blocks is not None and any(leaf.kind.name == "document" for leaf in p.leaves):
         return DOCUMENTS if p.band.right is None else max(min(DOCUMENTS, 2 * LISTED_BYTES // max(each, 1)), 1)
     if p.blocks is not None:
         return max(min(launch.swizzle, LISTED_BYTES // max(each, 1)), 1)
@@ -381,9 +381,10 @@ def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool
     return 2 if rotates(p, split) else launch.swizzle
 
 
-def documents(problem: AttentionProblem) -> bool:
-    """Whether documents are among the predicates: their lists are hardly ever longer than a block's share of all."""
-    return any(leaf.kind.name == "document" for leaf in problem.leaves)
+def divides(problem: AttentionProblem) -> bool:
+    """Whether long lists are taken in pieces: those of tables, for with other predicates that has not run on a GPU."""
+    p = problem
+    return p.blocks is not None and stored(p) is None and all(leaf.kind.name == "block_table" for leaf in p.leaves)
 
 
 def rotates(problem: AttentionProblem, split: bool) -> bool:
