@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from flashtile import _triton
 from flashtile.errors import InvalidProblem
@@ -42,7 +43,8 @@ class Blocks(Joined):
             visited = (table != HIDDEN).sum(-1)
             lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
         long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
-        alike = visited.sum(-1).double().mean() // visited.amax().clamp(min=1)
+        longest = pad(visited, (0, 1), value=1).amax()  # at least 1, of no columns, too
+        alike = visited.sum(-1).double().mean() // longest
         order = lists["blocks.order_k"]
         more = torch.stack([long, alike.long()]).to(torch.int32)
         lists["blocks.order_k"] = torch.cat([order, more.expand(*order.shape[:2], 2)], -1)

@@ -128,6 +128,16 @@ def test_lists_are_what_the_mask_says(device: torch.device, name: str) -> None:
         assert bool((count.sum(-1).gather(-1, order).diff(dim=-1) <= 0).all())
 
 
+@pytest.mark.parametrize("seqlens", [(0, 200), (200, 0), (0, 0)])
+def test_blocks_of_nothing(seqlens: tuple[int, int], device: torch.device) -> None:
+    rows, columns = (-(-n // 128) for n in seqlens)
+    made = Blocks.build(Prefix(torch.tensor([3], dtype=torch.int32, device=device)), *seqlens, device=device)
+    given = Blocks.from_block_mask(torch.zeros(1, 1, rows, columns, dtype=torch.bool, device=device), *seqlens)
+    for mask in (made, given):
+        assert mask.lists["blocks.order_q"].shape == (1, 1, rows)
+        assert mask.lists["blocks.order_k"].tolist() == [[[*range(columns), 0, 0]]]
+
+
 def test_kernel_and_torch_classify_alike(device: torch.device) -> None:
     case = replace(CASE, seqlen_q=100, seqlen_k=140)
     for name in ("document-causal", "global-and-dilated", "two-bands", "holes-and-documents"):
