@@ -199,10 +199,11 @@ class HopperBackend:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
             scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
-        given, most_given = None, min(tiles, tile.divided) * (tile.pieces - 1)
+        given, more = None, min(tiles, tile.divided) * (tile.pieces - 1)  # tickets beside those of tiles, at most
         if tile.pieces > 1:
-            given, many = Pointer("given"), most_given if tile.divided else tiles // 2
-            scratch.append(Buffer("given", (many, 2, GROUP_ROWS, tile.columns + tile.columns_v), "fp32", "scratch"))
+            given = Pointer("given")
+            room = (tiles // 2 if tile.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
+            scratch.append(Buffer("given", room, "fp32", "scratch"))
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
         unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
         scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in sorted(unasked)]
@@ -239,7 +240,7 @@ class HopperBackend:
         keys = [
             KernelCall(
                 attention_backward,
-                (min(tiles + most_given, device.sm_count) if launch.resident else tiles, 1, 1),
+                (min(tiles + more, device.sm_count) if launch.resident else tiles, 1, 1),
                 (
                     Descriptor("q", (1, 1, part.block_q, part.columns)),
                     Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
