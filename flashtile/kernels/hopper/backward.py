@@ -19,7 +19,7 @@ from flashtile.kernels.hopper.layouts import matrix_layout, operand_layout
 from flashtile.kernels.hopper.memory_backward import make_memory
 from flashtile.kernels.hopper.share import add_dq, add_shares, report_dq
 from flashtile.kernels.hopper.store_scores import store_scores
-from flashtile.kernels.hopper.visit import Work, again, asks, find, job_of, meeting, plain
+from flashtile.kernels.hopper.visit import Work, again, asks, find, meeting, plain
 from flashtile.kernels.hopper.weigh import (
     add_rest,
     added,
@@ -412,18 +412,17 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
         memory.to.keys.release(turn)
         begin = place.visits.end
-        if T.pieces == 1:
-            place, sizes = again(place, sizes, memory, work, 4, T)
+        place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:
             dv *= seed.factor
         if T.pieces > 1:
-            job = job_of(memory.to.tickets, place, T)
+            job = place.visits.job
             if job > 0:
                 give(dk, dv, sums, job, W, T)
             else:
                 if job < 0:
                     dk, dv = add_given(dk, dv, sums, job, W, T)
-                there, _ = again(place, sizes, memory, work, 4, T)
+                there, _ = again(place, sizes, memory, work, 4, T)  # nothing of it is held while others' sums are added
                 store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, there, W, T)
         else:
             store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)

@@ -35,7 +35,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         tickets = ranks.tickets
     while ticket < tickets:
         place, sizes = walk(ticket, step, ranks, work, T)
-        if T.tells:  # to whom any ticket of fewer than the tiles is one
+        if T.tells:  # all that others ask of a ticket is whether it is below the number of tiles
             tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
         BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.makes_dk else 0)
         bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)

@@ -68,9 +68,9 @@ def add_given(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
     """dk and dv with what the helpers gave."""
     number = -1 - job
     await_turn(sums[1] + FLAGS + 2 * number + W, 4 * (T.pieces - 1))
-    own, others = dk[0], gl.to_tensor(1)
+    own, others = dk[0], gl.to_tensor(T.pieces - 1)
     if T.pieces > 2:  # once in the code: what is jumped over costs, too
-        others = uniform(others * (T.pieces - 1))
+        others = uniform(others)
     for i in range(others):
         part = place_of_piece(sums, number * (T.pieces - 1) + i, W, T)
         own, dv = own + load_flat(part, T.columns), dv + load_flat(part + 64 * T.columns, T.columns_v)

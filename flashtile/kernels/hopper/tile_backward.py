@@ -284,7 +284,8 @@ def is_split(problem: AttentionProblem, variant: Variant) -> bool:
     return p.band.right is not None and p.seqlen_k <= BRIEF and not any(spec.wants_grad for spec in p.score)
 
 
-PIECES, DIVIDED = 4, 64  # of a list of more than twice the mean, with which one alone takes longer than a share of all
+# pieces of a list far longer than the mean, and how many tiles, of all heads, are taken so: there is room for their sums
+PIECES, DIVIDED = 4, 64
 # keys: 16 x 1024 causal, 32 heads of 64, takes 0.583 ms split, 0.631 in order, 4 x 4096 1.667, 1.535 (an H200, 2026-11-25)
 BRIEF = 1024
 

@@ -349,6 +349,9 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
         span_k, first_row = tickets.number(turn, 6, WARPS), tickets.number(turn, 7, WARPS)
         padded, place = work.region[1], batch * 0
     lo, tiles, begin = tickets.number(turn, 10, WARPS), tickets.number(turn, 13, WARPS), tickets.number(turn, 14, WARPS)
+    job = gl.to_tensor(0)
+    if T.divided > 0:  # told in the place of lo, which says nothing of lists
+        job = lo
     visits = Visits(
         lo,
         gl.to_tensor(T.block_q),
@@ -358,20 +361,11 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
         tiles,
         begin,
         end,
-        gl.to_tensor(0),
+        job,
     )
     walk = Walk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row, gl.to_tensor(padded),
                 tickets.number(turn, 3, WARPS), visits)  # fmt: skip
     return walk, sizes
-
-
-@gluon.jit
-def job_of(tickets, place, T: gl.constexpr):
-    """A consumer's tile's job, as `Visits` has it."""
-    if T.divided > 0:
-        return tickets.number(place.told, 10, 4)
-    else:
-        return place.visits.job
 
 
 @gluon.jit
