@@ -73,5 +73,12 @@ for argument in sys.argv[1:]:
         "loops": loops,
         "overwritten": overwritten_operands(sass),
         "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
+        # of loops of so many iterations, how many values each carries
+        "carried": [
+            (int(times), len(types.split(",")))
+            for times, types in re.findall(
+                r"scf\.for \S+ = %c0_i32\S* to %c(\d+)_i32\S* .*? -> \((.*?)\)", compiled.asm["ttgir"]
+            )
+        ],
     }
     print(json.dumps(found))
