@@ -1,5 +1,5 @@
-"""What a loop carries for the bounds of a loop within it, and for nothing else, Triton 3.6.0 takes for unused, and leaves at its
-first value. No kernel may ask for that: what a bound is made of has to be read in the inner loop, too.
+"""What a loop carries for the bounds of a loop within it alone Triton 3.6.0 takes for unused, and leaves at its first value. No
+kernel may ask for that: what a bound is made of has to be read in the inner loop, too.
 """
 
 from __future__ import annotations

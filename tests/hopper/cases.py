@@ -46,8 +46,7 @@ def _longer() -> Iterator[Case]:
     yield replace(long, name="mask-long-64", heads_kv=2)
     yield replace(long, name="mask-long-128", head_dim=128, heads_q=4, heads_kv=2, dtype="bf16", upstream="both")
     yield replace(long, name="mask-long-96", head_dim=96, seqlen_q=700, dropout=0.2)
-    # and one that is taken whole: wide heads', and of another predicate than a table
-    yield replace(long, name="mask-long-256", head_dim=256, dtype="bf16")
+    yield replace(long, name="mask-long-256", head_dim=256, dtype="bf16")  # but wide heads', which is taken whole
     first = replace(long, name="mask-first", seqlen_q=900, seqlen_k=900, mask="first-blocks")
     yield replace(first, name="mask-first-64", heads_kv=1, dropout=0.2)
     yield replace(first, name="mask-first-128", head_dim=128, heads_q=4, heads_kv=1, causal=True, score=("softcap",))

@@ -190,21 +190,24 @@ def longest_first(ticket, heads_kv, ranks, work, T: gl.constexpr):
     """(tile, head of keys, Item, piece, job) of a ticket, by the length of their lists.
 
     First the long lists of all heads, because what takes longest must not be begun last; then the others, T.swizzle heads
-    together.
+    together. Where long ones are taken in pieces, these go with the others of their heads, before them.
     """
     PER: gl.constexpr = T.blocks_k // T.block_k
     whole, lists, heads = work.sizes, work.lists[0], ranks.heads
     piece, job = ticket * 0, ticket * 0
-    if T.divided > 0:
-        each = heads * T.pieces
-        if ticket < ranks.divided * each:
-            place = ticket % each
-            ticket = ticket // each * heads + place % heads
-            piece = T.pieces - 1 - place // heads
-            job = gl.where(piece > 0, gives_to(ticket, piece, T), takes_of(ticket))
+    if ranks.divided > 0:
+        span = (ranks.tiles + ranks.divided * (T.pieces - 1)) * T.swizzle
+        first, rest = ticket // span * T.swizzle, ticket % span
+        here = gl.minimum(heads - first, T.swizzle)
+        batch_head, rank = first + rest % here, rest // here
+        if rank < ranks.divided * T.pieces:
+            piece = T.pieces - 1 - rank % T.pieces
+            rank = rank // T.pieces
+            number = rank * heads + batch_head
+            job = gl.where(piece > 0, gives_to(number, piece, T), takes_of(number))
         else:
-            ticket -= ranks.divided * (each - heads)
-    if ticket < ranks.long * heads:
+            rank -= ranks.divided * (T.pieces - 1)
+    elif ticket < ranks.long * heads:
         rank, batch_head = ticket // heads, ticket % heads
     else:
         rank, batch_head = seat(ticket - ranks.long * heads, ranks.tiles - ranks.long, heads, T.swizzle, False)
