@@ -32,7 +32,8 @@ from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
 from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.tile_backward import BACKWARD, BackwardLaunch, ordered
+from flashtile.kernels.hopper.choose_backward import BACKWARD, ordered
+from flashtile.kernels.hopper.tile_backward import BackwardLaunch
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import KernelCall, Plan

@@ -27,7 +27,7 @@ install()
 
 from flashtile.kernels.hopper.backend import BACKEND
 from flashtile.kernels.hopper.choose import choose_forward
-from flashtile.kernels.hopper.tile_backward import choose_backward
+from flashtile.kernels.hopper.choose_backward import choose_backward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import Plan

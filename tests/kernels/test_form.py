@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.hopper.choose import choose_forward
+from flashtile.kernels.hopper.choose_backward import choose_backward
 from flashtile.kernels.hopper.tile import brought, copied
-from flashtile.kernels.hopper.tile_backward import choose_backward, make_backward_tile
+from flashtile.kernels.hopper.tile_backward import make_backward_tile
 from flashtile.kernels.lib.score import Form, chain, early, form_of
 from flashtile.plan.device import H100, MI300X
 from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward

@@ -9,6 +9,7 @@ from typing import Any
 from flashtile import _triton
 from flashtile._triton import JitTuple
 from flashtile.kernels.hopper.choose import choose_forward, choose_queries, forward_grid
+from flashtile.kernels.hopper.choose_backward import choose_backward, is_split
 from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, sums, zeros
 from flashtile.kernels.hopper.tile import (
     COPIED_KEYS,
@@ -24,8 +25,6 @@ from flashtile.kernels.hopper.tile_backward import (
     BackwardLaunch,
     BackwardTile,
     backward_tiles,
-    choose_backward,
-    is_split,
     make_backward_tile,
     padded_queries,
 )
