@@ -54,7 +54,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(head_dim=128, heads_q=8, heads_kv=1, causal=True), dict(head_dim=128, score=("softcap30",)),
     dict(head_dim=64, backward="split", dropout=0.2), dict(head_dim=128, causal=True, backward="split"),
     dict(head_dim=128, dropout=0.2, causal=True), dict(head_dim=128, mask="table"),
-    dict(head_dim=128, mask="one-long", seqlen_k=2048), dict(head_dim=192, head_dim_v=128),
+    dict(head_dim=128, mask="one-long", seqlen_q=1100, seqlen_k=2048, heads_q=8), dict(head_dim=192, head_dim_v=128),
     dict(head_dim=192, head_dim_v=128, causal=True), dict(head_dim=256), dict(head_dim=256, causal=True, dtype="fp16"),
     dict(head_dim=256, heads_q=4, heads_kv=2, window=(64, 0)),
     dict(head_dim=128, score=("bias",), seqlen_k=776, fixed_slopes=False), dict(head_dim=256, score=("bias",), seqlen_k=776),
@@ -76,8 +76,9 @@ NEW = [
 BEFORE = "head_dim=64 window=(100, 0) dtype=fp16"  # another one
 SANITIZED = [
     "head_dim=64 causal=True", "head_dim=128", "head_dim=128 causal=True", "head_dim=128 mask=table",
-    "head_dim=128 mask=one-long seqlen_k=2048", "head_dim=256", "head_dim=128 causal=True backward=split",
-    "head_dim=128 dropout=0.2 causal=True", "head_dim=128 score=('bias',) seqlen_k=776 fixed_slopes=False",
+    "head_dim=128 mask=one-long seqlen_q=1100 seqlen_k=2048 heads_q=8", "head_dim=256",
+    "head_dim=128 causal=True backward=split", "head_dim=128 dropout=0.2 causal=True",
+    "head_dim=128 score=('bias',) seqlen_k=776 fixed_slopes=False",
     "head_dim=64 score=('bias-heads',) seqlen_k=776 fixed_slopes=False causal=True",
     "batch=1 seqlen_q=2300 seqlen_k=2300 heads_q=11 heads_kv=11 head_dim=128 dtype=bf16",
     *(name for name in CONFIGURATIONS if name.startswith("batch=4 ")),
