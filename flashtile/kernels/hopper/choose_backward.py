@@ -35,7 +35,6 @@ def is_split(problem: AttentionProblem, variant: Variant) -> bool:
     return p.band.right is not None and p.seqlen_k <= BRIEF and not any(spec.wants_grad for spec in p.score)
 
 
-ALIKE = {"document", "within", "dilated", "key_padding"}  # predicates that show every key to about as many queries
 # keys: 16 x 1024 causal, 32 heads of 64, takes 0.583 ms split, 0.631 in order, 4 x 4096 1.667, 1.535 (an H200, 2026-11-25)
 BRIEF = 1024
 
@@ -130,6 +129,10 @@ def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool
     if p.lengths.ragged and p.band.right is not None:
         return 1  # 64 items of 1k causal 1.012 of the speed of four, full 0.93
     return 2 if rotates(p, split) else launch.swizzle
+
+
+# predicates that show every key to about as many queries
+ALIKE = {"document", "within", "dilated", "key_padding"}
 
 
 def pieces_of(problem: AttentionProblem, launch: BackwardLaunch) -> int:
