@@ -6,7 +6,8 @@ waits at times: a load then takes half of another's address. They did behind a p
 wait for them (docs/hopper-checks.md).
 
 Instructions of one unit read in their order, so that a wait for a later one is one for all before it. Only code without a label
-in between is followed, and only writers of a fixed latency are looked at: what is found is wrong, what is not may be.
+in between is followed, and only writers of a fixed latency are looked at, but for those whose predicate says that no thread
+does both: what is found is wrong, what is not may be.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _LABEL = re.compile(r"^\s*\.L\w+:")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 _WORD = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
 _REGISTER = re.compile(r"(?<![A-Z0-9_])R(\d+)(\.64|\.U64)?")
 _PREDICATE = re.compile(r"!?U?P[\dT]")
@@ -37,6 +38,7 @@ class Instruction:
     """With the barriers that it sets, when it has written and when it has read, and those that it waits for."""
 
     place: int
+    guard: str  # the predicate that it needs, or none
     opcode: str
     operands: tuple[str, ...]
     written: int
@@ -50,7 +52,7 @@ class Instruction:
     @property
     def is_late(self) -> bool:
         """Whether it reads and writes when its unit comes to it."""
-        return min(self.written, self.read) < _BARRIERS or bool(_ANY_LATENCY.match(self.opcode))
+        return min(self.written, self.read) < _BARRIERS or bool(_ANY_LATENCY.match(self.opcode) or _SPECIAL.match(self.opcode))
 
     @property
     def destination(self) -> set[int]:
@@ -79,7 +81,7 @@ class Instruction:
 def overwritten_operands(sass: str) -> list[str]:
     """Places of instructions, "9650 IADD3 R8", that write a register which an earlier one may not have read yet."""
     found: list[str] = []
-    pending: list[tuple[str, int, set[int]]] = []  # unit, number and sources of what may still have to read
+    pending: list[tuple[str, int, set[int], str]] = []  # unit, number, sources and guard of what may still have to read
     last: list[dict[str, int]] = [{} for _ in range(_BARRIERS)]  # by barrier the last instruction of each unit that set it
     for number, instruction in enumerate(_instructions(sass)):
         if instruction is None:
@@ -87,15 +89,22 @@ def overwritten_operands(sass: str) -> list[str]:
             continue
         for barrier in instruction.waits:
             done, last[barrier] = last[barrier], {}
-            pending = [(unit, n, reads) for unit, n, reads in pending if n > done.get(unit, -1)]
+            pending = [late for late in pending if late[1] > done.get(late[0], -1)]
         if instruction.is_late:
             if instruction.read < _BARRIERS:
-                pending.append((instruction.unit, number, instruction.sources))
+                pending.append((instruction.unit, number, instruction.sources, instruction.guard))
             for barrier in {instruction.written, instruction.read} - {_BARRIERS, _BARRIERS + 1}:
                 last[barrier][instruction.unit] = number
-        elif any(instruction.destination & reads for _, _, reads in pending):
+        elif any(instruction.destination & reads and guard != opposite(instruction.guard) for *_, reads, guard in pending):
             found.append(f"{instruction.place:x} {instruction.opcode} {instruction.operands[0]}")
+        named = {x.lstrip("!") for x in instruction.operands}  # another value may stand there from here on
+        pending = [(unit, n, reads, "" if guard.lstrip("!") in named else guard) for unit, n, reads, guard in pending]
     return found
+
+
+def opposite(guard: str) -> str:
+    """The guard of whoever does not do what this one guards; of no guard one that nothing has."""
+    return guard[1:] if guard.startswith("!") else f"!{guard}"
 
 
 def _span(first: int, opcode: str) -> set[int]:
@@ -117,7 +126,7 @@ def _instructions(sass: str) -> Iterator[Instruction | None]:
         code, word = _INSTRUCTION.search(line), _WORD.search(below)
         if code is None or word is None:
             continue
-        place, opcode, operands = int(code.group(1), 16), code.group(2), code.group(3)
+        place, guard, opcode, operands = int(code.group(1), 16), code.group(2) or "", code.group(3), code.group(4)
         control = int(word.group(1), 16) >> 41
         waits = tuple(n for n in range(_BARRIERS) if control >> 11 >> n & 1)
         if opcode.startswith("DEPBAR"):
@@ -126,7 +135,7 @@ def _instructions(sass: str) -> Iterator[Instruction | None]:
             opcode = "NOP"
         if not opcode.startswith("HGMMA"):
             split = tuple(x.strip() for x in re.split(r",(?![^\[(]*[\])])", operands))
-            yield Instruction(place, opcode, split, control >> 5 & 7, control >> 8 & 7, waits)
+            yield Instruction(place, guard, opcode, split, control >> 5 & 7, control >> 8 & 7, waits)
         if opcode in _LEAVES and "@" not in line:
             yield None
 

@@ -53,6 +53,26 @@ def test_stored_values_are_read_late_too() -> None:
     assert overwritten_operands("\n".join([store, line(0x20, "FMUL R20, R2, R3")])) == []
 
 
+GUARDED = line(0x10, "@P0 LDG.E R2, desc[UR24][R4.64]", written=5, read=0)
+
+
+@pytest.mark.parametrize(("rest", "found"), [
+    (["@!P0 SHL R4, R38, 0x8, RZ"], []),  # other threads
+    (["@P0 SHL R4, R38, 0x8, RZ"], ["20 SHL"]), (["@!P1 SHL R4, R38, 0x8, RZ"], ["20 SHL"]),
+    (["SHL R4, R38, 0x8, RZ"], ["20 SHL"]),
+    (["ISETP.NE.AND P0, PT, R7, RZ, PT", "@!P0 SHL R4, R38, 0x8, RZ"], ["30 SHL"]),  # by another value of the predicate
+])  # fmt: skip
+def test_who_needs_the_opposite_predicate_is_another_thread(rest: list[str], found: list[str]) -> None:
+    code = [GUARDED, *(line(0x20 + 0x10 * i, text) for i, text in enumerate(rest))]
+    assert [text.rpartition(" ")[0] for text in overwritten_operands("\n".join(code))] == found
+
+
+def test_conversions_stand_in_one_queue() -> None:
+    first = line(0x10, "F2F.F32.F64 R14, R36.64", written=3, read=2)
+    assert overwritten_operands("\n".join([first, line(0x20, "F2F.F32.F64 R36, R98.64")])) == []
+    assert overwritten_operands("\n".join([first, line(0x20, "MOV R36, R98")])) == ["20 MOV R36"]
+
+
 def test_a_special_function_is_no_load() -> None:
     code = [LOAD, line(0x20, "MUFU.EX2 R2, R4", written=3), line(0x30, "MOV R8, R2", waits=0b1000)]
     assert overwritten_operands("\n".join(code)) == ["30 MOV R8"]
