@@ -196,10 +196,7 @@ def longest_first(ticket, heads_kv, ranks, work, T: gl.constexpr):
     whole, lists, heads = work.sizes, work.lists[0], ranks.heads
     piece, job = ticket * 0, ticket * 0
     if ranks.divided > 0:
-        span = (ranks.tiles + ranks.divided * (T.pieces - 1)) * T.swizzle
-        first, rest = ticket // span * T.swizzle, ticket % span
-        here = gl.minimum(heads - first, T.swizzle)
-        batch_head, rank = first + rest % here, rest // here
+        rank, batch_head = seat(ticket, ranks.tiles + ranks.divided * (T.pieces - 1), heads, T.swizzle, False)
         if rank < ranks.divided * T.pieces:
             piece = T.pieces - 1 - rank % T.pieces
             rank = rank // T.pieces
