@@ -44,6 +44,7 @@ def _longer() -> Iterator[Case]:
     # a list so long that several blocks take it
     long = replace(whole, name="mask-long", batch=1, seqlen_q=896, mask="one-long")
     yield replace(long, name="mask-long-64")
+    yield replace(long, name="mask-long-64-each", seqlen_q=1100, heads_kv=2)
     yield replace(long, name="mask-long-128", head_dim=128, heads_q=4, heads_kv=2, dtype="bf16", upstream="both")
     yield replace(long, name="mask-long-96", head_dim=96, seqlen_q=700, dropout=0.2)
     yield replace(long, name="mask-long-256", head_dim=256, dtype="bf16")  # but wide heads', which is taken whole

@@ -117,7 +117,8 @@ TABLE = "where=block_table(128;128;1x4x8x8:bool),blocks=128x128"
 
 @pytest.mark.parametrize(("text", "tiles", "room"), [
     (f"q=1x1024x4x128,kv=1024x4x128,bf16,{TABLE}", 32, 3 * 32),
-    ("q=1x2000x4x64,kv=2000x4x64,bf16,where=block_table(128;128;1x4x16x16:bool),blocks=128x128", 64, 64),
+    (f"q=1x1000x4x64,kv=1000x4x64,bf16,score=softcap(30),{TABLE}", 32, 0),
+    ("q=1x2000x4x64,kv=2000x4x64,bf16,score=softcap(30),where=block_table(128;128;1x4x16x16:bool),blocks=128x128", 64, 64),
     ("q=1x4096x8x128,kv=4096x8x128,bf16,where=block_table(128;128;1x8x32x32:bool),blocks=128x128", 256, 15 * 13),
     ("q=2x4096x8x128,kv=4096x8x128,bf16,where=block_table(128;128;1x8x32x32:bool),blocks=128x128", 512, 7 * 28),
     ("q=1x1024x8x128,kv=1024x2x128,bf16,band=:0,where=prefix(1:int32)|within(64;0),blocks=128x128", 16, 15 * 13),
