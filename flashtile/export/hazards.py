@@ -52,7 +52,14 @@ class Instruction:
     @property
     def is_late(self) -> bool:
         """Whether it reads and writes when its unit comes to it."""
-        return min(self.written, self.read) < _BARRIERS or bool(_ANY_LATENCY.match(self.opcode) or _SPECIAL.match(self.opcode))
+        return min(self.written, self.read) < _BARRIERS or bool(_ANY_LATENCY.match(self.opcode))
+
+    def follows(self, unit: str, guard: str) -> bool:
+        """Whether it writes behind what an earlier instruction of a unit reads anyway: it waits in the same queue, or no thread
+        of that one's guard does it.
+        """
+        queued = _SPECIAL.match(self.opcode) is not None and unit == "special"
+        return queued or guard == opposite(self.guard)
 
     @property
     def destination(self) -> set[int]:
@@ -95,7 +102,7 @@ def overwritten_operands(sass: str) -> list[str]:
                 pending.append((instruction.unit, number, instruction.sources, instruction.guard))
             for barrier in {instruction.written, instruction.read} - {_BARRIERS, _BARRIERS + 1}:
                 last[barrier][instruction.unit] = number
-        elif any(instruction.destination & reads and guard != opposite(instruction.guard) for *_, reads, guard in pending):
+        elif any(instruction.destination & reads and not instruction.follows(unit, guard) for unit, _, reads, guard in pending):
             found.append(f"{instruction.place:x} {instruction.opcode} {instruction.operands[0]}")
         named = {x.lstrip("!") for x in instruction.operands}  # another value may stand there from here on
         pending = [(unit, n, reads, "" if guard.lstrip("!") in named else guard) for unit, n, reads, guard in pending]

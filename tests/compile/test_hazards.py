@@ -71,6 +71,7 @@ def test_conversions_stand_in_one_queue() -> None:
     first = line(0x10, "F2F.F32.F64 R14, R36.64", written=3, read=2)
     assert overwritten_operands("\n".join([first, line(0x20, "F2F.F32.F64 R36, R98.64")])) == []
     assert overwritten_operands("\n".join([first, line(0x20, "MOV R36, R98")])) == ["20 MOV R36"]
+    assert overwritten_operands("\n".join([LOAD, line(0x20, "F2F.F32.F64 R8, R98.64")])) == ["20 F2F.F32.F64 R8"]
 
 
 def test_a_special_function_is_no_load() -> None:
