@@ -15,7 +15,8 @@ HEAVY = ("torch", "triton", "numpy", "jax", "matplotlib", "rich", "typer")
 
 def fresh(code: str, **environment: str) -> str:
     """What a new interpreter prints; the test fails with its traceback where it fails."""
-    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **environment}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT.parent, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
