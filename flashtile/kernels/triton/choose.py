@@ -162,6 +162,17 @@ SCATTERED: dict[tuple[Pass, int], Launch] = {("forward", 64): Launch(128, 64, 8,
 UNEQUAL: dict[tuple[Pass, int], Launch] = {("fused", 256): Launch(32, 32, 8, 2, 8)}
 
 
+# Where matrix instructions take all operands from registers (sm80, sm86, sm120), before the rules above: by spills, not timed
+# (docs/tuning.md). With 64 x 32 the pass over queries would not fit into sm86's shared memory either.
+SYNCHRONOUS: dict[tuple[str, Pass, int], tuple[Launch, ...]] = {
+    ("16bit", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
+    ("tf32x3", "queries", 128): (Launch(32, 32, 4, 1, 8),),
+    ("tf32", "fused", 256): (Launch(16, 16, 8, 1, 8),),
+    ("scattered", "queries", 64): (Launch(64, 32, 4, 2, 8),),
+    ("predicates", "fused", 64): (Launch(32, 64, 8, 2, 8),),
+}
+
+
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes.
 
@@ -233,6 +244,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
         asks = problem.where and device.kind == "cuda"
         if (asks or (split and problem.dropout is not None)) and device.target != "sm90":
             rules = rules[1:] or rules  # both at once
+    if kind == "unit" and device.kind == "cuda" and not 90 <= device.arch < 120:
+        rules = (*SYNCHRONOUS.get((crowd(problem), which, width), ()), *rules)
     if problem.dtype is not DType.FP32 and which == "queries" and is_mended(problem) and width in TWICE:
         tile = TWICE[width]
         rules = (replace(tile, block_q=32, num_stages=1) if scattered(problem) else tile, *rules)
@@ -262,6 +275,13 @@ def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch |
 def scattered(problem: AttentionProblem) -> bool:
     """Whether rows are no multiple of 16 elements apart, for all that Triton knows: it loads them element by element then."""
     return bool(problem.head_dim % 16 or problem.head_dim_v % 16)
+
+
+def crowd(problem: AttentionProblem) -> str:
+    """What most fills the registers of a problem, as SYNCHRONOUS names it."""
+    if problem.dtype is DType.FP32:
+        return problem.precision
+    return "scattered" if scattered(problem) else "predicates" if problem.where else "16bit"
 
 
 def roomy(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
