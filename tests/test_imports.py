@@ -175,6 +175,27 @@ assert x.grad.isfinite().all()
 """)
 
 
+@pytest.mark.skipif(not (ROOT / ".venv" / "jax" / "jax").is_dir(), reason="there is no JAX beside PyTorch")
+def test_jax_runs_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import jax, jax.numpy as jnp
+import flashtile, flashtile.jax as ours
+jax.config.update("jax_platforms", "cpu")
+q = jnp.ones((1, 9, 2, 16))
+dq = jax.grad(lambda q: ours.dot_product_attention(q, q, q, is_causal=True).sum())(q)
+x, weight = jnp.ones((3, 16)), jnp.ones(16)
+dx = jax.grad(lambda x: ours.rms_norm(x, weight).sum())(x)
+assert jnp.isfinite(dq).all() and jnp.isfinite(dx).all()
+try:
+    ours.dot_product_attention(q, q, q, implementation="triton")
+except flashtile.NotSupported:
+    print("refused")
+"""
+    assert fresh(code, PYTHONPATH=f"{ROOT}:{ROOT / '.venv' / 'jax'}") == "refused\n"
+
+
 def test_companions_plan_without_torch() -> None:
     code = """
 import sys

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.dropout import keep
-from flashtile.jax.launch import JAX_DTYPES, Arrays
 from flashtile.jax.run import varying_like
 from flashtile.kernels.lib.score import sums_per_head
 from flashtile.plan.buffers import place_of

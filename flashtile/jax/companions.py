@@ -12,9 +12,9 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.batching import one_by_one
 from flashtile.jax.formulas import FORMULAS
-from flashtile.jax.launch import JAX_DTYPES, Arrays, refusals
 from flashtile.jax.run import NAMES, run, varying_like
 from flashtile.jax.saved import Saved
 from flashtile.kernels.companions.catalogue import OPS, unsupported
@@ -199,6 +199,8 @@ class Backward:
 
 
 def _launchable(plan: Plan, device: Device) -> Plan:
+    from flashtile.jax.launch import refusals
+
     reasons = unsupported("triton", device) or refusals(plan)
     if reasons:
         raise NotSupported(f"{plan.problem.spell()} on {device.target}", {"triton": reasons})

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashtile.jax.launch import JAX_DTYPES, Arrays
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 
 
 def norm(p: Any, t: Arrays) -> Arrays:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from flashtile.errors import NotSupported
 from flashtile.export.compile import compile_call, contiguous, specialise
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.reorder import machine_code, reordered
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer
 from flashtile.plan.device import Device
@@ -27,11 +28,6 @@ from flashtile.spec.dtype import SIZES_BYTES
 HANDLER = "triton_kernel_call_ffi"
 OLDEST = (0, 11, 1)  # the first jaxlib whose handler makes TMA descriptors
 ALIGNMENT_BYTES = 16  # what kernels are specialised on; XLA's buffers are aligned to more
-JAX_DTYPES: dict[str, Any] = {
-    "fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32,
-    "int8": jnp.int8, "int32": jnp.int32, "int64": jnp.int64, "uint8": jnp.uint8, "bool": jnp.bool_,
-}  # fmt: skip
-Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)

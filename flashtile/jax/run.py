@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.jax.launch import JAX_DTYPES, Arrays, launch
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.plan.call import Buffer, KernelCall, Plan
 from flashtile.plan.device import NAMED, Device
 
@@ -84,6 +84,8 @@ def device_here() -> Device:
 
 def execute(plan: Plan, device: Device, given: Sequence[Any]) -> list[Any]:
     """The plan's outputs from its inputs, both in the plan's order, as calls of the program that is being traced."""
+    from flashtile.jax.launch import launch  # which compiles them, by Triton
+
     arrays: Arrays = dict(zip((b.name for b in plan.named("input")), given, strict=True))
     for call in plan.calls:
         assert isinstance(call, KernelCall)

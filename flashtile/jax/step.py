@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.jax import blockwise
-from flashtile.jax.launch import JAX_DTYPES, Arrays, refusals
+from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers
 from flashtile.plan.call import Buffer, Plan
@@ -93,6 +93,8 @@ def _first_plan(
     p: AttentionProblem, device: Device, backend: str | None, variant: Variant | None, gradients: Gradients
 ) -> Plan:
     """The plan of the first backend that takes the problem and that jaxlib can launch."""
+    from flashtile.jax.launch import refusals  # which reads kernels' parameters, by Triton
+
     reasons: dict[str, list[str]] = {}
     for candidate in dispatch.BACKENDS if backend is None else (dispatch.backend_named(backend),):
         reasons[candidate.name] = candidate.unsupported(p, device, variant)

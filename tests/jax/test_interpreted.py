@@ -15,7 +15,8 @@ from jax.interpreters import mlir
 
 from flashtile import dispatch
 from flashtile.export.compile import contiguous
-from flashtile.jax.launch import JAX_DTYPES, held
+from flashtile.jax.arrays import JAX_DTYPES
+from flashtile.jax.launch import held
 from flashtile.jax.run import plan_p
 from flashtile.jax.step import Backward
 from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
