@@ -22,6 +22,14 @@ Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
 MAX_HEAD_DIM = 512
 LENGTHS = tuple(ALIKE.__dataclass_fields__)
+FORMS = {  # how the parts of a spelling with a value are written
+    "q": "q=BATCHxSEQLENxHEADSxHEAD_DIM", "kv": "kv=SEQLENxHEADSxHEAD_DIM", "band": "band=LEFT:RIGHT, whole numbers or nothing",
+    "score": "score=NAME(NUMBER;...;SHAPE:DTYPE;...)+...", "sink": "sink=HEADS:DTYPE, or with :grad behind it",
+    "dropout": "dropout=NUMBER", "scale": "scale=NUMBER", "blocks": "blocks=QUERIESxKEYS", "varlen": "varlen=TOTAL_QxTOTAL_K",
+    "where": "where=NAME(NUMBER;...;SHAPE:DTYPE;...)&...|...", "used": "used=q, used=k or used=qk",
+}  # fmt: skip
+DTYPES = tuple(dtype.value for dtype in DType)
+WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse")
 
 
 @dataclass(frozen=True)
@@ -244,22 +252,25 @@ class AttentionProblem:
         if not (body.startswith("attention(") and body.endswith(")")):
             raise InvalidProblem(f"spelling is {text!r}; it must be 'attention(q=...,kv=...,dtype,...)'.")
         fields: dict[str, object] = {}
-        try:
-            for part in body[len("attention(") : -1].split(","):
-                name, _, value = part.partition("=")
+        for part in body[len("attention(") : -1].split(","):
+            name, _, value = part.partition("=")
+            try:
                 parsed = _parse_part(name, value)
-                if not fields.keys().isdisjoint(parsed):
-                    raise InvalidProblem(f"spelling is {text!r}; {name} appears twice.")
-                fields.update(parsed)
-            if not fields.keys().isdisjoint(LENGTHS):
-                fields["lengths"] = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})  # pyright: ignore[reportArgumentType]
-            return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
-        except (TypeError, KeyError, IndexError) as error:
-            raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
-        except InvalidProblem:
-            raise
-        except ValueError as error:
-            raise InvalidProblem(f"spelling is {text!r}; {error}.") from error
+            except InvalidProblem:
+                raise
+            except (TypeError, LookupError, ValueError) as error:
+                form = FORMS.get(name) or f"one of {', '.join((*WORDS, *(f'{known}=' for known in FORMS)))}"
+                raise InvalidProblem(f"spelling is {text!r}; {part!r} must be {form}.") from error
+            if not fields.keys().isdisjoint(parsed):
+                raise InvalidProblem(f"spelling is {text!r}; {name} appears twice.")
+            fields.update(parsed)
+        needed = {"batch": FORMS["q"], "seqlen_k": FORMS["kv"], "dtype": f"a dtype ({', '.join(DTYPES)})"}
+        missing = [form for name, form in needed.items() if name not in fields]
+        if missing:
+            raise InvalidProblem(f"spelling is {text!r}; it lacks {' and '.join(missing)}.")
+        if not fields.keys().isdisjoint(LENGTHS):
+            fields["lengths"] = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})  # pyright: ignore[reportArgumentType]
+        return AttentionProblem(**fields)  # pyright: ignore[reportArgumentType]
 
 
 def _parse_part(name: str, value: str) -> dict[str, object]:
@@ -290,7 +301,7 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(total_q=total_q, total_k=total_k)
     if name == "used":
         if value not in ("q", "k", "qk"):
-            raise ValueError(f"used is {value!r}; it must be 'q', 'k' or 'qk'")
+            raise ValueError(value)
         return dict(used_q="q" in value, used_k="k" in value)
     if name == "deterministic" and not value:
         return dict(deterministic=True)
@@ -300,7 +311,7 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(precision=name)
     if not value:
         return dict(dtype=DType(name))
-    raise KeyError(f"unknown part {name}={value}")
+    raise KeyError(name)
 
 
 def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
