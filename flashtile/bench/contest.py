@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any
 
 from flashtile.bench.cases import CPU_MOST_FLOPS, DIRECTIONS, Direction, field_flops
-from flashtile.bench.result import BASE, OWN, Result, Status, describe, speed
+from flashtile.bench.result import BASE, OWN, Result, Status, describe, speed, unique
 from flashtile.bench.rotation import rotate
 from flashtile.bench.worker import Worker, WorkerLostError
+from flashtile.errors import InvalidProblem
 from flashtile.spec.attention import AttentionProblem
 
 MOST_CRASHES = 2  # after that many dead processes, or one hung, a provider is left out of the remaining cases
@@ -71,6 +72,14 @@ def entrants_of(workers: Sequence[Worker], settings: Settings) -> list[Entrant]:
         for provider in worker.greeting["providers"]
         if (not worker.base or provider.startswith(OWN)) and wanted(label_of(worker, provider), settings.patterns)
     ]
+
+
+def check_patterns(workers: Sequence[Worker], settings: Settings) -> None:
+    """Raise InvalidProblem for a pattern that means nobody."""
+    labels = unique(entrant.label for entrant in entrants_of(workers, replace(settings, patterns=())))
+    for pattern in settings.patterns:
+        if not any(wanted(label, (pattern,)) for label in labels):
+            raise InvalidProblem(f"provider is {pattern!r}; it must match one of {', '.join(labels)}.")
 
 
 class Contest:

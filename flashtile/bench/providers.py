@@ -58,7 +58,10 @@ def providers(device: torch.device, also: Path | None = None) -> dict[str, Provi
     """Every provider by name: ours as `dispatch` lists them, the peers, and `PROVIDERS` of the Python file `also`."""
     listed = [*own_providers(device), *PEERS]
     if also is not None:
-        listed += runpy.run_path(str(also))["PROVIDERS"]
+        found = runpy.run_path(str(also))
+        if "PROVIDERS" not in found:
+            raise SystemExit(f"{also.name} has no PROVIDERS; it must be a list of flashtile.bench.providers.Provider.")
+        listed += found["PROVIDERS"]
     return {provider.name: provider for provider in listed}
 
 

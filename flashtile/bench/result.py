@@ -102,13 +102,17 @@ class Writer:
 
 def read(path: Path) -> list[Result]:
     """The rows of a CSV. Raises ValueError if it is not one of ours."""
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        missing = set(COLUMNS) - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; it must be written by flashtile bench.")
-        kinds = get_type_hints(Result)
-        return [Result(**{name: _read(kinds[name], row[name]) for name in COLUMNS}) for row in rows]
+    try:
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            missing = set(COLUMNS) - set(rows.fieldnames or ())
+            kinds = get_type_hints(Result)
+            found = [Result(**{name: _read(kinds[name], row[name]) for name in COLUMNS}) for row in rows if not missing]
+    except (ValueError, TypeError, csv.Error) as error:  # no text, or a row that was cut off
+        raise ValueError(f"{path} cannot be read as a CSV written by flashtile bench.") from error
+    if missing:
+        raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; it must be written by flashtile bench.")
+    return found
 
 
 def unique(values: Iterable[str]) -> Sequence[str]:

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from flashtile.bench.cases import Suite
-from flashtile.bench.contest import Contest, Settings, Who, entrants_of
+from flashtile.bench.contest import Contest, Settings, Who, check_patterns, entrants_of
 from flashtile.bench.result import Result, Writer, unique
 from flashtile.bench.revision import LIBRARY, checked_out, commit
 from flashtile.bench.worker import Worker, WorkerLostError
@@ -51,6 +51,7 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
     csv.parent.mkdir(parents=True, exist_ok=True)
     log = csv.with_suffix(".log")
     with ExitStack() as stack:
+        stack.callback(_drop_empty, log)
         workers = [Worker(LIBRARY, log, order.also)]
         if order.base is not None:
             workers.append(Worker(stack.enter_context(checked_out(order.base)), log, base=True))
@@ -59,6 +60,7 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
         for worker in workers:
             stack.callback(worker.stop)
             worker.start()
+        check_patterns(workers, order.settings)
         writer = Writer(csv)
         facts = workers[0].greeting["facts"] | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         if workers[0].greeting["kind"] == "cpu":
@@ -79,8 +81,6 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
             writer.add(rows)
             results += rows
             say(f"[{index + 1}/{len(cases)}] {suite} {problem.spell()}: {_headline(rows)}")
-    if log.exists() and not log.stat().st_size:
-        log.unlink()
     return results
 
 
@@ -134,6 +134,11 @@ def in_directory(output: Path, suites: Sequence[str]) -> Path:
         return output
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     return output / f"{'_'.join(suites)}-{stamp}.csv"
+
+
+def _drop_empty(log: Path) -> None:
+    if log.exists() and not log.stat().st_size:
+        log.unlink()
 
 
 def _headline(rows: Sequence[Result]) -> str:

@@ -132,6 +132,31 @@ def test_wrong_and_failed_are_in_the_exit_code(tmp_path, monkeypatch) -> None:
     assert "WRONG" in result.output
 
 
+def test_a_pattern_that_means_nobody_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["flashtile/a", "b"]))
+    result = invoke("smoke", "-o", tmp_path / "new" / "r.csv", "-p", "b", "-p", "nosuch")
+    assert result.exit_code == 2
+    assert "provider is 'nosuch'; it must match one of flashtile/a, b." in result.output
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_also_without_providers_is_said(tmp_path) -> None:
+    (tmp_path / "also.py").write_text("x = 1\n")
+    result = invoke("smoke", "-o", tmp_path / "r.csv", "--also", tmp_path / "also.py")
+    assert result.exit_code == 2
+    assert "also.py has no PROVIDERS; it must be a list of flashtile.bench.providers.Provider." in result.output
+
+
+def test_what_cannot_be_shown_is_named(smoke, tmp_path) -> None:
+    folder, _ = smoke
+    lines = (folder / "r.csv").read_text().splitlines()
+    (tmp_path / "cut.csv").write_text("\n".join(lines)[: len(lines[0]) + 40])
+    for path in (folder / "r.png", tmp_path / "cut.csv"):
+        refused = invoke("--show", path)
+        assert (refused.exit_code, refused.output.count("\n")) == (2, 1)
+        assert f"{path} cannot be read as a CSV written by flashtile bench" in refused.output
+
+
 def test_listing_and_wrong_requests() -> None:
     listed = invoke("--list")
     assert listed.exit_code == 0
