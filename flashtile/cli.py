@@ -21,7 +21,7 @@ EXTRAS = {"torch": "torch", "triton": "torch", "matplotlib": "cli"}  # package -
 
 
 class Commands(TyperGroup):
-    """The command group, with the errors that flashtile raises on purpose turned into a message and exit code 2."""
+    """The command group, with errors raised on purpose, and those of files, turned into a message and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         """What the command returns."""
@@ -29,6 +29,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except (InvalidProblem, NotSupported) as error:
             typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:  # of no path: a broken pipe
+                raise
+            typer.echo(f"{error.filename}: {error.strerror}", err=True)
             raise typer.Exit(2) from None
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:

@@ -27,6 +27,7 @@ from flashtile.kernels.triton.candidates import candidates
 from flashtile.kernels.triton.choose import family
 from flashtile.kernels.triton.forward import attention_forward
 from flashtile.kernels.triton.tile import Launch, Pass
+from flashtile.output import prepare
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import Device
@@ -62,6 +63,7 @@ def tune(spellings: Iterable[str], output: Path, passes: Iterable[Pass] = PASSES
     """The tuning table measured for these problems, also written to `output` as JSON."""
     if not torch.cuda.is_available():
         raise InvalidProblem("tune needs a GPU; this machine has none that torch can use.")
+    prepare(output)
     device = torch.device("cuda", torch.cuda.current_device())
     place = device_of(device)
     table: dict[str, Any] = {}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import flashtile
 from flashtile.cli import app
+from flashtile.errors import InvalidProblem
+from flashtile.output import prepare
 
 PROBLEM = "attention(q=1x4096x16x128,kv=4096x16x128,bf16,band=:0,score=softcap(30.0))"
 
@@ -91,6 +95,52 @@ def test_tune_without_a_gpu_says_so() -> None:
     result = python(f"{blind}; from flashtile.cli import app; app(['tune', {PROBLEM!r}])")
     assert result.returncode == 2, result.stderr
     assert result.stderr == "InvalidProblem: tune needs a GPU; this machine has none that torch can use.\n"
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/x", "/proc/x"])
+@pytest.mark.parametrize("command", ["demo --output", "bench smoke -o", f"tune {PROBLEM} --output"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    command: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*given: Any, **more: Any) -> None:
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # the demo's own, which is then not set for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: command.startswith("tune"))
+    for name in ("demo.main._train", "bench.run.Worker", "tune.device_of"):
+        monkeypatch.setattr(f"flashtile.{name}", work)
+    (tmp_path / "taken").write_text("before")
+    output = tmp_path / place
+    result = call(*command.split(), str(output / "t.json" if command.startswith("tune") else output))
+    assert result.exit_code == 2, result.output
+    assert f"output is '{output}/" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert (tmp_path / "taken").read_text() == "before"
+
+
+def test_preparing_an_output_makes_its_folder_alone(tmp_path: Path) -> None:
+    there, new, link = tmp_path / "there", tmp_path / "a" / "b" / "new", tmp_path / "link"
+    there.write_text("before")
+    link.symlink_to(tmp_path / "target")
+    prepare(there, new, link)
+    assert there.read_text() == "before"
+    assert not list(new.parent.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link", "there"]
+    with pytest.raises(InvalidProblem, match=r"output is .*Is a directory"):
+        prepare(tmp_path)
+
+
+def test_an_error_of_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **more: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("flashtile.explanation.explain", fail)
+    error = OSError(28, "No space left on device", "/full/x")
+    result = call("explain", PROBLEM)
+    assert (result.exit_code, result.stderr) == (2, "/full/x: No space left on device\n")
+    error = OSError("of no file")
+    assert call("explain", PROBLEM).exception is error
 
 
 def test_explain_needs_no_torch() -> None:

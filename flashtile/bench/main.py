@@ -19,6 +19,7 @@ from flashtile.bench.result import Result, read
 from flashtile.bench.run import Order, in_directory, run
 from flashtile.bench.worker import WorkerLostError
 from flashtile.errors import InvalidProblem
+from flashtile.output import prepare
 from flashtile.spec.dtype import DType
 
 OUTPUT = Path("bench-output")
@@ -95,6 +96,7 @@ def _show(results: list[Result], output: Path, console: Console) -> None:
     if output == OUTPUT:
         typer.echo(report.markdown(results), nl=False)
         return
+    prepare(output)
     if output.suffix == ".md":
         output.write_text(report.markdown(results))
     else:

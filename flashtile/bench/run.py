@@ -18,6 +18,7 @@ from flashtile.bench.contest import Contest, Settings, Who, check_patterns, entr
 from flashtile.bench.result import Result, Writer, unique
 from flashtile.bench.revision import LIBRARY, checked_out, commit
 from flashtile.bench.worker import Worker, WorkerLostError
+from flashtile.output import prepare
 from flashtile.spec.attention import AttentionProblem
 
 MOST_COMPILERS = 8  # processes that compile ahead; each holds one case and a context of half a GiB on the device
@@ -48,7 +49,7 @@ def run(order: Order, csv: Path, say: Callable[[str], None]) -> list[Result]:
     """
     started = time.monotonic()
     crashes, results = Counter[Who](), list[Result]()
-    csv.parent.mkdir(parents=True, exist_ok=True)
+    prepare(csv)
     log = csv.with_suffix(".log")
     with ExitStack() as stack:
         stack.callback(_drop_empty, log)

@@ -16,6 +16,7 @@ from rich.table import Table
 from flashtile.demo.memory import naive_bytes, peak_bytes
 from flashtile.demo.model import Attend, attend_flashtile, attend_naive, attend_sdpa
 from flashtile.demo.train import Setup, Text, Trainer, sample
+from flashtile.output import prepare
 
 OURS, THEIRS, NAIVE = "flashtile", "torch SDPA", "naive"
 CONTESTANTS: dict[str, Attend] = {OURS: attend_flashtile, THEIRS: attend_sdpa, NAIVE: attend_naive}
@@ -29,6 +30,8 @@ Memory = dict[str, dict[int, int]]  # contestant -> seqlen -> bytes
 def run_demo(setup: Setup, output: Path, lengths: Sequence[int] | None = None, console: Console | None = None) -> bool:
     """Whether the two loss curves agree. Writes demo.png and sample.txt into `output`."""
     console = console or Console()
+    plot, story = output / "demo.png", output / "sample.txt"
+    prepare(plot, story)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     text = Text()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
@@ -45,10 +48,9 @@ def run_demo(setup: Setup, output: Path, lengths: Sequence[int] | None = None, c
     written = sample(runs[OURS].model, text, setup, device)
     console.print("\nThe model writes:\n", style="bold")
     console.print(written, markup=False, highlight=False)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "sample.txt").write_text(written, encoding="utf-8")
-    _plot(runs, memory, output / "demo.png")
-    console.print(f"\nWrote {output / 'demo.png'} and {output / 'sample.txt'}.")
+    story.write_text(written, encoding="utf-8")
+    _plot(runs, memory, plot)
+    console.print(f"\nWrote {plot} and {story}.")
     return agree
 
 

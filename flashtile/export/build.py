@@ -20,18 +20,20 @@ from flashtile.export.entry import Entry, Path, explore
 from flashtile.plan.call import Descriptor, KernelCall
 from flashtile.plan.device import Device
 
+FILES = ("flashtile_attention.c", "flashtile_attention.h")
+
+Found = tuple[Entry, Device, Path]
 Job = tuple[KernelCall, Specialisation, Device]
 _jobs: list[Job] = []  # what a forked worker finds by its number: calls hold functions, which cannot be sent
 
 
-def plan_all(entries: Sequence[Entry], devices: Sequence[Device]) -> list[tuple[Entry, Device, Path]]:
+def plan_all(entries: Sequence[Entry], devices: Sequence[Device]) -> list[Found]:
     """Every plan of every entry on every device. Raises NotSupported."""
     return [(entry, device, path) for entry in entries for device in devices for path in explore(entry, device)]
 
 
-def build(entries: Sequence[Entry], devices: Sequence[Device], workers: int, report: Callable[[str], None]) -> list[Planned]:
+def build(found: Sequence[Found], workers: int, report: Callable[[str], None]) -> list[Planned]:
     """All plans with their compiled kernels. `report` is told how far it is."""
-    found = plan_all(entries, devices)
     jobs: dict[Any, Job] = {}
     used: list[list[tuple[Any, Specialisation]]] = []
     for _entry, device, path in found:
@@ -111,7 +113,7 @@ def write(
     """Write flashtile_attention.c and .h; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     binaries = {b.index: b for p in planned for b in p.kernels}
-    source, header = folder / "flashtile_attention.c", folder / "flashtile_attention.h"
+    source, header = (folder / name for name in FILES)
     source.write_text(emit.source(planned, [binaries[i] for i in sorted(binaries)], functions))
     header.write_text(emit.header(planned, declarations))
     return source, header

@@ -14,6 +14,7 @@ from flashtile.export.attention import LAYOUTS, AttentionExport, Layout, entries
 from flashtile.export.companion import CompanionExport, companion_entries
 from flashtile.export.companion import name_of as name_of_companion
 from flashtile.export.entry import Entry
+from flashtile.output import prepare
 from flashtile.plan.device import NAMED, Device, named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.companion import Companion
@@ -87,7 +88,7 @@ def export(
     """
     if _triton.INTERPRETED:
         raise NotSupported("export", {"triton": ["its interpreter is on (TRITON_INTERPRET=1); kernels cannot be compiled"]})
-    from flashtile.export.build import build, workers_here, write
+    from flashtile.export.build import FILES, build, plan_all, workers_here, write
 
     made: list[Entry] = []
     packed: list[AttentionProblem] = []
@@ -106,7 +107,9 @@ def export(
         packed = llmc.problems()
     made += llmc.llmc_entries(packed)
     _check_names(made)
-    planned = build(made, request.devices, workers or workers_here(), report)
+    plans = plan_all(made, request.devices)  # what is refused leaves no folder behind
+    prepare(*(folder / name for name in FILES))
+    planned = build(plans, workers or workers_here(), report)
     if not packed:
         return list(write(planned, folder))
     return list(write(planned, folder, llmc.declarations(), llmc.functions(packed, planned)))

@@ -157,6 +157,16 @@ def test_what_cannot_be_shown_is_named(smoke, tmp_path) -> None:
         assert f"{path} cannot be read as a CSV written by flashtile bench" in refused.output
 
 
+def test_what_is_shown_goes_into_a_new_folder_or_is_refused(smoke, tmp_path) -> None:
+    folder, _ = smoke
+    assert invoke("--show", folder / "r.csv", "-o", tmp_path / "new" / "r.md").exit_code == 0
+    assert "| B1 H2 S64 D32 causal fp32 | fwd |" in (tmp_path / "new" / "r.md").read_text()
+    for output in (tmp_path / "new" / "r.md" / "x.png", tmp_path / "new" / "r.md" / "x.md"):
+        refused = invoke("--show", folder / "r.csv", "-o", output)
+        assert (refused.exit_code, refused.output.count("\n")) == (2, 1)
+        assert f"output is '{output}'" in refused.output
+
+
 def test_listing_and_wrong_requests() -> None:
     listed = invoke("--list")
     assert listed.exit_code == 0

@@ -30,7 +30,7 @@ driver.set_active(active)
 
 from flashtile.export import llmc, schedule  # noqa: E402
 from flashtile.export.attention import AttentionExport, entries  # noqa: E402
-from flashtile.export.build import build, write  # noqa: E402
+from flashtile.export.build import build, plan_all, write  # noqa: E402
 from flashtile.export.companion import CompanionExport, companion_entries  # noqa: E402
 from flashtile.export.compile import compile_call  # noqa: E402
 from flashtile.export.entry import Entry  # noqa: E402
@@ -142,7 +142,7 @@ def main() -> None:
     sizes = [[int(n) for n in text.split("x")] for text in asked]
     # Only the plans of these sizes are compiled; test_paths.py has the others.
     both = [replace(entry, samples=partial(samples, entry, export, sizes)) for entry in made]
-    planned = build(both, [H100], 2, lambda line: None)
+    planned = build(plan_all(both, [H100]), 2, lambda line: None)
     packed = [export.problem] if isinstance(export, AttentionExport) and layout == "llmc" else []
     more = (llmc.declarations(), llmc.functions(packed, planned)) if packed else ()
     source, _ = write(planned, Path(folder), *more)

@@ -57,6 +57,17 @@ def test_the_command_refuses(tmp_path: Path, problems: tuple[str, ...], layout: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", ["taken", "taken/x", "/proc/x"])
+def test_an_output_that_cannot_be_written_is_refused_before_compiling(tmp_path: Path, place: str) -> None:
+    (tmp_path / "taken").touch()
+    output = str(tmp_path / place)
+    command = [sys.executable, "-m", "flashtile", "export", "-o", output, "--arch", "sm_80", "--problem", PLAIN]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert done.stderr.startswith(f"InvalidProblem: output is '{output}/flashtile_attention.c'"), "no line on kernels before it"
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
     from flashtile import _triton
 
