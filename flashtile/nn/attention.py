@@ -93,6 +93,10 @@ class Attention(torch.nn.Module):
         if self.training and self.dropout.p:
             arguments["dropout"] = self.dropout
         if padding_mask is not None:
+            wanted = tuple((x if context is None else context).shape[:2])
+            shape = tuple(getattr(padding_mask, "shape", ()))
+            if shape not in (wanted, (1, *wanted[1:])):
+                raise InvalidProblem(f"padding_mask has shape {shape}; it must be (batch, seqlen_k) = {wanted}.")
             mask = arguments.get("mask")
             arguments["mask"] = KeyPadding(padding_mask) if mask is None else KeyPadding(padding_mask) & mask
         if context is None and self.q_norm is None and self.rotary_base is None:

@@ -20,13 +20,17 @@ def document_visible(at, args):
 
 @dataclass(frozen=True, eq=False)
 class Document(Predicate):
-    """Query i sees key j where queries[i] == keys[j]; int32 (seqlen,) or (batch, seqlen), `keys` is `queries` by default."""
+    """Query i sees key j where queries[i] == keys[j]; int32 (seqlen,) or (batch or 1, seqlen), `keys` is `queries` by default.
+
+    Either may be longer than there are queries or keys: what lies beyond is not looked at.
+    """
 
     queries: Any
     keys: Any = None
 
     name = "document"
     visible = document_visible
+    along = (("document queries", "q"), ("document keys", "k"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)

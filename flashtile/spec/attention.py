@@ -94,7 +94,7 @@ class AttentionProblem:
         for spec in self.score:
             _check_tensors(spec, scores)
         for leaf in self.leaves:
-            leaf.kind.check(tuple(shape for shape, _ in leaf.tensors), scores)
+            leaf.check(scores, self.lengths)
         _check_sink(self.sink, self.heads_q)
         if self.dropout is not None:
             check_chance(self.dropout)

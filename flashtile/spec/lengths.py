@@ -44,6 +44,10 @@ class Lengths:
         """Whether items may differ in length at all."""
         return self.varlen or self.used_q or self.used_k
 
+    def known(self, side: str) -> bool:
+        """Whether all items have as many queries ("q") or keys ("k") as the problem says."""
+        return not (self.varlen or (self.used_q if side == "q" else self.used_k))
+
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the int32 tensors that hold the lengths."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.blocks import BlockSpec
+from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import FULL, Band, make_mask
 from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
@@ -78,6 +79,8 @@ class Predicate(Joined):
 
     name: ClassVar[str] = ""
     visible: ClassVar[Callable[..., Any]]
+    # of each tensor (batch, length): what errors call it, and whether it must reach the last query ("q") or key ("k")
+    along: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,6 +130,16 @@ class PredicateSpec:
                 raise InvalidProblem(f"{self.kind.name}'s tensor has shape {shape}; its sizes must not be negative.")
             if dtype not in DTYPES:
                 raise InvalidProblem(f"{self.kind.name}'s tensor is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+
+    def check(self, scores: tuple[int, int, int, int], lengths: Lengths) -> None:
+        """Raise InvalidProblem for tensors that do not serve (batch, heads_q, seqlen_q, seqlen_k) scores."""
+        shapes = tuple(shape for shape, _ in self.tensors)
+        self.kind.check(shapes, scores)
+        for (name, side), shape in zip(self.kind.along, shapes, strict=False):
+            seqlen = scores[2 if side == "q" else 3]
+            # where items differ in length it must reach the longest one's end, which the device alone knows
+            if lengths.known(side) and (len(shape) != 2 or shape[1] < seqlen):
+                raise InvalidProblem(f"the shape of {name} is {shape}; its last axis must be at least seqlen_{side}, {seqlen}.")
 
     def spell(self) -> str:
         tensors = ["x".join(map(str, shape)) + ":" + dtype for shape, dtype in self.tensors]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import Alibi, Dropout, InvalidProblem, NotSupported, Score
+from flashtile import Alibi, Dropout, InvalidProblem, KeyPadding, NotSupported, Score
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, mha, target
 
 Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
@@ -44,6 +44,7 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"score": Alibi(jnp.zeros(4))}, "it must be a tuple of score modifiers"),
         ((Q, K, K), {"score": (Alibi(jnp.zeros(3)),)}, r"alibi slopes have shape \(3,\)"),
         ((Q, K, K), {"attend_to": "all"}, "attend_to is a str"),
+        ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 7), bool))}, r"key padding is \(2, 7\); its last axis must be"),
         ((Q, K, K), {"dropout": 0.1}, "dropout is 0.1"),
         ((Q, K, K), {"dropout": Dropout(0.1)}, "dropout seed is None"),
         ((Q, K, K), {"dropout": Dropout(0.1, jnp.zeros(2))}, "dropout seed is float32"),

@@ -275,6 +275,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "prefix": (call(mask=Prefix(IDS)), "prefix lengths are torch.Size([8]); they must be a tensor (2,)"),
     "holes": (lambda: KeyPadding(IDS), "it must be a (batch, seqlen_k) tensor"),
     "holes-batch": (call(mask=KeyPadding(IDS.expand(3, 8))), "its first axis must be the batch, 2"),
+    "holes-short": (call(mask=KeyPadding(IDS[:7].expand(2, 7))), "shape of key padding is (2, 7); its last axis must be at"),
+    "holes-one": (
+        call(mask=Dilated(2) | KeyPadding(IDS[None, :1])),
+        "key padding is (2, 1); its last axis must be at least seqlen_k, 8",
+    ),
+    "holes-blocks": (
+        lambda: Blocks.build(KeyPadding(IDS[None, :3]), 8, 8),
+        "key padding is (1, 3); its last axis must be at least",
+    ),
+    "ids-short": (call(mask=Document(IDS[:5])), "the shape of document queries is (2, 5); its last axis must be at least"),
+    "ids-short-keys": (
+        call(mask=Document(IDS, IDS[:1])),
+        "document keys is (2, 1); its last axis must be at least seqlen_k, 8",
+    ),
     "lengths": (call(mask=Blocks.build(Band(), 8, 9, device="cpu")), "blocks are for 8 x 9 scores; they must be for 8 x 8"),
     "heads": (
         call(mask=Blocks.build(Band(), 8, 8, heads=3, device="cpu")),
@@ -302,6 +316,28 @@ def test_bad_masks(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(InvalidProblem, match=re.escape(message)):
         make()
+
+
+def test_masks_that_reach_beyond_the_keys() -> None:
+    """A cache's mask has a column for each of its places."""
+    q, keep, ids = torch.randn(2, 8, 4, 16), torch.arange(24).view(2, 12) % 3 > 0, torch.arange(12, dtype=torch.int32) // 3
+    for long, exact in (
+        (KeyPadding(keep), KeyPadding(keep[:, :8])), (KeyPadding(keep[:1]), KeyPadding(keep[:1, :8])),
+        (Document(ids), Document(ids[:8])), (Document(ids[None], ids), Document(ids[None, :8], ids[:8])),
+    ):  # fmt: skip
+        torch.testing.assert_close(flashtile.attention(q, q, q, mask=long), flashtile.attention(q, q, q, mask=exact))
+
+
+def test_masks_of_items_of_unequal_lengths_are_as_long_as_the_longest() -> None:
+    q, cu = torch.randn(11, 4, 16), torch.tensor([0, 5, 11], dtype=torch.int32)
+    keep, ids = torch.arange(12).view(2, 6) % 3 > 0, torch.arange(6, dtype=torch.int32) // 2
+    for mask in (KeyPadding(keep), Document(ids)):
+        out = flashtile.attention_varlen(q, q, q, cu, mask=mask)
+        torch.testing.assert_close(out, flashtile.attention_varlen(q, q, q, cu, max_seqlen_q=8, max_seqlen_k=8, mask=mask))
+    q, used = torch.randn(2, 8, 4, 16), torch.tensor([4, 6], dtype=torch.int32)
+    flashtile.attention(q, q, q, mask=KeyPadding(keep), seqused_k=used)
+    with pytest.raises(InvalidProblem, match=r"document queries is \(2, 6\); its last axis must be at least seqlen_q, 8"):
+        flashtile.attention(q, q, q, mask=Document(ids), seqused_k=used)
 
 
 def test_joining_with_what_is_no_mask() -> None:

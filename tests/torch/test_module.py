@@ -109,6 +109,10 @@ def test_compiled_without_a_graph_break() -> None:
     torch.testing.assert_close(compiled(x, padding_mask=keep), module(x, padding_mask=keep), rtol=1e-4, atol=1e-3)
 
 
+def padded(seqlen_k: int, context: Any = None) -> Any:
+    return Attention(32, 4, options=CPU)(torch.randn(2, 9, 32), context, padding_mask=torch.ones(2, seqlen_k, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -117,6 +121,13 @@ def test_compiled_without_a_graph_break() -> None:
         (lambda: Attention(12, 4, rotary_base=1e4), "must be even for rotary"),
         (lambda: Attention(32, 4)(torch.randn(9, 32)), r"it must be \(batch, seqlen, 32\)"),
         (lambda: Attention(32, 4, rotary_base=1e4)(torch.randn(1, 9, 32), torch.randn(1, 9, 32)), "has rotary"),
+        (lambda: padded(8), r"padding_mask has shape \(2, 8\); it must be \(batch, seqlen_k\) = \(2, 9\)"),
+        (lambda: padded(1), r"padding_mask has shape \(2, 1\)"),
+        (lambda: padded(10), r"padding_mask has shape \(2, 10\)"),
+        (
+            lambda: padded(9, torch.randn(2, 7, 32)),
+            r"padding_mask has shape \(2, 9\); it must be \(batch, seqlen_k\) = \(2, 7\)",
+        ),
     ],
 )
 def test_bad_input(make: Any, message: str) -> None:
