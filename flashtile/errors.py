@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -21,3 +22,8 @@ class NotSupported(NotImplementedError):
     def __reduce__(self) -> tuple[type[NotSupported], tuple[str, Mapping[str, Sequence[str]]]]:
         """For processes that compile: one error passes to another process whole."""
         return type(self), (self.request, self.reasons)
+
+
+def renamed(error: InvalidProblem, called: Mapping[str, str]) -> InvalidProblem:
+    """The error with the names that its caller has for things, by those that it was raised with."""
+    return InvalidProblem(re.sub(r"\w+", lambda word: called.get(word[0], word[0]), str(error)))

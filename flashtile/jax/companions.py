@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.batching import one_by_one
 from flashtile.jax.formulas import FORMULAS
@@ -24,6 +25,7 @@ from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion, Described
 
 IMPLEMENTATIONS = (None, "triton", "xla")
+AS_IT_IS: Mapping[str, str] = {}
 
 
 def layer_norm(
@@ -102,7 +104,7 @@ def cross_entropy(
         reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, ignore_index=ignore_index
     )
     arrays = {"logits": logits.reshape(-1, logits.shape[-1]), "labels": labels.reshape(-1)}
-    loss, lse = _apply_op("cross_entropy", arrays, options, implementation)
+    loss, lse = _apply_op("cross_entropy", arrays, options, implementation, {"smoothing": "label_smoothing"})
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, lse.reshape(labels.shape)) if return_lse else loss
 
@@ -216,20 +218,23 @@ def _run(step: Forward | Backward, implementation: str | None, *given: Any) -> t
     return tuple(call(*given))
 
 
-def _apply_op(op: str, arrays: dict[str, Any], options: dict[str, Any], implementation: str | None) -> tuple[Any, ...]:
-    """What the op gives its caller."""
+def _apply_op(
+    op: str, arrays: dict[str, Any], options: dict[str, Any], implementation: str | None, called: Mapping[str, str] = AS_IT_IS
+) -> tuple[Any, ...]:
+    """What the op gives its caller. called: the caller's names, where they are not the op's; errors say those."""
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
     kind = OPS[op].kind
     given = {name: jnp.asarray(arrays[name]) for name in kind.tensors if arrays.get(name) is not None}
-    for name, array in given.items():
-        if array.dtype not in NAMES:
-            raise InvalidProblem(f"{name} is {array.dtype}; it must be one of {', '.join(map(str, NAMES))}.")
-    described = tuple((name, Described(array.shape, NAMES[array.dtype])) for name, array in given.items())
+    described = tuple((name, Described(a.shape, NAMES.get(a.dtype) or str(a.dtype))) for name, a in given.items())
     values = list(given.values())
-    return _compiled((kind(described, **options), implementation), *varying_like(values, values))
+    try:
+        problem = kind(described, **options)
+    except InvalidProblem as error:
+        raise renamed(error, called) from None
+    return _compiled((problem, implementation), *varying_like(values, values))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from flashtile.torch.companion import check_tensor, rows, run
+from flashtile.torch.companion import AS_IT_IS, check_tensor, rows, run
+
+ONE_LAYER = {"weight1": "weight", "bias1": "bias"}  # what `linear_act` calls them
 
 
 def linear_act(
@@ -26,7 +29,7 @@ def linear_act(
     The product is cuBLAS's, GELU a part of it for fp16 and bf16 (sizes multiples of 8). A backward reads the gradient that
     arrives once: for that of x weight^T and for bias's, summed in float32. Raises InvalidProblem for a request without meaning.
     """
-    out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, return_pre)
+    out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, return_pre, ONE_LAYER)
     return (out, pre) if return_pre else out
 
 
@@ -50,13 +53,15 @@ def mlp(
     return _run(x, given, dict(activation=activation, recompute=recompute), backend, False)[0]
 
 
-def _run(x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, keeps: bool) -> tuple[Any, Any]:
+def _run(
+    x: Any, given: dict[str, Any], options: dict[str, Any], backend: Any, keeps: bool, called: Mapping[str, str] = AS_IT_IS
+) -> tuple[Any, Any]:
     check_tensor("x", x)
     for name, tensor in given.items():
         if tensor is not None or name.startswith("weight"):
-            check_tensor(name, tensor)
+            check_tensor(called.get(name, name), tensor)
     if keeps:
         options["returns_pre"] = True
-    made = run("dense", {"x": rows(x), **given}, options, backend)
+    made = run("dense", {"x": rows(x), **given}, options, backend, called)
     out, *pre = (t if x.dim() == 2 else t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
     return out, pre[0] if pre else None

@@ -9,7 +9,9 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.dense import transposes
-from flashtile.torch.companion import Call, check_tensors, prepare, rows
+from flashtile.ops.loss import CALLED
+from flashtile.spec.companion import FLOATS
+from flashtile.torch.companion import NAMES, Call, check_tensors, prepare, rows
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.namespace import define
 
@@ -95,6 +97,8 @@ def linear_cross_entropy(
     The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
     """
     check_tensors({"x": x, "weight": weight, "labels": labels})
+    if NAMES.get(x.dtype) not in FLOATS:
+        raise InvalidProblem(f"x is {x.dtype}; it must be {' or '.join(FLOATS)}.")
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.dtype != x.dtype or not weight.numel():
         raise InvalidProblem(
             f"weight is {weight.dtype} {tuple(weight.shape)}; it must be (classes, hidden) for x, {x.dtype} {tuple(x.shape)}."
@@ -135,7 +139,7 @@ class _Head:
         options = {**self.options, "first_class": first, "classes": len(self.weight), "inplace": differentiated}
         with torch.set_grad_enabled(differentiated):
             given = {"logits": logits.detach().requires_grad_(differentiated), "labels": self.labels}
-            return prepare("cross_entropy", given, options, self.backend)
+            return prepare("cross_entropy", given, options, self.backend, CALLED)
 
     def run(self, mean: bool, wants_x: bool, wants_weight: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(loss, dx, dweight), the latter empty where they are not wanted."""

@@ -9,6 +9,8 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.torch.companion import check_tensor, rows, run
 
+CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
+
 
 def cross_entropy(
     logits: torch.Tensor,
@@ -62,7 +64,7 @@ def cross_entropy(
             eager_gradient = reduction != "none" and logits.dtype != torch.float16
         eager_gradient = eager_gradient and not compiling and torch.is_grad_enabled() and logits.requires_grad
         options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not compiling)
-        loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend)[:2]
+        loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend, CALLED)[:2]
     if reduction == "none" and labels.dim() != 1:
         loss = loss.view(labels.shape)
     return (loss, lse.view(labels.shape)) if return_lse else loss
@@ -78,7 +80,7 @@ def _sharded(
         raise InvalidProblem(f"reduction is {reduction!r}; it must be one of none, mean, sum.")
     width = logits.shape[1]
     shard = dict(shard=True, first_class=dist.get_rank(group) * width, classes=dist.get_world_size(group) * width)
-    share, lse = run("cross_entropy", {"logits": logits, "labels": labels}, {**options, **shard}, backend)[:2]
+    share, lse = run("cross_entropy", {"logits": logits, "labels": labels}, {**options, **shard}, backend, CALLED)[:2]
     share, lse = _Sum.apply(share, group), _LogSumExp.apply(lse, group)
     counts = labels != options["ignore_index"]
     loss = torch.where(counts, lse + share + z_loss * lse * lse, 0.0)

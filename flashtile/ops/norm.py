@@ -52,6 +52,10 @@ class Subset:
 
 
 _NO_BRANCH, _NO_SUBSET = Branch(), Subset()
+_CALLED = {
+    "x1": "branch.x", "weight1": "branch.weight", "bias1": "branch.bias", "x_subset": "subset.x", "out_subset": "subset.out",
+    "out_rows": "subset.out_rows", "dropout_p": "dropout", "seed": "dropout.seed", "scale": "rowscale",
+}  # fmt: skip
 
 
 def layer_norm(
@@ -141,14 +145,13 @@ class _Norm:
         if subset.out is not None or subset.out_rows is not None:
             self.options["out_rows"] = subset.out_rows
         self.tensors: dict[str, torch.Tensor] = {}
-        self.shape = (residual if isinstance(residual, torch.Tensor) else x).shape
-        if subset.x is not None:
-            self.shape = None
+        self.shape = x.shape if subset.x is None else None
         for name, tensor in (("x", x), ("residual", residual), ("x1", branch.x)):
             if tensor is not None:
-                check_tensor(name, tensor)
+                check_tensor(_CALLED.get(name, name), tensor)
                 if tensor.dim() == 0 or (self.shape is not None and tensor.shape != self.shape):
-                    raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (..., hidden), as in the others.")
+                    must = "(..., hidden)" if tensor is x or self.shape is None else f"that of x, {tuple(self.shape)}"
+                    raise InvalidProblem(f"{_CALLED.get(name, name)} has shape {tuple(tensor.shape)}; it must be {must}.")
                 self.tensors[name] = rows(tensor)
         narrow = (
             ("weight", weight), ("bias", bias), ("weight1", branch.weight), ("bias1", branch.bias), ("rowscale", rowscale),
@@ -156,7 +159,7 @@ class _Norm:
         )  # fmt: skip
         for name, tensor in narrow:
             if tensor is not None:
-                check_tensor(name, tensor)
+                check_tensor(_CALLED.get(name, name), tensor)
                 flat = tensor.reshape(-1) if name == "rowscale" else tensor
                 self.tensors[name] = flat if flat.is_contiguous() else flat.contiguous()
 
@@ -167,7 +170,7 @@ class _Norm:
                     raise InvalidProblem(f"{name} is {dtype!r}; it must be torch.float16, bfloat16 or float32, or None.")
                 self.options[name] = NAMES[dtype]
         self.options |= {"prenorm": prenorm, "zero_centered": zero_centered}
-        made = run("norm", self.tensors, self.options, backend)
+        made = run("norm", self.tensors, self.options, backend, _CALLED)
         count = 1 + ("weight1" in self.tensors) + bool(prenorm)
         shaped = made[:count]
         if self.shape is not None and len(self.shape) != 2 and "out_subset" not in self.tensors:

@@ -77,12 +77,12 @@ def _positions(seqlen: int, offset: int | torch.Tensor, cu_seqlens: torch.Tensor
     index = torch.arange(seqlen, device=q.device)
     if isinstance(offset, torch.Tensor):
         check_tensors({"q": q, "offset": offset})
-        if offset.dim() != 1 or offset.is_floating_point():
+        if offset.dim() != 1 or offset.is_floating_point() or offset.is_complex():
             raise InvalidProblem(f"offset is {offset.dtype} of shape {tuple(offset.shape)}; it must be ints (batch,).")
     if cu_seqlens is None:
         assert isinstance(offset, torch.Tensor)
         return offset[:, None] + index
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or len(cu_seqlens) < 2:
         raise InvalidProblem(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be ints (batch + 1,)."
         )

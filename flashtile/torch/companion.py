@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
@@ -20,20 +20,26 @@ from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
 Maybe = torch.Tensor | None
 Given = Mapping[str, Maybe]
+AS_IT_IS: Mapping[str, str] = {}
 _is_compiling = torch.compiler.is_compiling
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def run(op: str, given: Given, options: dict[str, Any], backend: str | None = None) -> tuple[torch.Tensor, ...]:
+def run(
+    op: str, given: Given, options: dict[str, Any], backend: str | None = None, called: Mapping[str, str] = AS_IT_IS
+) -> tuple[torch.Tensor, ...]:
     """What the op's forward gives its caller, differentiable in what its kind calls differentiable.
 
     given: the op's tensors in the order of its kind's, None for those that are not there.
+    called: the caller's names of tensors and options, where they are not the op's; eager calls' errors say those.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if _is_compiling():
-        check_tensors(tensors)
+        check_tensors(tensors, called)
+        if any(t.dtype not in NAMES for t in tensors.values()):
+            make_problem(op, tensors, options, called)  # which says what is wrong, before the operator
         return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend)))
-    call = prepare(op, tensors, options, backend)
+    call = prepare(op, tensors, options, backend, called)
     if call.wanted:
         return (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
     made = call.forward(tensors)
@@ -48,16 +54,15 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
 
 
-def check_tensors(tensors: Mapping[str, Any]) -> None:
-    """Raise InvalidProblem unless these are dense tensors that a kernel can read, on the device of the first."""
+def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_IS) -> None:
+    """Raise InvalidProblem unless these are dense tensors on the device of the first; their problem knows the dtypes."""
     device = None
     for name, tensor in tensors.items():
+        name = called.get(name, name)
         check_tensor(name, tensor)
         device = tensor.device if device is None else device
         if not _is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-        if tensor.dtype not in NAMES:
-            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be one of {', '.join(NAMES[d] for d in NAMES)}.")
         if tensor.device.type not in ("cpu", "cuda"):
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
         if tensor.device != device:
@@ -70,7 +75,20 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
-    return {name: Described(tuple(t.shape), NAMES[t.dtype]) for name, t in tensors.items()}
+    return {name: _described(t) for name, t in tensors.items()}
+
+
+def _described(tensor: torch.Tensor) -> Described:
+    """The tensor, as data. A dtype that no kernel reads is there by torch's name, for the problem to refuse."""
+    return Described(tuple(tensor.shape), NAMES.get(tensor.dtype) or str(tensor.dtype))
+
+
+def make_problem(op: str, tensors: Mapping[str, torch.Tensor], options: dict[str, Any], called: Mapping[str, str]) -> Companion:
+    """Validate a call. Raises InvalidProblem naming the argument as its caller does, its value, and what it must be."""
+    try:
+        return OPS[op].kind(tuple(describe(tensors).items()), **options)
+    except InvalidProblem as error:
+        raise renamed(error, called) from None
 
 
 class Call:
@@ -192,8 +210,11 @@ def _remember(key: Any, call: Call) -> Call:
     return call
 
 
-def prepare(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None) -> Call:
-    """The call of these arguments. Everything is validated at first sight of a layout."""
+def prepare(
+    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None,
+    called: Mapping[str, str] = AS_IT_IS,
+) -> Call:  # fmt: skip
+    """The call of these arguments. Everything is validated at first sight of a layout. called: as in `run`."""
     differentiates = torch.is_grad_enabled()
     parts: list[Any] = [op, backend, *options, *options.values(), *map(type, options.values())]
     try:
@@ -202,7 +223,7 @@ def prepare(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], 
                 name, t.shape, t.dtype, t.device, t.is_neg(), differentiates and t.requires_grad, t.stride(), t.data_ptr() & 15,
             )  # fmt: skip
     except (AttributeError, RuntimeError):
-        check_tensors(tensors)  # which says what is wrong
+        check_tensors(tensors, called)  # which says what is wrong
         raise
     key: Any = tuple(parts)
     try:
@@ -210,9 +231,8 @@ def prepare(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], 
     except TypeError:  # an option is not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
-        check_tensors(tensors)
-        kind = OPS[op].kind
-        problem = kind(tuple(describe(tensors).items()), **options)
+        check_tensors(tensors, called)
+        kind, problem = OPS[op].kind, make_problem(op, tensors, options, called)
         assert list(tensors) == [name for name in kind.tensors if name in tensors]
         wanted = frozenset(n for n in kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad)
         call = Call(problem, next(iter(tensors.values())).device, backend, wanted)
@@ -241,7 +261,7 @@ class Request:
         return make(self.op, dict(zip(self.names, described, strict=True)), self.options, numbers)
 
     def of(self, tensors: list[torch.Tensor], floats: list[float], ints: list[int]) -> Companion:
-        return self.problem((Described(tuple(t.shape), NAMES[t.dtype]) for t in tensors), floats, ints)
+        return self.problem(map(_described, tensors), floats, ints)
 
     def call(self, problem: Companion, device: torch.device) -> Call:
         return Call(problem, device, self.backend, self.wanted)

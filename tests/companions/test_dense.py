@@ -126,3 +126,18 @@ def test_bad_input_is_named(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(InvalidProblem, match=message):
         ops.mlp(**{"x": t(3, 4), "weight1": t(6, 4), "bias1": t(6), "weight2": t(2, 6), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": None}, "weight is a NoneType; it must be a torch.Tensor"),
+        ({"weight": t(6, 5)}, r"weight has shape \(6, 5\); it must be \(hidden, width\), x's being 4"),
+        ({"weight": t(6, 4, dtype=torch.float64)}, "weight is torch.float64; it must be fp32"),
+        ({"bias": t(4)}, r"bias has shape \(4,\); it must be \(hidden,\) = \(6,\)"),
+        ({"bias": t(6).to("meta")}, "bias is on meta; it must be on the CPU or a GPU"),
+    ],
+)
+def test_bad_input_of_one_layer_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        ops.linear_act(**{"x": t(3, 4), "weight": t(6, 4), "bias": t(6), **arguments})

@@ -221,6 +221,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"weight": t(5, 3)},
         r"weight is torch.float32 \(5, 3\); it must be \(classes, hidden\) for x, torch.float32 \(3, 4\)",
     ),
+    "x-double": ({"x": t(3, 4, dtype=torch.float64)}, "x is torch.float64; it must be fp16 or bf16 or fp32"),
     "weight-dtype": ({"weight": t(5, 4, dtype=torch.bfloat16)}, "weight is torch.bfloat16"),
     "weight-rank": ({"weight": t(4)}, r"weight is torch.float32 \(4,\); it must be \(classes, hidden\)"),
     "labels-shape": (
@@ -230,7 +231,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "labels-float": ({"labels": t(3)}, "labels is fp32; it must be int32 or int64"),
     "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be 'mean' or 'sum'"),
     "logits-bytes": ({"logits_bytes": 1.5}, "logits_bytes is 1.5; it must be an int, at least 0"),
-    "smoothing": ({"label_smoothing": 2}, "smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
+    "smoothing": ({"label_smoothing": 2}, "^label_smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
 }
 
 

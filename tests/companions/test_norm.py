@@ -128,31 +128,34 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x-list": ({"x": [1.0]}, "x is a list; it must be a torch.Tensor"),
     "x-scalar": ({"x": t()}, r"x has shape \(\); it must be \(..., hidden\)"),
     "x-int": ({"x": t(2, 8, dtype=torch.int64)}, "x is int64; it must be fp16 or bf16 or fp32"),
-    "x-double": ({"x": t(2, 8, dtype=torch.float64)}, "x is torch.float64; it must be one of"),
+    "x-double": ({"x": t(2, 8, dtype=torch.float64)}, "x is torch.float64; it must be fp16 or bf16 or fp32"),
     "x-empty": ({"x": t(2, 0)}, "x must be there, with a last axis of at least 1"),
     "x-sparse": ({"x": t(2, 8).to_sparse()}, "x has layout torch.sparse_coo; it must be a strided"),
     "x-meta": ({"x": t(2, 8).to("meta")}, "x is on meta; it must be on the CPU or a GPU"),
     "weight-shape": ({"weight": t(7)}, r"weight has shape \(7,\); it must be \(hidden,\) = \(8,\)"),
     "weight-number": ({"weight": 1.0}, "weight is a float; it must be a torch.Tensor"),
     "bias-dtype": ({"bias": t(8, dtype=torch.int32)}, "bias is int32; it must be"),
-    "residual-shape": ({"residual": t(3, 8)}, r"x has shape \(2, 8\); it must be \(..., hidden\), as in the others"),
+    "residual-shape": ({"residual": t(3, 8)}, r"residual has shape \(3, 8\); it must be that of x, \(2, 8\)"),
     "eps-negative": ({"eps": -1.0}, "eps is -1.0; it must be finite, from 0.0"),
     "eps-text": ({"eps": "small"}, "eps is 'small'; it must be a number"),
     "eps-nan": ({"eps": float("nan")}, "eps is nan; it must be finite"),
-    "dropout-above-1": ({"dropout": 1.5}, "dropout_p is 1.5; it must be finite, from 0.0 to 1.0"),
+    "dropout-above-1": ({"dropout": 1.5}, "^dropout is 1.5; it must be finite, from 0.0 to 1.0"),
     "dropout-true": ({"dropout": True}, "dropout is True; it must be a probability"),
-    "dropout-seed": ({"dropout": ops.Dropout(0.5, t(1))}, "seed is fp32; it must be int64"),
+    "dropout-seed": ({"dropout": ops.Dropout(0.5, t(1))}, "dropout.seed is fp32; it must be int64"),
     "prenorm-int": ({"prenorm": 1}, "prenorm is 1; it must be True or False"),
     "out_dtype": ({"out_dtype": torch.float64}, "out_dtype is torch.float64; it must be"),
     "out_dtype-int": ({"out_dtype": torch.int64}, "out_dtype is 'int64'; it must be one of fp16"),
     "rowscale-shape": ({"rowscale": t(3)}, r"rowscale has shape \(3,\); it must be \(rows,\) = \(2,\)"),
     "rowscale-grad": ({"rowscale": t(2).requires_grad_()}, "rowscale requires a gradient, which it does not have; detach it"),
-    "branch-scale": ({"branch": ops.Branch(t(2, 8)), "colscale": t(8)}, "x1 is given with scales or subsets"),
-    "branch-bias": ({"branch": ops.Branch(bias=t(8))}, "bias1 is given without weight1"),
+    "branch-scale": ({"branch": ops.Branch(t(2, 8)), "colscale": t(8)}, "branch.x is given with scales or subsets"),
+    "branch-bias": ({"branch": ops.Branch(bias=t(8))}, "branch.bias is given without branch.weight;"),
+    "branch-shape": ({"branch": ops.Branch(t(3, 8))}, r"branch.x has shape \(3, 8\); it must be that of x, \(2, 8\)"),
+    "branch-list": ({"branch": ops.Branch([1.0])}, "branch.x is a list; it must be a torch.Tensor"),  # type: ignore[arg-type]
+    "rowscale-nan": ({"rowscale": float("nan")}, "rowscale is nan; it must be finite"),
     "branch-tensor": ({"branch": t(2, 8)}, "branch and subset must be a flashtile.ops.Branch"),
-    "subset-shape": ({"subset": ops.Subset(out=t(3, dtype=torch.int32), out_rows=4)}, r"out_subset has shape \(3,\)"),
-    "subset-rows": ({"subset": ops.Subset(out=t(2, dtype=torch.int32))}, "out_rows is None; it must be given with out_subset"),
-    "subset-float": ({"subset": ops.Subset(x=t(2))}, "x_subset is fp32; it must be int32 or int64"),
+    "subset-shape": ({"subset": ops.Subset(out=t(3, dtype=torch.int32), out_rows=4)}, r"subset.out has shape \(3,\)"),
+    "subset-rows": ({"subset": ops.Subset(out=t(2, dtype=torch.int32))}, "subset.out_rows is None; it must be given with"),
+    "subset-float": ({"subset": ops.Subset(x=t(2))}, "subset.x is fp32; it must be int32 or int64"),
     "centered-alone": ({"zero_centered": True}, "zero_centered is True without a weight"),
     "backend": ({"backend": "hopper"}, "backend is 'hopper'; it must be one of triton, cpu, or None"),
 }  # fmt: skip
@@ -163,3 +166,9 @@ def test_bad_input_is_named(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(InvalidProblem, match=message):
         ops.layer_norm(**{"x": t(2, 8), **arguments})
+
+
+def test_bad_input_is_named_where_it_is_compiled() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(InvalidProblem, match=r"x is torch\.float64; it must be fp16 or bf16 or fp32"):
+        torch.compile(ops.layer_norm, backend="eager")(t(2, 8, dtype=torch.float64))

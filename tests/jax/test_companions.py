@@ -130,6 +130,8 @@ def test_errors() -> None:
         (lambda: rms_norm(x, implementation="hopper"), "implementation is 'hopper'"),
         (lambda: cross_entropy(x, jnp.zeros(3, jnp.int32)), r"labels have shape \(3,\)"),
         (lambda: cross_entropy(x, jnp.zeros(2)), "labels is fp32"),
+        (lambda: cross_entropy(x, jnp.zeros(2, jnp.int32), label_smoothing=2.0), r"^label_smoothing is 2\.0"),
+        (lambda: layer_norm(x.astype(jnp.int16)), "x is int16; it must be fp16 or bf16 or fp32"),
         (lambda: softmax(x[0]), "of two to four axes"),
         (lambda: softmax(x, normal(3, 8) > 0), "mask has shape"),
         (lambda: rotary(normal(1, 20, 2, 8), None, COS, SIN), "positions reach 19"),
