@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 
 class InvalidProblem(ValueError):
@@ -27,3 +27,10 @@ class NotSupported(NotImplementedError):
 def renamed(error: InvalidProblem, called: Mapping[str, str]) -> InvalidProblem:
     """The error with the names that its caller has for things, by those that it was raised with."""
     return InvalidProblem(re.sub(r"\w+", lambda word: called.get(word[0], word[0]), str(error)))
+
+
+def check_names(function: str, given: Iterable[str], known: Container[str]) -> None:
+    """Raise TypeError, as Python does, for a keyword argument that the public function does not take."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

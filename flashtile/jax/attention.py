@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
@@ -98,6 +98,7 @@ def dot_product_attention(
     the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and automatic sharding over
     batch and heads. Raises InvalidProblem and NotSupported; no second derivatives.
     """
+    check_names("dot_product_attention", extras, Extras.__optional_keys__)
     squeezed = getattr(query, "ndim", None) == 3
     query, key, value, bias, mask = (None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask))
     if squeezed:
@@ -160,6 +161,7 @@ def dot_product_attention_varlen(
     not say otherwise. max_seqlen_q, max_seqlen_k: no item is longer (spares launches). All else as in
     `dot_product_attention`. Returns out (total_q, N, V), or (out, residual float32 (total_q, N)).
     """
+    check_names("dot_product_attention_varlen", extras, Extras.__optional_keys__)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 3:

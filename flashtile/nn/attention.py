@@ -7,13 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.nn.norm import RMSNorm
 from flashtile.ops.position import rotary
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.spec.dropout import Dropout
 from flashtile.torch.attention import attention
 from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
+
+# Of `flashtile.attention`: sinks and dropout are the module's own, and what it returns is one tensor.
+ARGUMENTS = ("causal", "window", "mask", "score", "scale", "options")
 
 
 class Attention(torch.nn.Module):
@@ -34,6 +37,7 @@ class Attention(torch.nn.Module):
         device: Any = None, dtype: Any = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__()
+        check_names("Attention", arguments, ARGUMENTS)
         heads_kv = heads if heads_kv is None else heads_kv
         if head_dim is None and width % heads:
             raise InvalidProblem(

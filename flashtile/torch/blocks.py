@@ -70,12 +70,12 @@ class Blocks(Joined):
         terms = terms_of(mask)
         if terms is None:
             raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be a flashtile mask such as Band.")
+        spec = BlockSpec(*_pair(block_size))
         predicates = predicates_of(False, None, mask if isinstance(mask, Joined) else Terms(((mask,),)), batch, heads)
         place = torch.device(device) if device is not None else _device_of(predicates.flat)
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         predicates.check(place)
-        spec = BlockSpec(*block_size)
         problem = AttentionProblem(
             batch, seqlen_q, seqlen_k, heads, heads, 1, 1, DType.FP16, mask=predicates.band, where=predicates.where, blocks=spec
         )
@@ -95,18 +95,20 @@ class Blocks(Joined):
 
         block_mask: bool (rows, columns), or with (batch or 1, heads or 1) before them.
         """
+        if not isinstance(block_mask, torch.Tensor):
+            raise InvalidProblem(f"block_mask is a {type(block_mask).__name__}; it must be a torch.Tensor.")
         table = block_mask if block_mask.dim() == 4 else block_mask[None, None]
-        size_q, size_k = block_size
+        size_q, size_k = _pair(block_size)
         wanted = (-(-seqlen_q // size_q), -(-seqlen_k // size_k))
         if table.dim() != 4 or table.dtype is not torch.bool or tuple(table.shape[2:]) != wanted:
             raise InvalidProblem(
                 f"block_mask is {block_mask.dtype} {tuple(block_mask.shape)}; it must be bool with {wanted} as its last axes, "
                 f"for {seqlen_q} x {seqlen_k} scores in blocks of {size_q} x {size_k}."
             )
-        coarse = tuple(max(128, size) for size in block_size)
+        coarse = max(128, size_q), max(128, size_k)
         return cls.build(
             BlockTable(table, size_q, size_k), seqlen_q, seqlen_k, batch=table.shape[0], heads=table.shape[1],
-            block_size=(coarse[0], coarse[1]), device=table.device,
+            block_size=coarse, device=table.device,
         )  # fmt: skip
 
     @classmethod
@@ -114,6 +116,12 @@ class Blocks(Joined):
         """The mask of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked once, for the blocks that
         are visible in part; what it says is stored, a byte for each of their scores.
         """
+        from torch.nn.attention.flex_attention import BlockMask  # it imports much, which who has one has imported
+
+        if not isinstance(block_mask, BlockMask):
+            raise InvalidProblem(
+                f"block_mask is a {type(block_mask).__name__}; it must be a torch.nn.attention.flex_attention.BlockMask."
+            )
         place = block_mask.kv_indices.device
         seqlen_q, seqlen_k = block_mask.seq_lengths
         spec = BlockSpec(*block_mask.BLOCK_SIZE)
@@ -121,7 +129,7 @@ class Blocks(Joined):
         batch, heads = block_mask.kv_num_blocks.shape[:2]
         state = torch.zeros((batch, heads, rows, columns), dtype=torch.int8, device=place)
         given = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
-        if block_mask.full_kv_num_blocks is not None:
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             given.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))
         for count, index, kind in given:
             listed = torch.arange(index.shape[-1], device=place) < count[..., None]
@@ -183,6 +191,14 @@ class Blocks(Joined):
             )
         state = of_states(self.state, other.state).to(torch.int8)
         return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
+
+
+def _pair(block_size: Any) -> tuple[int, int]:
+    """Queries and keys of a block. Raises InvalidProblem unless they are positive ints; `BlockSpec` knows which."""
+    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise InvalidProblem(f"block_size is {block_size!r}; it must be a pair of positive ints (queries, keys).")
+    return sizes[0], sizes[1]
 
 
 def _device_of(tensors: tuple[Any, ...]) -> torch.device:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.torch.attention import attend, prepare
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
@@ -38,6 +38,9 @@ class Arguments(TypedDict, total=False):
     options: Options | None
 
 
+NAMES = Arguments.__optional_keys__
+
+
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,6 +68,7 @@ def attention_varlen(
     The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
     what the tensors of lengths hold is checked on the CPU alone.
     """
+    check_names("attention_varlen", arguments, NAMES)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
@@ -96,6 +100,7 @@ def attention_qkvpacked(
 
     Returns what `attention`, or with cu_seqlens `attention_varlen`, does.
     """
+    check_names("attention_qkvpacked", arguments, NAMES)
     packing, axes = QKV, (4 if heads_q is not None else 5) - (cu_seqlens is not None)
     _check_pack("qkv", qkv, axes, 3 if heads_q is None else None)
     if heads_q is not None:
@@ -129,6 +134,7 @@ def attention_kvpacked(
     `attention_varlen`, (total_q, heads_q, head_dim) and (total_k, 2, heads_kv, head_dim). The other arguments, and what is
     returned, are those of `attention` or `attention_varlen`.
     """
+    check_names("attention_kvpacked", arguments, NAMES)
     varlen = cu_seqlens_q is not None
     if not varlen and cu_seqlens_k is not None:
         raise InvalidProblem("cu_seqlens_k is given and cu_seqlens_q is None; cu_seqlens_q must be given too.")

@@ -57,8 +57,11 @@ def test_a_wrong_argument_is_named(arguments: tuple[Any, ...], options: dict[str
 
 
 def test_an_unknown_name_is_no_option() -> None:
-    with pytest.raises(TypeError, match="dropout_rate"):
+    unexpected = "got an unexpected keyword argument 'dropout_rate'"
+    with pytest.raises(TypeError, match=rf"^dot_product_attention\(\) {unexpected}"):
         dot_product_attention(Q, K, K, dropout_rate=0.1)
+    with pytest.raises(TypeError, match=rf"^dot_product_attention_varlen\(\) {unexpected}"):
+        dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), dropout_rate=0.1)
 
 
 def test_varlen_says_what_it_wants() -> None:

@@ -299,7 +299,17 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "block_q is 96; it must be a power of",
     ),
     "small": (lambda: Blocks.build(Band(), 8, 8, block_size=(128, 16), device="cpu"), "block_k is 16; it must be a power of"),
+    "size-number": (
+        lambda: Blocks.build(Band(), 8, 8, block_size=128, device="cpu"),  # type: ignore[arg-type]
+        "block_size is 128; it must be a pair of positive ints (queries, keys)",
+    ),
+    "size-zero": (
+        lambda: Blocks.from_block_mask(torch.ones(1, 1, dtype=torch.bool), 8, 8, block_size=(0, 8)),
+        "block_size is (0, 8); it must be a pair",
+    ),
+    "flex": (lambda: Blocks.from_flex("x"), "block_mask is a str; it must be a torch.nn.attention.flex_attention.BlockMask"),
     "build": (lambda: Blocks.build(None, 8, 8), "mask is a NoneType; it must be a flashtile mask such as Band"),  # type: ignore[arg-type]
+    "table-list": (lambda: Blocks.from_block_mask([[True]], 8, 8), "block_mask is a list; it must be a torch.Tensor"),  # type: ignore[arg-type]
     "table": (
         lambda: Blocks.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 8, 8),
         "block_mask is torch.bool (2, 2); it must be bool with (1, 1) as its last axes",

@@ -113,6 +113,12 @@ def padded(seqlen_k: int, context: Any = None) -> Any:
     return Attention(32, 4, options=CPU)(torch.randn(2, 9, 32), context, padding_mask=torch.ones(2, seqlen_k, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("name", ["nope", "return_lse", "sink", "dropout"])
+def test_unknown_arguments(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Attention\(\) got an unexpected keyword argument '{name}'"):
+        Attention(32, 4, **{name: None})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -144,3 +144,18 @@ def test_bad_packs(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(InvalidProblem, match=re.escape(message)):
         call()
+
+
+def test_unknown_arguments_are_those_of_the_function_that_was_called() -> None:
+    x, cu = torch.zeros(8, 4, 16), torch.tensor([0, 8], dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "attention_varlen": lambda **more: flashtile.attention_varlen(x, x, x, cu, **more),
+        "attention_qkvpacked": lambda **more: flashtile.attention_qkvpacked(x[None, :, None].expand(1, 8, 3, 4, 16), **more),
+        "attention_kvpacked": lambda **more: flashtile.attention_kvpacked(
+            x[None], x[None, :, None].expand(1, 8, 2, 4, 16), **more
+        ),
+    }
+    for name, call in calls.items():
+        call(return_lse=True)
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'nope'"):
+            call(nope=1)
