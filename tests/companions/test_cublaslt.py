@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from torch.testing import assert_close
 from flashtile import _triton
 from flashtile.kernels.companions import cublaslt
 from flashtile.kernels.companions.catalogue import OPS
-from flashtile.plan.call import HostCall, KernelCall, Plan
-from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.kernels.companions.dense import APART, DENSE
+from flashtile.plan.call import HostCall, KernelCall, Plan, Pointer
+from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.plan.device import A100, B200, H100, Device
 from flashtile.spec.companion import Companion
 from flashtile.torch.run import TORCH_DTYPES, Bound
@@ -219,3 +222,39 @@ def test_other_options_have_a_pass_of_their_own(options: str, monkeypatch: pytes
     monkeypatch.setattr(_triton, "INTERPRETED", False)
     made = [name for name, _ in backward_of(LARGE.format(8192, 2048, 8192, 2048, options), H100)]
     assert made == ["outer_gradients", "dense_backward", "sum_columns", "inner_gradients"]
+
+
+SMALL = "dense(x=64x32:{0},weight1=48x32:{0},bias1=48:{0}{1})"
+PLANNED = [SMALL.format(dtype, kind) for dtype in ("bf16", "fp32") for kind in ("", ";activation='relu'")]
+PLANNED += [MLP.format(dtype, 48, options) for dtype in ("bf16", "fp32") for options in ("", ";recompute=True")]
+PLANNED += [LARGE.format(8192, 4096, 8192, 4096, ""), MLP.format("fp16", 48, ";activation='sqrelu'")]
+
+
+@pytest.mark.parametrize("spelling", PLANNED)
+@pytest.mark.parametrize("op", [DENSE, APART], ids=["dense", "apart"])
+@pytest.mark.parametrize("device", [A100, H100], ids=["a100", "h100"])
+def test_a_backward_reads_what_was_kept(spelling: str, op: Op, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wanted: its host steps run on tensors without memory, kernels find all their buffers."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    problem = Companion.parse(spelling)
+    given = [name for name, _ in problem.given]
+    for wanted in (some for count in range(1, len(given) + 1) for some in combinations(given, count)):
+        plan = plan_backward(op, problem, device, "triton", frozenset(wanted), frozenset({"out"}))
+        here = {b.name: torch.empty(b.shape, dtype=TORCH_DTYPES[b.dtype], device="meta") for b in plan.buffers}
+        made = {b.name for b in plan.named("output")}
+        known = {name: tensor for name, tensor in here.items() if name not in made}
+        for call in plan.calls:
+            if isinstance(call, HostCall):
+                found = call.function(problem, known, call.outputs)
+                assert {name: tensor.shape for name, tensor in found.items()} == {n: here[n].shape for n in call.outputs}
+            else:
+                assert {pointer.name for pointer in pointers(call.args)} <= here.keys()
+
+
+def pointers(args: Any) -> Iterator[Pointer]:
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from pointers(arg)
+        elif isinstance(arg, Pointer):
+            yield arg

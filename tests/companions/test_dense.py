@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -54,6 +56,43 @@ def test_compiled(backend: str, recompute: bool, place: torch.device) -> None:
         torch.testing.assert_close(*made)
         for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, *weights)) for y in made), strict=True):
             torch.testing.assert_close(a, b)
+
+
+KINDS = {"one": "", "two": "", "again": "recompute=True"}
+
+
+def subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (some for count in range(1, len(names) + 1) for some in combinations(names, count))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_gradient_without_the_others(kind: str, dtype: str, backend: str, place: torch.device) -> None:
+    """A weight alone in 16 bits too, whose layout is all that its own gradient may ask for."""
+    more = "weight1 bias1" if kind == "one" else "weight1 bias1 weight2 bias2"
+    whole = Case(mlp(5, 12, 20, 0 if kind == "one" else 7, dtype, more, KINDS[kind]))
+    tensors = whole.tensors(place)
+    expected = result(whole, tensors, backend)
+    for wanted in subsets(whole.wanted):
+        made = result(Case(whole.spelling, fixed=tuple(set(whole.wanted).difference(wanted))), tensors, backend)
+        assert made.keys() == {"out", *(f"d{name}" for name in wanted)}
+        for name, tensor in made.items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_weights_alone_in_16_bits(recompute: bool) -> None:
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    weights = [torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((12, 8), (12,), (5, 12), (5,))]
+
+    def function(x: torch.Tensor) -> Any:
+        return ops.mlp(x, *weights, recompute=recompute)
+
+    torch._dynamo.reset()
+    made = [f(x) for f in (function, torch.compile(function, backend="aot_eager", fullgraph=True))]
+    for a, b in zip(*(torch.autograd.grad(y.sum(), weights) for y in made), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Products(TorchDispatchMode):

@@ -168,15 +168,16 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
 def transposes(weight: Any) -> bool:
     """Whether this weight's gradient is formed as (x^T dout)^T instead of dout^T x, by the rule of PyTorch's autograd.
 
-    In float32 alone: there cuBLAS rounds the two differently. In 16 bits it would be a copy for nothing.
+    In float32 alone: there cuBLAS rounds the two differently. In 16 bits it would be a copy for nothing, and the weight is
+    None where nothing else of it is read.
     """
     from torch import float32
 
-    return weight.dtype == float32 and weight.stride() != (weight.shape[1], 1)
+    return weight is not None and weight.dtype == float32 and weight.stride() != (weight.shape[1], 1)
 
 
 def weight_gradient(dout: Any, x: Any, weight: Any) -> Any:
-    """That of the weight of x weight^T."""
+    """That of the weight of x weight^T, which is `kept` where `transposes` asks how it lies."""
     return (x.t() @ dout).t() if transposes(weight) else dout.t() @ x
 
 
@@ -245,7 +246,7 @@ def inner_gradients(p: Dense, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     if "dx" in outputs:
         made["dx"] = dpre @ t["weight1"]
     if "dweight1" in outputs:
-        made["dweight1"] = weight_gradient(dpre, t["x"], t["weight1"])
+        made["dweight1"] = weight_gradient(dpre, t["x"], t.get("weight1"))
     return made
 
 
