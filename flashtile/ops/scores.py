@@ -23,7 +23,7 @@ def softmax(
     mask: true where a score is hidden, bool or uint8, of a shape that broadcasts to x's.
     causal: row i sees columns j <= i + columns - rows; the others are not read.
     masked_score: the score of what the mask hides, instead of -inf: apex's and Megatron's is -10000, which a row of still
-        lower scores would see. A row whose largest score it is gives 0.
+        lower scores would see. It has no gradient; a row whose largest score it is gives 0.
 
     Differentiable in x. Raises InvalidProblem for a request without meaning.
     """

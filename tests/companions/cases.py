@@ -281,6 +281,9 @@ def _softmaxes() -> Iterator[Case]:
     yield Case(spell("2x2x6x10", "fp32", "causal=True;masked_score=-10000.0", "bool"))
     for layout in ("gaps", "transposed", "expanded"):
         yield Case(spell("2x2x6x10", "fp32", "causal=True", "bool"), layout)  # type: ignore[arg-type]
+        yield Case(spell("2x2x6x10", "fp32", "causal=True;masked_score=-2.0", "uint8"), layout)  # type: ignore[arg-type]
+    for shape, dtype in (("2x3x9x24", "fp32"), ("2x3x9x24", "fp16"), ("1x2x7x33", "bf16"), ("1x1x4x17000", "fp32")):
+        yield Case(spell(shape, dtype, "scale=0.5;masked_score=-2.0", "bool"))  # below each row's largest
     for shape in ("3x2x147x7", "3x2x138x64", "1x1x7x2048", "1x1x3x17000"):  # equal gradients of a row: dx is 0
         yield Case(spell(shape, "fp32", "scale=0.5", "bool"), "expanded")
 

@@ -40,6 +40,29 @@ def test_what_is_hidden_does_not_leak(backend: str, place: torch.device) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_masked_score_has_a_probability_and_no_gradient(compiles: bool, backend: str, place: torch.device) -> None:
+    """Also where what arrives is no number, and of a row of nothing else."""
+    x = torch.tensor([[0.0, 0.0, 1.0], [3.0, 2.0, 1.0], [0.0, 0.0, 0.0]], device=place, requires_grad=True)
+    mask = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool, device=place)
+
+    def function(x: torch.Tensor) -> Any:
+        return ops.softmax(x, mask, scale=0.5, masked_score=-2.0, backend=backend)
+
+    if compiles:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    y, true = function(x), (0.5 * x).masked_fill(mask, -2.0).softmax(-1).masked_fill(mask.all(-1, keepdim=True), 0.0)
+    torch.testing.assert_close(y, true)
+    dy = torch.randn(3, 3, device=place)
+    made, exact = (torch.autograd.grad(out, x, dy, retain_graph=True)[0] for out in (y, true))
+    torch.testing.assert_close(made, exact)
+    assert not made[mask].any()
+    dy[0, 1] = torch.nan
+    assert torch.autograd.grad(y, x, dy)[0][0].isnan().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_visible_nan_is_seen(backend: str, place: torch.device) -> None:
     x = torch.randn(3, 6, device=place)
     x[1, 2] = torch.nan

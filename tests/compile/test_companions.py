@@ -30,6 +30,7 @@ OTHERS = {
     "rotary(q=2x8192x32x128:bf16,k=2x8192x8x128:bf16,cos=8192x64:fp32,sin=8192x64:fp32)": 0,
     "rotary(q=2x8192x32x128:bf16,k=2x8192x8x128:bf16,cos=8192x64:fp32,sin=8192x64:fp32;interleaved=True)": 0,
     "softmax(x=4x16x2048x2048:bf16,mask=4x16x2048x2048:bool;scale=0.5)": 0,
+    "softmax(x=4x16x2048x2048:bf16,mask=4x16x2048x2048:bool;masked_score=-10000.0)": 0,
     "softmax(x=1x16x4096x4096:bf16;causal=True)": 0,
     "dense(x=8192x4096:bf16,weight1=16384x4096:bf16,bias1=16384:bf16,weight2=4096x16384:bf16;recompute=True)": 0,
 }
@@ -52,7 +53,7 @@ EDGES = {
     "rotary(q=2x9x3x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32)": 0,
     "rotary(q=2x9x3x80:fp32,k=2x9x1x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32;interleaved=True)": 0,
     "softmax(x=1x1x1x8:bf16;causal=True)": 0,
-    "softmax(x=1x1x2x17000:fp32,mask=1x1x2x17000:uint8;masked_score=-10000.0)": 192,
+    "softmax(x=1x1x2x17000:fp32,mask=1x1x2x17000:uint8;masked_score=-10000.0)": 252,
     "dense(x=1x1:bf16,weight1=1x1:bf16,bias1=1:bf16)": 0,
     "dense(x=7x8:fp32,weight1=24x8:fp32,weight2=5x24:fp32;activation='sqrelu';recompute=True)": 0,
 }

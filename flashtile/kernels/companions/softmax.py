@@ -45,6 +45,11 @@ class Softmax(Companion):
         self.expect("mask", self["x"].shape, "that of x", ("bool", "uint8"))
 
     @property
+    def shows(self) -> bool:
+        """Whether hidden scores may have a probability, but have no gradient."""
+        return self.has("mask") and self.masked_score is not None
+
+    @property
     def fill(self) -> float:
         return -float("inf") if self.masked_score is None else float(self.masked_score)
 
@@ -149,8 +154,8 @@ def softmax_forward(x_ptr, mask_ptr, y_ptr, strides, sizes, scale, fill, T: tl.c
 
 
 @jit
-def softmax_backward(y_ptr, dy_ptr, dx_ptr, strides, sizes, scale, T: tl.constexpr):
-    """Rows of dx = scale * y * (dy - sum(y * dy)). strides of (y, dy, dx).
+def softmax_backward(y_ptr, dy_ptr, mask_ptr, dx_ptr, strides, sizes, scale, T: tl.constexpr):
+    """Rows of dx = scale * y * (dy - sum(y * dy)), 0 where there is a mask and it hides. strides of (y, dy, dx, mask or none).
 
     T.exact: what the rounded sum is wrong by is the sum of y * (dy - it), for y's sum is 1: where all dy are nearly equal
     nothing else would be left.
@@ -159,10 +164,15 @@ def softmax_backward(y_ptr, dy_ptr, dx_ptr, strides, sizes, scale, T: tl.constex
     ROWS: tl.constexpr = T.rows
     if T.chunks == 1:
         y, dy = pair(y_ptr, dy_ptr, strides, at, 0, rows, T)
+        if mask_ptr is not None:
+            hidden = hides(mask_ptr, strides, at, 0, rows, T)  # asked for before the sums wait
         dy -= tl.sum(y * dy, 1)[:, None]
         if T.exact:
             dy -= tl.sum(y * dy, 1)[:, None]
-        store(dx_ptr, strides[2], at, 0, rows, scale * y * dy, T)
+        dx = scale * y * dy
+        if mask_ptr is not None:
+            dx = tl.where(hidden, 0.0, dx)
+        store(dx_ptr, strides[2], at, 0, rows, dx, T)
     else:
         inner, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         for chunk in tl.range(0, T.chunks):
@@ -174,7 +184,10 @@ def softmax_backward(y_ptr, dy_ptr, dx_ptr, strides, sizes, scale, T: tl.constex
                 rest += tl.sum(y * (dy - inner[:, None]), 1)
         for chunk in tl.range(0, T.chunks):
             y, dy = pair(y_ptr, dy_ptr, strides, at, chunk * T.block, rows, T)
-            store(dx_ptr, strides[2], at, chunk * T.block, rows, scale * y * (dy - inner[:, None] - rest[:, None]), T)
+            dx = scale * y * (dy - inner[:, None] - rest[:, None])
+            if mask_ptr is not None:
+                dx = tl.where(hides(mask_ptr, strides, at, chunk * T.block, rows, T), 0.0, dx)
+            store(dx_ptr, strides[2], at, chunk * T.block, rows, dx, T)
 
 
 @jit
@@ -185,6 +198,13 @@ def pair(y_ptr, dy_ptr, strides, at, first, rows, T: tl.constexpr):
     dy = tl.load(lines(dy_ptr, strides[1], at, first, T), mask=read, other=0.0).to(tl.float32)
     y = tl.where(sees, y, 0.0)
     return y, tl.where(y == 0.0, 0.0, dy)  # what arrives at hidden scores may be anything
+
+
+@jit
+def hides(mask_ptr, strides, at, first, rows, T: tl.constexpr):
+    """Where the mask hides a step's scores, which then have no gradient, whatever their probability."""
+    read, _sees = seen(at, first, rows, T)
+    return tl.load(lines(mask_ptr, strides[3], at, first, T), mask=read, other=0) != 0
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------------
@@ -224,12 +244,14 @@ def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: Launch | 
 def backward(
     p: Softmax, device: Device, wanted: frozenset[str], arriving: frozenset[str], launch: Launch | None = None
 ) -> Steps:
-    args = (Pointer("y"), Pointer("dy"), Pointer("dx"), (Strides("y"), Strides("dy"), Strides("dx")))
+    strides, mask = (Strides("y"), Strides("dy"), Strides("dx")), Pointer("mask") if p.shows else None
+    args = (Pointer("y"), Pointer("dy"), mask, Pointer("dx"), (*strides, *((Strides("mask"),) if p.shows else ())))
     return _call(p, softmax_backward, launch or choose(p, 16), args, (p.scale,))
 
 
 def kept(p: Softmax, wanted: frozenset[str]) -> tuple[str, ...]:
-    return ("y",)
+    """The mask only where hidden scores are not all of probability 0."""
+    return ("y", "mask") if p.shows else ("y",)
 
 
 # -- plain PyTorch --------------------------------------------------------------------------------------------------------
@@ -260,7 +282,8 @@ def host_forward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dic
 def host_backward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
     y = t["y"].float()
     dy = t["dy"].float().masked_fill(y == 0.0, 0.0)
-    return {"dx": p.scale * y * (dy - (y * dy).sum(-1, keepdim=True))}
+    dx = p.scale * y * (dy - (y * dy).sum(-1, keepdim=True))
+    return {"dx": dx.masked_fill(t["mask"] != 0, 0.0) if p.shows else dx}
 
 
 SOFTMAX = Op(Softmax, forward, backward, host_forward, host_backward, kept)
