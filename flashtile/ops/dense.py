@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.companion import AS_IT_IS, check_tensor, rows, run
+from flashtile.torch.companion import AS_IT_IS, autocast, check_tensor, rows, run
 
 ONE_LAYER = {"weight1": "weight", "bias1": "bias"}  # what `linear_act` calls them
 
@@ -62,6 +62,7 @@ def _run(
             check_tensor(called.get(name, name), tensor)
     if keeps:
         options["returns_pre"] = True
-    made = run("dense", {"x": rows(x), **given}, options, backend, called)
+    factors = zip(("x", *given), autocast(rows(x), *given.values()), strict=True)
+    made = run("dense", dict(factors), options, backend, called)
     out, *pre = (t if x.dim() == 2 else t.view(*x.shape[:-1], t.shape[-1]) for t in made[: 1 + keeps])
     return out, pre[0] if pre else None

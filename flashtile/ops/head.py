@@ -11,7 +11,7 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
-from flashtile.torch.companion import NAMES, Call, check_tensors, prepare, rows
+from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.namespace import define
 
@@ -99,6 +99,7 @@ def linear_cross_entropy(
     check_tensors({"x": x, "weight": weight, "labels": labels})
     if NAMES.get(x.dtype) not in FLOATS:
         raise InvalidProblem(f"x is {x.dtype}; it must be {' or '.join(FLOATS)}.")
+    x, weight = autocast(x, weight)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.dtype != x.dtype or not weight.numel():
         raise InvalidProblem(
             f"weight is {weight.dtype} {tuple(weight.shape)}; it must be (classes, hidden) for x, {x.dtype} {tuple(x.shape)}."

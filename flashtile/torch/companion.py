@@ -74,6 +74,16 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+def autocast(*factors: Maybe) -> tuple[Any, ...]:
+    """What is multiplied, in autocast's dtype where it is enabled: by the rule of torch's own linear."""
+    kind = next(t.device.type for t in factors if t is not None)
+    if not torch.is_autocast_enabled(kind):
+        return factors
+    dtype = torch.get_autocast_dtype(kind)
+    casts = (t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in factors)
+    return tuple(t.to(dtype) if t is not None and cast else t for t, cast in zip(factors, casts, strict=True))
+
+
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
     return {name: _described(t) for name, t in tensors.items()}
 

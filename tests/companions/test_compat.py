@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -225,6 +226,23 @@ def test_fused_dense() -> None:
     close(dense(x), (F.linear(x, dense.weight, dense.bias), x))
     with pytest.raises(NotSupported, match="dense layers over a process group"):
         fused_dense.fused_dense_func(x, w1, process_group=object())
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_fused_mlp_under_autocast(level: int) -> None:
+    """In its dtype, as FusedDense is, whatever comes; gradients in that of the parameters."""
+    module, before = fused_dense.FusedMLP(8, checkpoint_lvl=level), fused_dense.FusedDense(8, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = module(before(x)), module(x)
+    low = copy.deepcopy(module).bfloat16()
+    expected = low(F.linear(x.bfloat16(), before.weight.bfloat16(), before.bias.bfloat16())), low(x.bfloat16())
+    assert [y.dtype for y in made] == [torch.bfloat16] * 2
+    close(made, expected)
+    leaves = (x, *module.parameters())
+    grads = torch.autograd.grad(made[1].sum(), leaves)
+    assert {g.dtype for g in grads} == {torch.float32}
+    close(grads, tuple(g.float() for g in torch.autograd.grad(expected[1].sum(), (x, *low.parameters()))))
 
 
 @pytest.mark.parametrize("scale_base", [None, 512.0])
