@@ -13,6 +13,7 @@ from flashtile.torch.companion import Call, prepare
 
 
 def linear_bias_forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """input weight^T + bias."""
     return F.linear(input, weight, bias)
 
 

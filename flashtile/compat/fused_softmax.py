@@ -23,11 +23,13 @@ def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: Any, scale: floa
 
 
 def scaled_masked_softmax_forward(inputs: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scaled_masked_softmax` without a gradient."""
     with torch.no_grad():
         return scaled_masked_softmax(inputs, mask, scale)
 
 
 def scaled_upper_triang_masked_softmax_forward(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scaled_upper_triang_masked_softmax` without a gradient."""
     with torch.no_grad():
         return scaled_upper_triang_masked_softmax(inputs, None, scale)
 
@@ -40,6 +42,7 @@ def scaled_masked_softmax_backward(output_grads: torch.Tensor, softmax_results: 
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: torch.Tensor, softmax_results: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    """The gradient of inputs of which row i sees columns up to i; output_grads are left as they are."""
     return _backward(output_grads, softmax_results, dict(scale=float(scale), causal=True))
 
 

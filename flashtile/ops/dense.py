@@ -25,9 +25,11 @@ def linear_act(
 
     x (..., width), weight (hidden, width), bias (hidden,), of one dtype; activation: "gelu_tanh", "relu" or "sqrelu" (the
     square of relu). return_pre: also return what the activation was taken of, without a gradient.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
-    The product is cuBLAS's, GELU a part of it for fp16 and bf16 (sizes multiples of 8). A backward reads the gradient that
-    arrives once: for that of x weight^T and for bias's, summed in float32. Raises InvalidProblem for a request without meaning.
+    GELU is a part of the product for fp16 and bf16 (sizes multiples of 8): of cuBLASLt's, or on Hopper of one of our own where
+    it is large; any other product is cuBLAS's. A backward reads the gradient that arrives once: for that of x weight^T and for
+    bias's, summed in float32. Raises InvalidProblem for a request without meaning.
     """
     out, pre = _run(x, {"weight1": weight, "bias1": bias}, dict(activation=activation), backend, return_pre, ONE_LAYER)
     return (out, pre) if return_pre else out
@@ -46,8 +48,12 @@ def mlp(
 ) -> torch.Tensor:
     """activation(x weight1^T + bias1) weight2^T + bias2.
 
-    x (..., width), weight1 (hidden, width), weight2 (out, hidden), of one dtype; activations as in `linear_act`.
+    x (..., width), weight1 (hidden, width), bias1 (hidden,) or None, weight2 (out, hidden), bias2 (out,) or None, of one dtype;
+    activations as in `linear_act`.
     recompute: keep only what the activation is taken of, and make the activation again in the backward's one pass over it.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
+
+    Returns (..., out). Raises InvalidProblem for a request without meaning.
     """
     given = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
     return _run(x, given, dict(activation=activation, recompute=recompute), backend, False)[0]

@@ -88,6 +88,7 @@ def linear_cross_entropy(
 
     x: (..., hidden), weight: (classes, hidden), one dtype of fp16, bf16 and fp32; labels: (...). reduction: "mean" or
     "sum"; the other options as in `cross_entropy`.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
     Some classes at a time: a first pass makes lse, a second one the gradients, of which that of weight is summed over all
     rows at once, in float32, and rounded once. Logits that stay in memory between the passes are not computed again: in that

@@ -40,6 +40,7 @@ def cross_entropy(
         whose own planning of memory does that; there eager_gradient is False too.
     process_group: the ranks hold consecutive shards of classes, equally wide; labels are of all classes and the same on
         all ranks, and so is the loss.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
     Returns loss or (loss, lse). Raises InvalidProblem for a request without meaning.
     """

@@ -84,6 +84,7 @@ def layer_norm(
     rowscale: (...) one factor a row, without a gradient, or one number.
     branch, subset: see `Branch` and `Subset`; with a subset tensors are (rows, hidden).
     zero_centered: weights are stored without their 1. out_dtype: x's by default.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
     Returns out, or (out, the branch's out if it has a weight, h if prenorm). Differentiable in x, residual, colscale,
     weights and biases; sums over rows in a fixed order, so that gradients repeat bit by bit. dx and dresidual may be one

@@ -33,6 +33,7 @@ def rotary(
     offset: the position of each sequence's first token, an int or a tensor (batch,); positions: those of all tokens,
         (batch, seqlen), (seqlen,) or (total,), instead.
     conjugate: turn back. inplace: q and k are written over (not under torch.compile, which plans memory itself).
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
     A position beyond the tables raises InvalidProblem where it is known on the host, and gives NaN where it is in a tensor.
     Differentiable in q and k; the gradient that arrives is never written to. RoFormer: arXiv 2104.09864.

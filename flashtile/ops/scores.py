@@ -24,6 +24,7 @@ def softmax(
     causal: row i sees columns j <= i + columns - rows; the others are not read.
     masked_score: the score of what the mask hides, instead of -inf: apex's and Megatron's is -10000, which a row of still
         lower scores would see. It has no gradient; a row whose largest score it is gives 0.
+    backend: "triton", "cpu", or None for the first that runs on the tensors' device; NotSupported says why one does not.
 
     Differentiable in x. Raises InvalidProblem for a request without meaning.
     """
