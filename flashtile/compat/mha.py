@@ -26,6 +26,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.predicate.stored import Stored
 from flashtile.spec.dropout import Dropout
+from flashtile.torch.lasting import lasting
 from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked
 
 
@@ -284,7 +285,7 @@ class MHA(torch.nn.Module):
         cache = inference.key_value_memory_dict.get(self.layer_idx)
         if cache is None:
             size = (inference.max_batch_size, inference.max_seqlen, *kv.shape[2:])
-            cache = inference.key_value_memory_dict[self.layer_idx] = kv.new_empty(size)
+            cache = inference.key_value_memory_dict[self.layer_idx] = lasting(kv.new_empty)(size)
         first, start = inference.batch_size_offset, inference.seqlen_offset
         items, end = slice(first, first + kv.shape[0]), start + kv.shape[1]
         if items.stop > cache.shape[0] or end > cache.shape[1]:

@@ -12,6 +12,7 @@ import torch
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem
+from flashtile.torch.lasting import lasting
 
 
 def apply_rotary(
@@ -113,16 +114,20 @@ class RotaryEmbedding(torch.nn.Module):
         """(cos, sin) of q, or with a scale (cos, sin, cos_k, sin_k), each (seqlen or more, dim / 2); angles are float32."""
         made = self._tables.get((device, dtype))
         if made is None or made[0].shape[0] < seqlen:
-            even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-            place = torch.arange(seqlen, device=device, dtype=torch.float32)
-            angle = torch.outer(place, self.base ** (-even / self.dim))
-            made = (angle.cos(), angle.sin())
-            if self.scale_base is not None:
-                power = (place - seqlen // 2) / self.scale_base
-                grown = ((even + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
-                made = (made[0] * grown, made[1] * grown, made[0] / grown, made[1] / grown)
-            made = self._tables[device, dtype] = tuple(table.to(dtype) for table in made)
+            made = self._tables[device, dtype] = self._made(seqlen, device, dtype)
         return made
+
+    @lasting
+    def _made(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        place = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angle = torch.outer(place, self.base ** (-even / self.dim))
+        made = (angle.cos(), angle.sin())
+        if self.scale_base is not None:
+            power = (place - seqlen // 2) / self.scale_base
+            grown = ((even + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+            made = (made[0] * grown, made[1] * grown, made[0] / grown, made[1] / grown)
+        return tuple(table.to(dtype) for table in made)
 
     def forward(
         self, qkv: torch.Tensor, kv: torch.Tensor | None = None, seqlen_offset: int | torch.Tensor = 0,

@@ -16,6 +16,7 @@ from flashtile.compat.asked import top_left
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.predicate.top_left import TopLeft
 from flashtile.spec.mask import CAUSAL, Band
+from flashtile.torch.lasting import lasting
 
 
 class AttentionBias:
@@ -149,7 +150,7 @@ class BlockDiagonalMask(AttentionBias):
         info = self.q_seqinfo if side == "q" or self.k_seqinfo is self.q_seqinfo else self.k_seqinfo
         key = (id(info), device)
         if key not in self._starts:
-            self._starts[key] = info.seqstart.to(device)
+            self._starts[key] = _lengths(info.seqstart_py, device)
         return self._starts[key]
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
@@ -244,7 +245,7 @@ class BlockDiagonalPaddedKeysMask(BlockDiagonalMask):
         key = ("used", device)
         if key not in self._starts:
             assert isinstance(self.k_seqinfo, _PaddedSeqLenInfo)
-            self._starts[key] = torch.tensor(self.k_seqinfo.seqlen_py, dtype=torch.int32).to(device)
+            self._starts[key] = _lengths(self.k_seqinfo.seqlen_py, device)
         return self._starts[key]
 
 
@@ -253,6 +254,11 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
         return CAUSAL
+
+
+@lasting
+def _lengths(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def _check_window(size: Any) -> None:

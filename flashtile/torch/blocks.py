@@ -18,6 +18,7 @@ from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dtype import DType
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
+from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
 from flashtile.torch.run import Bound
 
@@ -32,6 +33,7 @@ class Blocks(Joined):
     state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
     """
 
+    @lasting
     def __init__(self, mask: Band | Joined, state: torch.Tensor, seqlens: tuple[int, int], spec: BlockSpec):
         self.mask, self.state, self.seqlens, self.spec = mask, state, seqlens, spec
         lists: dict[str, torch.Tensor] = {}
@@ -56,6 +58,7 @@ class Blocks(Joined):
         return self._lists
 
     @classmethod
+    @lasting
     def build(
         cls, mask: Band | Joined, seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 1,
         block_size: tuple[int, int] = (128, 128), device: torch.device | str | None = None,
@@ -88,6 +91,7 @@ class Blocks(Joined):
         return cls(mask, state, (seqlen_q, seqlen_k), spec)
 
     @classmethod
+    @lasting
     def from_block_mask(
         cls, block_mask: torch.Tensor, seqlen_q: int, seqlen_k: int, *, block_size: tuple[int, int] = (128, 128)
     ) -> Blocks:
@@ -112,6 +116,7 @@ class Blocks(Joined):
         )  # fmt: skip
 
     @classmethod
+    @lasting
     def from_flex(cls, block_mask: Any) -> Blocks:
         """The mask of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked once, for the blocks that
         are visible in part; what it says is stored, a byte for each of their scores.
@@ -175,6 +180,7 @@ class Blocks(Joined):
 
     __ror__ = __or__
 
+    @lasting
     def _joined(self, other: Any, of_states: Any, of_masks: Any) -> Blocks:
         mine = self.spec
         if terms_of(other) is None:

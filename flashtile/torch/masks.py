@@ -11,6 +11,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.predicate.within import Within
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
+from flashtile.torch.lasting import lasting
 
 KINDS = {
     torch.int32: "int32", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
@@ -91,7 +92,8 @@ def call_mask(causal: Any, window: Any, mask: Joined, batch: int, heads_q: int) 
     known = mask.calls if window is None and isinstance(causal, bool) else None
     found = None if known is None else known.get((causal, batch, heads_q))
     if found is None:
-        predicates = predicates_of(causal, window, mask, batch, heads_q)
+        find = predicates_of if known is None else lasting(predicates_of)
+        predicates = find(causal, window, mask, batch, heads_q)
         found = CallMask(predicates.key(), predicates.flat)
         if known is not None:
             if len(known) >= MOST_REMEMBERED:

@@ -407,3 +407,18 @@ def test_windows_and_what_may_change_are_not_remembered() -> None:
     listed = Blocks.build(mask, 256, 256)
     assert call_mask(False, (3, 3), listed, 1, 2).key != call_mask(False, (9, 9), listed, 1, 2).key
     assert listed.calls == {}
+
+
+def test_blocks_made_or_narrowed_in_inference_mode_serve_training() -> None:
+    ids = (torch.arange(256) // 100).to(torch.int32)
+    q, k, v = (torch.randn(1, 256, 2, 16, requires_grad=True) for _ in range(3))
+    mask, table = Blocks.build(Document(ids), 256, 256), torch.ones(2, 2, dtype=torch.bool)
+    with torch.inference_mode():
+        masks = [mask, Blocks.build(Document(ids), 256, 256), mask & Band(left=9), Blocks.from_block_mask(table, 256, 256)]
+        seen = [flashtile.attention(q, k, v, mask=some, causal=True) for some in masks]
+        assert torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+    for some, before in zip(masks, seen, strict=True):
+        out = flashtile.attention(q, k, v, mask=some, causal=True)
+        assert torch.equal(out, before)
+        out.sum().backward()
