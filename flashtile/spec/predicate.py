@@ -44,7 +44,7 @@ class Joined:
         raise NotImplementedError
 
     def __and__(self, other: Any) -> Joined:
-        theirs = terms_of(other)
+        theirs = self._terms_beside(other)
         if theirs is None:
             return NotImplemented
         return Terms(tuple(_merged((*a, *b)) for a in self.terms for b in theirs))
@@ -52,12 +52,16 @@ class Joined:
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Joined:
-        theirs = terms_of(other)
+        theirs = self._terms_beside(other)
         return NotImplemented if theirs is None else Terms((*self.terms, *theirs))
 
     def __ror__(self, other: Any) -> Joined:
-        theirs = terms_of(other)
+        theirs = self._terms_beside(other)
         return NotImplemented if theirs is None else Terms((*theirs, *self.terms))
+
+    def _terms_beside(self, other: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
+        """The terms of what this may join; None for no mask, and for one with blocks, whose own operator keeps them."""
+        return None if isinstance(other, Joined) and other.spec is not None else terms_of(other)
 
 
 class Terms(Joined):

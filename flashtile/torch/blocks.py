@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -187,16 +188,32 @@ class Blocks(Joined):
             return NotImplemented
         assert mine is not None
         if not isinstance(other, Blocks):
-            other = Blocks.build(
-                other, *self.seqlens, batch=self.state.shape[0], heads=self.state.shape[1],
-                block_size=(mine.block_q, mine.block_k), device=self.state.device,
-            )  # fmt: skip
+            other = self._blocks_of(other, (mine.block_q, mine.block_k))
         if (other.seqlens, other.spec) != (self.seqlens, self.spec):
             raise InvalidProblem(
                 f"blocks of {self.spec} for {self.seqlens} meet blocks of {other.spec} for {other.seqlens}; they must be alike."
             )
         state = of_states(self.state, other.state).to(torch.int8)
         return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
+
+    def _blocks_of(self, mask: Any, block_size: tuple[int, int]) -> Blocks:
+        """A mask's blocks beside these; where these serve all items or heads, it may differ among as many as its tensors have."""
+        leaves = [leaf for term in terms_of(mask) or () for leaf in term if isinstance(leaf, Predicate)]
+        shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
+        sizes: list[list[int]] = []
+        for axis, least in enumerate((1, 4)):  # the first axis of any tensor, the second of those that go by scores
+            mine = self.state.shape[axis]
+            more = {shape[axis] for shape in shapes if len(shape) >= least} - {0, 1} if mine == 1 else ()
+            sizes.append([mine, *sorted(more)])
+        refusals: list[InvalidProblem] = []
+        for batch, heads in product(*sizes):
+            try:
+                return Blocks.build(
+                    mask, *self.seqlens, batch=batch, heads=heads, block_size=block_size, device=self.state.device
+                )
+            except InvalidProblem as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
 
 
 def _pair(block_size: Any) -> tuple[int, int]:

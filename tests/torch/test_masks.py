@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from flashtile import (
     NotSupported,
     Options,
     Prefix,
+    Stored,
 )
 from flashtile.kernels.cpu.blocks import classify
 from flashtile.predicate.within import Within
@@ -422,3 +424,25 @@ def test_blocks_made_or_narrowed_in_inference_mode_serve_training() -> None:
         out = flashtile.attention(q, k, v, mask=some, causal=True)
         assert torch.equal(out, before)
         out.sum().backward()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("function", [operator.and_, operator.or_])
+def test_joining_with_blocks_gives_blocks(function: Callable[..., Any], swap: bool) -> None:
+    """Also where the other mask differs from item to item, or head to head, and the blocks do not."""
+    ids, keep = (torch.arange(200) // 70).to(torch.int32), torch.rand(2, 200) < 0.6
+    listed = Blocks.build(Document(ids), 200, 200)
+    q, k, v = (torch.randn(2, 200, 2, 8) for _ in range(3))
+    prefix, stored = Prefix(torch.tensor([9, 140], dtype=torch.int32)), Stored(torch.rand(1, 2, 200, 200) < 0.5)
+    for other in (Dilated(3), Band(right=0), KeyPadding(keep), prefix, stored, Dilated(3) | KeyPadding(keep) & Band(right=0)):
+        joined = function(other, listed) if swap else function(listed, other)
+        assert isinstance(joined, BlocksOfTorch)
+        mine = flashtile.attention(q, k, v, mask=joined)
+        torch.testing.assert_close(mine, flashtile.attention(q, k, v, mask=function(Document(ids), other)))
+        joined = function(other, joined)
+        assert isinstance(joined, BlocksOfTorch)
+    three = Blocks.build(Document(ids), 200, 200, batch=3)
+    with pytest.raises(InvalidProblem, match="its first axis must be the batch, 3"):
+        function(KeyPadding(keep), three)
+    with pytest.raises(InvalidProblem, match="its first axis must be the batch, 1"):
+        function(listed, KeyPadding(keep) & KeyPadding(keep[:1].expand(3, -1)))

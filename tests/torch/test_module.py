@@ -55,6 +55,16 @@ def test_causal_and_padding() -> None:
     agree(ours, theirs, ours(x, padding_mask=keep), expected)
 
 
+def test_blocks_and_padding() -> None:
+    ids = (torch.arange(9) // 4).to(torch.int32)
+    ours, theirs = pair(mask=flashtile.Blocks.build(flashtile.Document(ids), 9, 9))
+    x = torch.randn(2, 9, 32)
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, 5:7] = False
+    expected = theirs(x, x, x, key_padding_mask=~keep, attn_mask=ids[:, None] != ids)[0]
+    agree(ours, theirs, ours(x, padding_mask=keep), expected)
+
+
 ALL = dict(heads_kv=2, head_dim=16, bias=False, qk_norm=True, rotary_base=100.0, sinks=True)
 
 
