@@ -29,6 +29,7 @@ class Stored(Predicate):
 
     name = "stored"
     visible = stored_visible
+    broadcast = True
 
     def __post_init__(self) -> None:
         shape = getattr(self.mask, "shape", None)

@@ -85,6 +85,7 @@ class Predicate(Joined):
     visible: ClassVar[Callable[..., Any]]
     # of each tensor (batch, length): what errors call it, and whether it must reach the last query ("q") or key ("k")
     along: ClassVar[tuple[tuple[str, str], ...]] = ()
+    broadcast: ClassVar[bool] = False  # whether its tensors broadcast to (batch, heads_q, seqlen_q, seqlen_k), as `check` asks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile import InvalidProblem
+from flashtile import InvalidProblem, Stored
 from flashtile.kernels.lib.varlen import most_tiles, schedule_tiles
 from flashtile.reference.attention import items
 from flashtile.spec.options import Variant
@@ -288,6 +288,30 @@ def test_holes_hide_what_key_padding_hides(backend: str, place: torch.device) ->
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     told = flashtile.explain(q, k, v, seqused_k=keep, options=options)
     assert "k and v are copied first: the tokens that count are moved together" in told.layout
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6, 8), (2, 4, 6, 8), (2, 1, 1, 8), (1, 4, 6, 1)])
+def test_a_stored_mask_beside_lengths(backend: str, place: torch.device, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 4, 16, device=place, requires_grad=True) for n in (6, 8, 8))
+    stored = torch.rand(shape, device=place) < 0.7
+    used_q, used_k = torch.tensor([6, 1], device=place), torch.tensor([0, 5], device=place)
+    for lengths in ({"seqused_k": used_k}, {"seqused_q": used_q}, {"seqused_q": used_q, "seqused_k": used_k}):
+        counts = {name: t.int() for name, t in lengths.items()}
+        out = flashtile.attention(q, k, v, mask=Stored(stored), **counts, options=flashtile.Options(backend=backend))
+        keep = stored.expand(2, 4, 6, 8)
+        for name, n, axis in (("seqused_q", 6, 2), ("seqused_k", 8, 3)):
+            if name in lengths:
+                counted = torch.arange(n, device=place) < lengths[name][:, None]
+                keep = keep & counted.view(2, 1, *((n, 1) if axis == 2 else (1, n)))
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
+        p = scores.masked_fill(~keep, -1e4).softmax(-1).where(keep, 0.0)  # also where a query sees nothing
+        true = torch.einsum("bhij,bjhd->bihd", p, v.double())
+        dout = torch.randn_like(out)
+        got = (out, *torch.autograd.grad(out, (q, k, v), dout))
+        expected = (true, *torch.autograd.grad(true, (q, k, v), dout.double()))
+        for mine, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine.double(), other.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_large_batch_of_empty_items(backend: str, place: torch.device) -> None:

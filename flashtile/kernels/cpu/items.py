@@ -11,6 +11,7 @@ import torch
 
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.lengths import ALIKE
+from flashtile.spec.predicate import PredicateSpec
 from flashtile.spec.score import ScoreSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -50,6 +51,7 @@ def items(p: AttentionProblem, tensors: Tensors) -> Iterator[Item]:
             one = replace(
                 p, batch=1, seqlen_q=scores[2], seqlen_k=scores[3], lengths=ALIKE,
                 score=tuple(_of_one_item(spec, scores) for spec in p.score),
+                where=tuple(tuple(_seen_by_one_item(leaf, scores) for leaf in term) for term in p.where),
             )  # fmt: skip
             yield Item(one, i, slice(0, 1) if p.lengths.varlen else slice(i, i + 1), rows, keys)
 
@@ -61,11 +63,21 @@ def _of_one_item(spec: ScoreSpec, scores: tuple[int, ...]) -> ScoreSpec:
     described = list(spec.tensors)
     for i, (captured, tensor) in enumerate(zip(spec.kind.captured, spec.tensors, strict=True)):
         if captured.broadcast:
-            shape = tuple(min(n, size) for n, size in zip(tensor.shape, scores, strict=True))
-            described[i] = replace(tensor, shape=shape)
+            described[i] = replace(tensor, shape=_cut(tensor.shape, scores))
         elif captured.index is None:
             described[i] = replace(tensor, shape=(1, *tensor.shape[1:]))
     return replace(spec, tensors=tuple(described))
+
+
+def _seen_by_one_item(spec: PredicateSpec, scores: tuple[int, ...]) -> PredicateSpec:
+    """The predicate likewise."""
+    if not spec.kind.broadcast:
+        return spec
+    return replace(spec, tensors=tuple((_cut(shape, scores), dtype) for shape, dtype in spec.tensors))
+
+
+def _cut(shape: tuple[int, ...], scores: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(n, size) for n, size in zip(shape, scores, strict=True))
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
