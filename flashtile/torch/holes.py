@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,10 +54,7 @@ class Holes:
 
     keep_q: torch.Tensor | None
     keep_k: torch.Tensor | None
-
-    @cached_property
-    def queries(self) -> Order | None:
-        return None if self.keep_q is None else Order.of(self.keep_q)
+    queries: Order | None  # of keep_q
 
     def close(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v with the tokens that count first."""
@@ -107,7 +103,8 @@ def holes(tensors: Sequence[Any], seqused_q: Any, seqused_k: Any, mask: Any, sco
         for modifier in score if isinstance(score, (tuple, list)) else ():
             if isinstance(modifier, Score) and _by_token(modifier, tensors[0]):
                 raise InvalidProblem(f"{name} is a mask with holes, and {modifier.name} {rest}")
-    return Holes(*(keep if is_mask(keep) else None for keep in given.values()))
+    keep_q, keep_k = (keep if is_mask(keep) else None for keep in given.values())
+    return Holes(keep_q, keep_k, None if keep_q is None else Order.of(keep_q))
 
 
 def counts(seqused: Any) -> Any:

@@ -97,6 +97,7 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     "blocks": lambda t: attend(t, mask=BLOCKS),
     "options": partial(attend, mask=Band(left=7), options=Options(deterministic=True, precision="ieee", backend="cpu")),
     "seqused": lambda t: attend(t, causal=True, seqused_k=torch.tensor([30, 36], dtype=torch.int32)),
+    "holes": lambda t: attend(t, seqused_q=keep()[:, :20], seqused_k=keep(), return_lse=True),
     "varlen": partial(varlen, causal=True, max_seqlen_q=33, return_lse=True),
     "qkvpacked": partial(qkvpacked, causal=True),
     "heads-packed": partial(heads_packed, causal=True, return_lse=True),
