@@ -111,7 +111,7 @@ class _SeqLenInfo:
 
     @property
     def seqstart(self) -> torch.Tensor:
-        return torch.tensor(self.seqstart_py, dtype=torch.int32)
+        return _lengths(self.seqstart_py, torch.device("cpu"))
 
 
 class BlockDiagonalMask(AttentionBias):

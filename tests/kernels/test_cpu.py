@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile import Alibi, Band, Captured, Score, Softcap
+from flashtile import Alibi, Band, Blocks, Captured, Dilated, Document, Score, Softcap, Stored
 from flashtile.kernels.cpu import region, tiled
 from flashtile.kernels.cpu.backend import BACKEND, delegates
 from flashtile.plan.device import CPU, H100
@@ -390,6 +390,29 @@ def test_expanded_gradients(how: dict[str, Any]) -> None:
     for dout in (torch.ones(()).expand(q.shape), torch.randn(1, 50, 4, 1).expand(q.shape), torch.randn(16).expand(q.shape)):
         for got, want in zip(step(q, k, v, dout, **how), step(q, k, v, dout.contiguous(), **how), strict=True):
             assert torch.equal(got, want)
+
+
+ELSEWHERE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "predicates": (torch.float32, {"mask": Dilated(2) & Band(right=0) | Document(torch.arange(50, dtype=torch.int32) // 9)}),
+    "distances": (torch.float16, {"causal": True, "score": (Alibi(torch.rand(4)),)}),
+    "curve": (torch.float16, {"score": (Softcap(9.0),)}),
+    "lse": (torch.bfloat16, {"window": (9, 3)}),
+    "stored": (torch.float32, {"mask": Stored(torch.rand(1, 4, 50, 50) < 0.5), "seqused_k": torch.tensor([33]).int()}),
+    "holes": (torch.float32, {"seqused_q": torch.rand(1, 50) < 0.5}),
+    "blocks": (torch.float32, {"mask": Blocks.build(Dilated(3), 50, 50, device="cpu"), "causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_torch_s_default_device_changes_nothing(name: str) -> None:
+    dtype, how = ELSEWHERE[name]
+    given = inputs(dtype=dtype)
+    plain = step(*given, **how)
+    if isinstance(how.get("mask"), Blocks):  # which remember what the first call found
+        how = {**how, "mask": Blocks.build(Dilated(3), 50, 50, device="cpu")}
+    with torch.device("meta"):
+        elsewhere = step(*given, **how)
+    assert all(torch.equal(a, b) for a, b in zip(elsewhere, plain, strict=True))
 
 
 @pytest.mark.parametrize("how", [{}, {"causal": True, "score": (Softcap(9.0),)}], ids=["delegated", "tiled"])

@@ -26,7 +26,7 @@ def _factors(p: Norm, t: Tensors) -> torch.Tensor | None:
     if p.has("rowscale"):
         factor = t["rowscale"].float()[:, None]
     if p.scale != 1.0:
-        factor = torch.full((1, 1), p.scale) if factor is None else factor * p.scale
+        factor = t["x"].new_full((1, 1), p.scale, dtype=torch.float32) if factor is None else factor * p.scale
     if p.drops:
         factor = _keeps(p, t, 0) if factor is None else _keeps(p, t, 0) * factor
     return factor
@@ -76,7 +76,7 @@ def forward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         if p.has(f"bias{tail}"):
             out = out + t[f"bias{tail}"].float()
         if p.has("out_subset"):
-            out = _put(torch.zeros(p.outputs()["out"].shape), t["out_subset"], out)
+            out = _put(out.new_zeros(p.outputs()["out"].shape), t["out_subset"], out)
         made[f"out{tail}"] = out
     return {name: made[name] for name in outputs}
 
@@ -114,5 +114,5 @@ def backward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         made["dcolscale"] = (dx * (_take(x, t["x_subset"]) if p.has("x_subset") else x)).sum(0)
     if p.has("colscale"):
         dx = dx * t["colscale"].float()
-    made["dx"] = _put(torch.zeros(p["x"].shape), t["x_subset"], dx) if p.has("x_subset") else dx
-    return {name: made[name] if name in made else torch.zeros(p[name[1:]].shape) for name in outputs}
+    made["dx"] = _put(dx.new_zeros(p["x"].shape), t["x_subset"], dx) if p.has("x_subset") else dx
+    return {name: made[name] if name in made else dx.new_zeros(p[name[1:]].shape) for name in outputs}

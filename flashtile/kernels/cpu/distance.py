@@ -53,10 +53,10 @@ def distances_of(p: AttentionProblem, tensors: dict[str, torch.Tensor], first_ba
     """The Distances of a problem whose modifiers are all `by_distance`; `first_batch` as in `tiled.forward`."""
     region = region_of(p)
     local = indices(1 - region.rows, region.keys)
-    added, most = torch.zeros((1, 1, len(local)), dtype=torch.float32), 0.0
+    added, most = local.new_zeros((1, 1, len(local)), dtype=torch.float32), 0.0
     if p.score:
         batch = indices(first_batch, first_batch + p.batch)[:, None, None, None]
-        here, distance = torch.zeros((), dtype=torch.int32), local + (region.first_key - region.first_row - p.shift)
+        here, distance = local.new_zeros(()), local + (region.first_key - region.first_row - p.shift)
         at = Position(batch, indices(0, p.heads_q)[:, None, None], here - p.shift, here, distance)
         scores = added.new_zeros((p.batch, p.heads_q, 1, len(local)))
         added = Modifiers(p, tensors, torch.float32).apply(scores, at).detach().squeeze(2)

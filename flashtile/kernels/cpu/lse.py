@@ -55,7 +55,7 @@ def _turned(p: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:
 def _keys(p: AttentionProblem, strip: Strip, tensor: torch.Tensor) -> torch.Tensor:
     """The keys of a strip times the scale, and -1: float32 (items, keys, head_dim + 1)."""
     batches, heads = (part.stop - part.start for part in (strip.batches, strip.heads_kv))
-    k = torch.empty((batches * heads, strip.region.keys, p.head_dim + 1), dtype=torch.float32)
+    k = torch.empty((batches * heads, strip.region.keys, p.head_dim + 1), dtype=torch.float32, device="cpu")
     k[:, :, p.head_dim] = -1.0
     strip.by_head(k)[..., : p.head_dim].copy_(strip.of(tensor)).mul_(p.scale_value)
     return k

@@ -67,8 +67,8 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
 
 def _bent(most: float, modifiers: Modifiers) -> float:
     """What no score exceeds, given that before the curve, which rises; NaN or Inf where that is not known."""
-    here = torch.zeros((), dtype=torch.int32)
-    bounds = torch.tensor([most, -most]).view(1, 1, 1, 2)
+    here = torch.zeros((), dtype=torch.int32, device="cpu")
+    bounds = torch.tensor([most, -most], dtype=torch.float32, device="cpu").view(1, 1, 1, 2)
     after = modifiers.apply(bounds, Position(here, here, here, here, here))
     return torch.maximum(bounds, after.abs()).max().item()
 

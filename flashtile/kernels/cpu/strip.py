@@ -175,9 +175,9 @@ class Predicates:
 
     def hold(self, at: Position) -> torch.Tensor:
         """Where one of the terms holds; broadcasts against the tile."""
-        whole = torch.zeros((), dtype=torch.bool)
+        whole = torch.zeros((), dtype=torch.bool, device="cpu")
         for term in self.terms:
-            every = torch.ones((), dtype=torch.bool)
+            every = torch.ones((), dtype=torch.bool, device="cpu")
             for leaf, tensors in term:
                 every = every & leaf.kind.apply(at, leaf.scalars, tensors)
             whole = whole | every
