@@ -37,6 +37,9 @@ def scaled_dot_product_attention(
     if min(query.dim(), key.dim(), value.dim()) < 2 or not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, at least two.")
+    if query.dim() > 3 and not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        axes = ", ".join(str(tuple(t.shape[:-3])) for t in (query, key, value))
+        raise InvalidProblem(f"query, key and value have {axes} before their heads; they must be equal.")
     if query.dim() > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
         raise InvalidProblem(
             f"key has {key.shape[-3]} heads and query {query.shape[-3]}; they must be equal unless enable_gqa is True."

@@ -111,7 +111,7 @@ def attention_qkvpacked(
             )
         packing = Packing((Pack(("q", "k", "v"), (heads_q, heads_kv, heads_kv)),))
     given = given_lengths(
-        cu_seqlens_q=cu_seqlens, seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen
+        True, cu_seqlens_q=cu_seqlens, seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen
     )
     return _attend_packed(packing, (qkv,), given, arguments)
 

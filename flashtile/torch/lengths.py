@@ -15,11 +15,19 @@ from flashtile.spec.lengths import Lengths
 
 @dataclass(frozen=True)
 class Given:
-    """The int32 tensors by name (`Lengths.tensors`, in its order), and what the caller knows of the longest items."""
+    """The int32 tensors by name (`Lengths.tensors`, in its order), and what the caller knows of the longest items.
+
+    alike: one argument spoke of queries and keys, as errors say it.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    alike: bool = False
+
+    def called(self, name: str) -> str:
+        """The argument's name."""
+        return name[: -len("_q")] if self.alike else name
 
     def key(self) -> tuple[Any, ...]:
         """What a prepared call depends on."""
@@ -41,7 +49,8 @@ class Given:
 
     def check(self, q: torch.Tensor) -> None:
         """Raise InvalidProblem for tensors without meaning, whatever they hold."""
-        for name, tensor in self.tensors.items():
+        for key, tensor in self.tensors.items():
+            name = self.called(key)
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
             if tensor.dtype is not torch.int32:
@@ -52,12 +61,12 @@ class Given:
                 size = "(batch + 1,)" if name.startswith("cu_") else "(batch,)"
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {size}.")
         batch = self.batch(q)
-        for name, tensor in self.tensors.items():
-            size = batch + name.startswith("cu_")
+        for key, tensor in self.tensors.items():
+            name, size = self.called(key), batch + key.startswith("cu_")
             if tensor.shape[0] != size:
                 raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and the batch {batch} items; it must have {size}.")
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            longest = getattr(self, name)
+        for key in ("max_seqlen_q", "max_seqlen_k"):
+            name, longest = self.called(key), getattr(self, key)
             if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 0):
                 raise InvalidProblem(f"{name} is {longest!r}; it must be an int, at least 0, or None.")
 
@@ -73,16 +82,19 @@ class Given:
                 ends = cu.tolist()
                 sizes = [b - a for a, b in pairwise(ends)]
                 if ends[0] != 0 or min(sizes, default=0) < 0 or ends[-1] > span:
+                    name = self.called(f"cu_seqlens_{side}")
                     raise InvalidProblem(
-                        f"cu_seqlens_{side} is {_shown(ends)}; it must start with 0, never fall, and end with at most {span}."
+                        f"{name} is {_shown(ends)}; it must start with 0, never fall, and end with at most {span}."
                     )
                 longest = getattr(self, f"max_seqlen_{side}")
                 if longest is not None and max(sizes, default=0) > longest:
-                    raise InvalidProblem(f"max_seqlen_{side} is {longest}; it must be at least {max(sizes)}, the longest item.")
+                    name = self.called(f"max_seqlen_{side}")
+                    raise InvalidProblem(f"{name} is {longest}; it must be at least {max(sizes)}, the longest item.")
             for i, count in enumerate(used.tolist() if used is not None else ()):
                 most = span if sizes is None else sizes[i]
                 if not 0 <= count <= most:
-                    raise InvalidProblem(f"seqused_{side}[{i}] is {count}; it must be from 0 to {most}, the item's tokens.")
+                    name = self.called(f"seqused_{side}")
+                    raise InvalidProblem(f"{name}[{i}] is {count}; it must be from 0 to {most}, the item's tokens.")
 
 
 def _shown(numbers: list[int]) -> str:
@@ -90,12 +102,15 @@ def _shown(numbers: list[int]) -> str:
     return f"[{text}, ...]" if len(numbers) > 6 else f"[{text}]"
 
 
-def given_lengths(**named: Any) -> Given | None:
-    """What a call says of its items' lengths; None where it says nothing. cu_seqlens_k is cu_seqlens_q by default."""
+def given_lengths(alike: bool = False, **named: Any) -> Given | None:
+    """What a call says of its items' lengths; None where it says nothing. cu_seqlens_k is cu_seqlens_q by default.
+
+    alike: as `Given` has it.
+    """
     if named.get("cu_seqlens_q") is not None and named.get("cu_seqlens_k") is None:
         named["cu_seqlens_k"] = named["cu_seqlens_q"]
     tensors = {n: t for n, t in named.items() if t is not None and not n.startswith("max_")}
     if not tensors:
         return None
     dense = {n: t.contiguous() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
-    return Given(dense, named.get("max_seqlen_q"), named.get("max_seqlen_k"))
+    return Given(dense, named.get("max_seqlen_q"), named.get("max_seqlen_k"), alike)

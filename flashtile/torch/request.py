@@ -199,7 +199,7 @@ class Request:
         if self.lengths:
             some = {name: next(tensors)[1] for name in self.lengths}
             most = [next(counts) if name in self.parts else None for name in ("max_seqlen_q", "max_seqlen_k")]
-            given = Given(some, *most)
+            given = Given(some, *most, alike=packing not in (APART, KV))
             given.check(q)
             batch, lengths = given.batch(q), given.lengths(*longest)
             longest = [n if m is None else min(n, m) for n, m in zip(longest, most, strict=True)]

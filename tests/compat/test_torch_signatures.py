@@ -86,6 +86,8 @@ def test_sdpa_shapes(through: str, place: torch.device) -> None:
         scaled_dot_product_attention(*grouped, causal_lower_right(6, 9), enable_gqa=True)
     with pytest.raises(InvalidProblem, match="as many axes, at least two"):
         scaled_dot_product_attention(grouped[0], grouped[1][0], grouped[2])
+    with pytest.raises(InvalidProblem, match=r"have \(2, 3\), \(3, 2\), \(3, 2\) before their heads; they must be equal"):
+        scaled_dot_product_attention(torch.randn(2, 3, 4, 8, 16), *torch.randn(2, 3, 2, 4, 8, 16))
 
 
 @pytest.fixture

@@ -132,6 +132,23 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: flashtile.attention_kvpacked(zeros(8, 2, 16), zeros(8, 2, 16), cu_seqlens_q=ENDS_8),
         "kv has shape (8, 2, 16); it must be (total, 2, heads, head_dim)",
     ),
+    "int64": (
+        lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8.long()),
+        "cu_seqlens is torch.int64; it must be int32",
+    ),
+    "start": (lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8 + 1), "cu_seqlens is [1, 9]; it"),
+    "longest": (
+        lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8, max_seqlen=7),
+        "max_seqlen is 7; it must be at least 8, the longest item",
+    ),
+    "used": (
+        lambda: flashtile.attention_qkvpacked(zeros(1, 8, 6, 16), heads_q=2, seqused=ENDS_8[1:] + 1),
+        "seqused[0] is 9; it must be from 0 to 8",
+    ),
+    "used-items": (
+        lambda: flashtile.attention_qkvpacked(zeros(1, 8, 3, 2, 16), seqused=ENDS_8),
+        "seqused has 2 elements and the batch 1 items; it must have 1",
+    ),
     "only-k": (
         lambda: flashtile.attention_kvpacked(zeros(1, 8, 2, 16), zeros(1, 8, 2, 2, 16), cu_seqlens_k=ENDS_8),
         "cu_seqlens_k is given and cu_seqlens_q is None",
