@@ -8,20 +8,15 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from flashtile import _triton
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.cpu.blocks import classify
-from flashtile.kernels.triton.blocks import plan_classify
 from flashtile.predicate.block_table import BlockTable
 from flashtile.predicate.stored_blocks import StoredBlocks
-from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.blocks import BlockSpec
-from flashtile.spec.dtype import DType
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
+from flashtile.torch.classify import state_of
 from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
-from flashtile.torch.run import Bound
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 
@@ -80,15 +75,7 @@ class Blocks(Joined):
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         predicates.check(place)
-        problem = AttentionProblem(
-            batch, seqlen_q, seqlen_k, heads, heads, 1, 1, DType.FP16, mask=predicates.band, where=predicates.where, blocks=spec
-        )
-        names = (f"mask.{i}.{j}" for i, some in enumerate(predicates.tensors) for j in range(len(some)))
-        tensors = dict(zip(names, predicates.flat, strict=True))
-        if place.type == "cpu" and not _triton.INTERPRETED:
-            state = classify(problem, tensors)
-        else:
-            state = Bound(plan_classify(problem), tensors, place).run(tensors)["state"]
+        state = state_of(predicates, (batch, heads, seqlen_q, seqlen_k), spec, place)
         return cls(mask, state, (seqlen_q, seqlen_k), spec)
 
     @classmethod
@@ -197,7 +184,7 @@ class Blocks(Joined):
         return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
 
     def _blocks_of(self, mask: Any, block_size: tuple[int, int]) -> Blocks:
-        """A mask's blocks beside these; where these serve all items or heads, it may differ among as many as its tensors have."""
+        """A mask's blocks beside these; where these serve all items or heads, it may differ among what its tensors have."""
         leaves = [leaf for term in terms_of(mask) or () for leaf in term if isinstance(leaf, Predicate)]
         shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
         sizes: list[list[int]] = []

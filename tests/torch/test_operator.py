@@ -17,7 +17,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Blocks, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Options, Softcap
+from flashtile import (
+    Alibi,
+    Band,
+    Bias,
+    Blocks,
+    Document,
+    Dropout,
+    InvalidProblem,
+    KeyPadding,
+    NotSupported,
+    Options,
+    Softcap,
+    Stored,
+)
 from flashtile.torch.attention import make_problem
 from flashtile.torch.operator import ATTENTION, BACKWARD, dense_strides
 from flashtile.torch.packing import APART
@@ -95,6 +108,9 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     "padding": lambda t: attend(t, causal=True, mask=KeyPadding(keep())),
     "union": lambda t: attend(t, mask=(Document(ids()[:, :20], ids()) & Band(right=0)) | Band(5, 0)),
     "blocks": lambda t: attend(t, mask=BLOCKS),
+    "blocks-narrowed": lambda t: attend(t, mask=BLOCKS, window=(9, None)),
+    "blocks-joined": lambda t: attend(t, mask=KeyPadding(keep()) & BLOCKS | Document(ids()[:, :20], ids()) & Band(left=7)),
+    "blocks-stored": lambda t: attend(t, mask=BLOCKS & Stored(torch.arange(2880).view(1, 4, 20, 36) % 3 != 0)),
     "options": partial(attend, mask=Band(left=7), options=Options(deterministic=True, precision="ieee", backend="cpu")),
     "seqused": lambda t: attend(t, causal=True, seqused_k=torch.tensor([30, 36], dtype=torch.int32)),
     "holes": lambda t: attend(t, seqused_q=keep()[:, :20], seqused_k=keep(), return_lse=True),
