@@ -246,6 +246,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
             rules = rules[1:] or rules  # both at once
     if kind == "unit" and device.kind == "cuda" and not 90 <= device.arch < 120:
         rules = (*SYNCHRONOUS.get((crowd(problem), which, width), ()), *rules)
+    if problem.dtype is not DType.FP32 and which == "queries" and width == 256 and device.target == "sm100":
+        rules = tuple(replace(rule, num_stages=min(rule.num_stages, 2)) for rule in rules)  # three do not fit
     if problem.dtype is not DType.FP32 and which == "queries" and is_mended(problem) and width in TWICE:
         tile = TWICE[width]
         rules = (replace(tile, block_q=32, num_stages=1) if scattered(problem) else tile, *rules)
