@@ -241,7 +241,7 @@ class _Differentiable(torch.autograd.Function):
         made, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             given = tuple(scaled(g, grads[0]) if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False))
-        return *first_derivatives(ctx.call.problem, ctx.call.plan.backend, given), None, None, None, None
+        return *first_derivatives(ctx.call.problem, ctx.call.plan.backend, given, grads), None, None, None, None
 
 
 # -- torch.compile ---------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         made = tuple(g * grads[0] if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-        return None, *first_derivatives("linear_cross_entropy", "autograd", made), *ctx.rest
+        return None, *first_derivatives("linear_cross_entropy", "autograd", made, ctx.saved_tensors, grads), *ctx.rest
 
 
 def record(*given: Any) -> Any:

@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
             return None, None, *call.gradients(*asked)
         with torch.no_grad():  # create_graph
             given = call.gradients(*asked)
-        return None, None, *first_derivatives(call.problem, call.plan.backend, given)
+        return None, None, *first_derivatives(call.problem, call.plan.backend, given, asked[0], grads)
 
 
 # What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.

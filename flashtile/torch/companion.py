@@ -168,7 +168,8 @@ class _Differentiable(torch.autograd.Function):
                 reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"
                 raise NotSupported(f"a second backward of {call.problem.spell()}", {call.backend: [reason]})
             ctx.consumed = True
-        tensors = dict(zip(call.kept, ctx.saved_tensors, strict=True))
+        saved = ctx.saved_tensors
+        tensors = dict(zip(call.kept, saved, strict=True))
         arrive(tensors, call.arrivals, grads, call.device)
         if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
@@ -178,7 +179,7 @@ class _Differentiable(torch.autograd.Function):
         for name in call.consumes:
             torch.autograd.graph.increment_version(tensors[name])
         given = tuple([None if name is None else tensors[name] for name in call.gradients])
-        return None, *first_derivatives(call.problem, call.backend, given)
+        return None, *first_derivatives(call.problem, call.backend, given, saved, grads)
 
 
 def distinct(problem: Companion, wanted: frozenset[str]) -> tuple[str, ...]:
@@ -379,7 +380,8 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
         request, problem = ctx.request, ctx.problem
-        tensors = dict(zip(ctx.held, ctx.saved_tensors, strict=True))
+        saved = ctx.saved_tensors
+        tensors = dict(zip(ctx.held, saved, strict=True))
         expected = arrivals(problem)
         arrive(tensors, expected, grads[: len(expected)], ctx.device)
         described = [d for _, d in problem.given]
@@ -390,7 +392,8 @@ class _Recorded(torch.autograd.Function):
         by_name = dict(zip(distinct(problem, request.wanted), made, strict=True))
         same = OPS[request.op].same(problem, request.wanted)
         by_name.update({name: by_name[other] for name, other in same.items()})
-        return None, None, *first_derivatives(request.op, "autograd", tuple(by_name.get(name) for name in request.names))
+        given = tuple(by_name.get(name) for name in request.names)
+        return None, None, *first_derivatives(request.op, "autograd", given, saved, grads)
 
 
 def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,23 +12,30 @@ from flashtile.plan.call import Problem
 
 
 def first_derivatives(
-    what: str | Problem, backend: str, given: tuple[torch.Tensor | None, ...]
+    what: str | Problem, backend: str, given: tuple[torch.Tensor | None, ...], *sources: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `what`. Whoever differentiates them (create_graph) hears that it is not possible, and gets no zero."""
+    """The gradients of `what`. Whoever differentiates them (create_graph) hears that it is not possible, and gets no zero.
+
+    sources: what they were computed from, saved and arriving tensors: torch.autograd.grad visits no node that does not lead to
+    what it was asked for. An input that nothing saved leads to, as a norm's weight, hears of it from a backward alone.
+    """
     if not torch.is_grad_enabled():
         return given
     made = [g for g in given if g is not None]
-    refusing = iter(_FirstDerivative.apply(what, backend, *(g.requires_grad_() for g in made)) if made else ())
+    if not made:
+        return given
+    behind = [t for some in sources for t in some]
+    refusing = iter(_FirstDerivative.apply(what, backend, len(made), *(g.requires_grad_() for g in made), *behind))
     return tuple(None if g is None else next(refusing) for g in given)
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """The identity, with a refusal for a gradient."""
+    """The first `count` tensors, with a refusal for a gradient. The others are there for their edges alone."""
 
     @staticmethod
-    def forward(ctx: Any, what: str | Problem, backend: str, *grads: torch.Tensor) -> Any:
+    def forward(ctx: Any, what: str | Problem, backend: str, count: int, *tensors: Any) -> Any:
         ctx.what, ctx.backend = what, backend
-        return tuple(g.view_as(g) for g in grads)
+        return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

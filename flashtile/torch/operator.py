@@ -275,7 +275,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
         made = BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked)
-        found = iter(first_derivatives("attention", "autograd", tuple(made)))
+        found = iter(first_derivatives("attention", "autograd", tuple(made), saved, arriving))
         grads = [next(found) if wanted >> i & 1 else None for i in range(count + len(others))]
         return None, *spread(grads[:count]), *grads[count:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +119,25 @@ def test_second_derivatives_are_refused() -> None:
     (grad,) = torch.autograd.grad(ops.rms_norm(x).sum(), x, create_graph=True)
     with pytest.raises(NotSupported, match=r"the second derivative of norm\(x=3x8:fp32"):
         (x.square().sum() + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: ops.rms_norm(x, torch.ones(8)),
+        ops.softmax,
+        lambda x: ops.linear_act(x, torch.ones(4, 8)),
+        lambda x: ops.cross_entropy(x, torch.tensor([0, 1, 2])),
+        lambda x: ops.linear_cross_entropy(x, torch.ones(5, 8), torch.tensor([0, 1, 2])),
+    ],
+    ids=["rms_norm", "softmax", "linear_act", "cross_entropy", "linear_cross_entropy"],
+)
+def test_autograd_grad_hears_of_it_too(op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """torch.autograd.grad visits no node that leads to nothing it was asked for: a penalty came out without its second part."""
+    x, factor = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(op(x * factor).square().sum(), x, create_graph=True)
+    with pytest.raises(NotSupported, match="the second derivative of"):
+        torch.autograd.grad(grad.square().sum() + factor.sum(), factor)
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

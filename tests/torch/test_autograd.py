@@ -160,6 +160,8 @@ def test_the_gradient_of_a_gradient_is_refused(backend: str, place: torch.device
         loss = grad.pow(2).sum() + given["q"].sum()
         with pytest.raises(flashtile.NotSupported, match=r"(?s)second derivative of attention.*not implemented"):
             loss.backward(retain_graph=True)
+        with pytest.raises(flashtile.NotSupported, match="second derivative of attention"):  # which visits no other node
+            torch.autograd.grad(loss, given["q"], retain_graph=True)
 
 
 def test_gradients_are_none_where_no_output_is_used(backend: str, place: torch.device) -> None:
