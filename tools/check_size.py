@@ -1,4 +1,4 @@
-"""Checks the sizes that docs/architecture.md promises: lines of files, parameters of functions.
+"""Checks the sizes that CONTRIBUTING.md promises: lines of files, parameters of functions.
 
 python tools/check_size.py [ROOT]
 """

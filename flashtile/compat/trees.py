@@ -114,8 +114,10 @@ _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modu
 def install(library: str) -> None:
     """Make `import <library>` give flashtile's translation of it, until `uninstall`; a second time changes nothing.
 
-    library: one of `TREES`. Only imports to come see it: what was imported from the library before stays what it was. Its
-    distribution is not pretended: `importlib.metadata` knows nothing of it.
+    library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers".
+    Only imports to come see it: what was imported from the library before stays what it was. Its distribution
+    is not pretended: `importlib.metadata` knows nothing of it.
+    Raises InvalidProblem for another library, and beside an installed one that has modules of the same names.
     """
     tree = _tree(library)
     if library in _kept:

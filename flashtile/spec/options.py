@@ -16,9 +16,10 @@ VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
 class Options:
     """How to run a call.
 
-    backend: name of the backend ("triton", "cpu"), or None for the first one that can.
-    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass, dq added atomically),
-        or "auto" (whichever was measured to be faster, see `flashtile.explain`).
+    backend: name of the backend ("hopper", "triton", "cpu"), or None for the first one that can.
+    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically),
+        or "auto" (whichever was measured to be faster, see `flashtile.explain`; if deterministic, on Hopper also a fused one
+        that adds in a fixed order).
     deterministic: True asks for a bitwise repeatable backward; None follows
         `torch.are_deterministic_algorithms_enabled()`.
     precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),

@@ -17,7 +17,7 @@ def first_derivatives(
     """The gradients of `what`. Whoever differentiates them (create_graph) hears that it is not possible, and gets no zero.
 
     sources: what they were computed from, saved and arriving tensors: torch.autograd.grad visits no node that does not lead to
-    what it was asked for. An input that nothing saved leads to, as a norm's weight, hears of it from a backward alone.
+    what it was asked for. An input that nothing saved leads to, as a norm's residual, hears of it from a backward alone.
     """
     if not torch.is_grad_enabled():
         return given
