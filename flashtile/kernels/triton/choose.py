@@ -166,6 +166,8 @@ UNEQUAL: dict[tuple[Pass, int], Launch] = {("fused", 256): Launch(32, 32, 8, 2, 
 # (docs/tuning.md). With 64 x 32 the pass over queries would not fit into sm86's shared memory either.
 SYNCHRONOUS: dict[tuple[str, Pass, int], tuple[Launch, ...]] = {
     ("16bit", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
+    ("ragged", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
+    ("ragged", "fused", 64): (Launch(64, 64, 4, 2, 8),),  # under Triton 3.9.0 three stages spill 568 bytes, two 500
     ("tf32x3", "queries", 128): (Launch(32, 32, 4, 1, 8),),
     ("tf32", "fused", 256): (Launch(16, 16, 8, 1, 8),),
     ("scattered", "queries", 64): (Launch(64, 32, 4, 2, 8),),
@@ -283,7 +285,9 @@ def crowd(problem: AttentionProblem) -> str:
     """What most fills the registers of a problem, as SYNCHRONOUS names it."""
     if problem.dtype is DType.FP32:
         return problem.precision
-    return "scattered" if scattered(problem) else "predicates" if problem.where else "16bit"
+    if scattered(problem) or problem.where:
+        return "scattered" if scattered(problem) else "predicates"
+    return "ragged" if problem.lengths.ragged and not problem.score and problem.dropout is None else "16bit"
 
 
 def roomy(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
