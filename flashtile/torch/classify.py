@@ -31,18 +31,11 @@ def state_of(found: Predicates, scores: Scores, spec: BlockSpec, place: torch.de
         return _run(tensors, found.band, found.where, scores, spec, place)
     for leaf, some in zip(found.leaves, found.tensors, strict=True):  # what a problem asks, which is not made here
         leaf.check(tuple(tuple(t.shape) for t in some), scores)
-    kinds: list[str] = []
+    text, scalars = found.written()
     ints = [*scores, spec.block_q, spec.block_k]
     for bound in (found.band.left, found.band.right):
         ints += [0, 0] if bound is None else [1, bound]
-    given = iter(found.tensors)
-    for term in found.terms:
-        leaves: list[str] = []
-        for leaf in term:
-            leaves.append(f"{leaf.name}:{len(leaf.scalars())}:{len(next(given))}")
-            ints += leaf.scalars()
-        kinds.append("&".join(leaves))
-    return CLASSIFY(tensors, "|".join(kinds), ints, place)
+    return CLASSIFY(tensors, text, [*ints, *scalars], place)
 
 
 def _run(

@@ -50,6 +50,20 @@ class Predicates:
             for term in self.terms
         )
 
+    def written(self) -> tuple[str, list[int]]:
+        """The kinds of the terms as text, each with how many numbers and tensors it has, and the numbers."""
+        tensors = iter(self.tensors)
+        numbers: list[int] = []
+        kinds: list[str] = []
+        for term in self.terms:
+            leaves: list[str] = []
+            for leaf in term:
+                scalars = leaf.scalars()
+                leaves.append(f"{leaf.name}:{len(scalars)}:{len(next(tensors))}")
+                numbers += scalars
+            kinds.append("&".join(leaves))
+        return "|".join(kinds), numbers
+
     def key(self) -> tuple[Any, ...]:
         """What a prepared call depends on."""
         layouts = tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in self.flat)

@@ -80,16 +80,11 @@ def write(
         others.append(draw_seed(dropout, q.device))
     if isinstance(mask, Joined):
         predicates = predicates_of(causal, window, mask, batch, heads_q)
-        band, terms = predicates.band, []
-        for term in predicates.terms:
-            leaves: list[str] = []
-            for leaf in term:
-                leaves.append(f"{leaf.name}:{len(leaf.scalars())}:{len(leaf.tensors(batch, heads_q))}")
-                ints += leaf.scalars()
-            terms.append("&".join(leaves))
+        band, (where, scalars) = predicates.band, predicates.written()
+        ints += scalars
         others += predicates.flat
-        if terms:
-            parts.append("where=" + "|".join(terms))
+        if where:
+            parts.append(f"where={where}")
         if mask.spec is not None:
             parts.append(f"blocks={mask.spec.block_q}x{mask.spec.block_k}")
             ints += mask.seqlens
