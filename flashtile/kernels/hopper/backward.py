@@ -134,6 +134,8 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     ds = ds.to(dtype)
     if T.makes_dq:
         memory.to.scores.claim(step)
+        if FIRST:
+            store_wait(0)  # the gradients of the tile before, which went from there
         ds_of(memory, 2 * W + step % 2, T).store(ds)
     fence_async_shared()  # the next queries' rows overwrite what was read, too
     if T.makes_dq:
@@ -361,6 +363,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
     COLUMNS_V: gl.constexpr = T.columns_v
+    EARLY: gl.constexpr = T.sums_dq and not T.dropout  # beside dropout it would spill
     sums = grads[0]
     seed = load_seed(score_args, T)
     if T.dropout:
@@ -378,7 +381,6 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             blank_keys(memory, place, sizes, work.band, W, T)
         if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
-        store_wait(0)  # the gradients of the tile before
         if not T.makes_dk:
             dv = gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
         elif not T.sums_dq:
@@ -404,13 +406,18 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             memory.to.scores.wait(place.visits.end - 1)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             memory.to.scores.release(place.visits.end - 1)
+            if EARLY:  # the next ones come while this tile's gradients go
+                memory.to.keys.release(turn)
             if T.reports:
                 if place.visits.end - 1 > begin:
                     report_dq(sums, memory, place.visits.end - 2, W, place, sizes, T)
             add_dq(dq, memory, sums, place.visits.end - 1, place, sizes, work, W, T)
             if T.reports:
                 report_dq(sums, memory, place.visits.end - 1, W, place, sizes, T)
-        memory.to.keys.release(turn)
+        elif EARLY:
+            memory.to.keys.release(turn)
+        if not EARLY:
+            memory.to.keys.release(turn)
         begin = place.visits.end
         place, sizes = again(place, sizes, memory, work, 4, T)
         if T.dropout:

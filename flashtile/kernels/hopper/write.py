@@ -1,6 +1,6 @@
 """The way of a key tile's dk and dv from registers to memory."""
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, named_wait, recast, store_wait, tma_store
+from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
 from flashtile.kernels.hopper.layouts import matrix_layout
 from flashtile.kernels.hopper.partial import store_part
 
@@ -17,8 +17,8 @@ def scaled(dk, scale, T: gl.constexpr):
 @gluon.jit
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
     """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
-    named_wait(8, 256)
-    if T.stores_ds:  # neither does who stores ds
+    store_wait(0)  # of the tile before, if this one had no steps
+    if T.sums_dq:  # products of either consumer, and who stores ds, have let go of it
         memory.to.scores.claim(place.visits.end)
         memory.to.scores.claim(place.visits.end + 1)
     first = place.column + W * 64
