@@ -1,7 +1,7 @@
 """Every feature on a GPU: each pair of features against float64, what each costs, and what dropout keeps.
 
     python benchmarks/features.py [--sections pairs costs dropout tiles] [--backend hopper] [--cases 1100] [--numbers 160 ...]
-                                  [--budget 420] [--without flex] [--output features.csv]
+                                  [--budget 420] [--only sink --rounds 60] [--without flex] [--output features.csv]
 
 pairs: choices that cover every pair of tests/pairwise.py, each with many lengths, by the accuracy rule of tests/judge.py, in
 parallel processes; with --backend hopper those of tests/pairwise_hopper.py, and a row of the section "refused" for each pair
@@ -19,7 +19,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -225,18 +225,27 @@ def warm(name: str, causal: bool, measured: str | None) -> None:
     torch.cuda.synchronize()
 
 
-def costs(until: float, record: Record, measured: str | None, flex: bool) -> Iterator[Row]:
-    """A row per contestant: milliseconds forward and forward + backward (medians), and the ratio to the plain call."""
+def costs(
+    until: float, record: Record, measured: str | None, flex: bool, only: Sequence[str] = (), rounds: int = ROUNDS
+) -> Iterator[Row]:
+    """A row per contestant: milliseconds forward and forward + backward (medians), and the ratio to the plain call.
+
+    only: these and plain calls, of all if empty.
+    """
     device, dice = torch.device("cuda", 0), random.Random(0)
     names = list(contestants(device, False, measured, flex))
-    masks = {causal: [n for n in names if not (causal and n.startswith("sdpa bias"))] for causal in (False, True)}
+    if unknown := set(only).difference(names):
+        raise ValueError(f"only is {', '.join(sorted(unknown))}; costs are those of {', '.join(names)}.")
+    asked = [n for n in names if not only or n in only or "plain" in n]
+    masks = {causal: [n for n in asked if not (causal and n.startswith("sdpa bias"))] for causal in (False, True)}
     compile_ahead(
         warm, [(name, causal, measured) for causal, named in masks.items() for name in named], until - time.monotonic()
     )
     for causal in masks:
         share = time.monotonic() + (until - time.monotonic()) / (1 if causal else 2)
         calls: dict[str, tuple[Callable[[], Any], list[torch.Tensor]]] = {}
-        for name, (forward, leaves) in contestants(device, causal, measured, flex).items():
+        made = contestants(device, causal, measured, flex)
+        for name, (forward, leaves) in ((n, made[n]) for n in masks[causal] if n in made):
             if time.monotonic() > until or record.lost:
                 record.leave(f"costs {name}, causal {causal}")
                 continue
@@ -252,7 +261,7 @@ def costs(until: float, record: Record, measured: str | None, flex: bool) -> Ite
                 continue
             calls[name] = (forward, leaves)
         times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-        for turn in range(ROUNDS):
+        for turn in range(rounds):
             if time.monotonic() > share and turn:
                 break
             for name in dice.sample(list(calls), len(calls)):  # what ran before a call decides how fast the card is
@@ -383,6 +392,8 @@ def main() -> int:
     parser.add_argument(
         "--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured, and whose pairs"
     )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="the costs of these alone, beside plain calls")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help=f"how often each cost is timed; {ROUNDS}")
     parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
     options(parser, "bench-output/features.csv", 420)
     chosen = parser.parse_args()
@@ -391,7 +402,7 @@ def main() -> int:
     record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
     sections: dict[str, Callable[[float], Iterator[Row]]] = {
         "dropout": lambda until: dropout(device),
-        "costs": lambda until: costs(until, record, measured, not chosen.without),
+        "costs": lambda until: costs(until, record, measured, not chosen.without, chosen.only, chosen.rounds),
         "pairs": lambda until: pairs(chosen.numbers or range(chosen.cases), until, record, measured or "triton"),
         "tiles": lambda until: tiles(until, device, chosen.output.with_suffix(".json")),
     }
