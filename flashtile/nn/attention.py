@@ -12,7 +12,9 @@ from flashtile.nn.norm import RMSNorm
 from flashtile.ops.position import rotary
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.spec.dropout import Dropout
+from flashtile.spec.predicate import narrowed
 from flashtile.torch.attention import attention
+from flashtile.torch.blocks import Blocks
 from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
 
 # Of `flashtile.attention`: sinks and dropout are the module's own, and what it returns is one tensor.
@@ -49,7 +51,7 @@ class Attention(torch.nn.Module):
         self.head_dim = width // heads if head_dim is None else head_dim
         if rotary_base is not None and self.head_dim % 2:
             raise InvalidProblem(f"head_dim is {self.head_dim}; it must be even for rotary.")
-        self.rotary_base, self.dropout, self.arguments = rotary_base, Dropout(dropout_p), arguments
+        self.rotary_base, self.dropout, self.arguments = rotary_base, Dropout(dropout_p), _listed(arguments)
         made = {"device": device, "dtype": dtype}
         rows = (heads + 2 * heads_kv) * self.head_dim
         self.in_proj_weight = torch.nn.Parameter(torch.empty(rows, width, **made))
@@ -83,7 +85,8 @@ class Attention(torch.nn.Module):
         """(batch, seqlen, width); with cu_seqlens, int32 (batch + 1,), of sequences one after another: (total, width).
 
         x: queries, and keys and values too unless there is a context, (batch, seqlen_k, width), which has no rotary.
-        padding_mask: bool (batch, seqlen_k), True for the keys that count. max_seqlen: no sequence is longer.
+        padding_mask: bool (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as they are
+            (`Blocks.padded`). max_seqlen: no sequence is longer.
         """
         varlen = cu_seqlens is not None
         if x.dim() != 3 - varlen or x.shape[-1] != self.width:
@@ -102,7 +105,10 @@ class Attention(torch.nn.Module):
             if shape not in (wanted, (1, *wanted[1:])):
                 raise InvalidProblem(f"padding_mask has shape {shape}; it must be (batch, seqlen_k) = {wanted}.")
             mask = arguments.get("mask")
-            arguments["mask"] = KeyPadding(padding_mask) if mask is None else KeyPadding(padding_mask) & mask
+            if isinstance(mask, Blocks):
+                arguments["mask"] = mask.padded(padding_mask)
+            else:
+                arguments["mask"] = KeyPadding(padding_mask) if mask is None else KeyPadding(padding_mask) & mask
         if context is None and self.q_norm is None and self.rotary_base is None:
             packed = self._project(x, 0, self.heads + 2 * self.heads_kv)
             lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if varlen else {}
@@ -138,3 +144,11 @@ class Attention(torch.nn.Module):
             angles = torch.outer(torch.arange(length, device=x.device, dtype=torch.float32), self.rotary_base**-half)
             q, k = rotary(q, k, angles.cos(), angles.sin(), cu_seqlens=cu_seqlens)
         return q, k, v
+
+
+def _listed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, but `Blocks` say causal and window too, whose lists are thus made once and not in forwards."""
+    rest = dict(arguments)
+    if isinstance(mask := rest.get("mask"), Blocks):
+        rest["mask"] = narrowed(rest.pop("causal", False), rest.pop("window", None), mask)
+    return rest

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from flashtile.errors import InvalidProblem
 from flashtile.predicate.block_table import BlockTable
+from flashtile.predicate.key_padding import KeyPadding
 from flashtile.predicate.stored_blocks import StoredBlocks
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.mask import Band
@@ -19,6 +20,7 @@ from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
+Lists = dict[str, torch.Tensor]
 
 
 class Blocks(Joined):
@@ -30,23 +32,13 @@ class Blocks(Joined):
     """
 
     @lasting
-    def __init__(self, mask: Band | Joined, state: torch.Tensor, seqlens: tuple[int, int], spec: BlockSpec):
+    def __init__(
+        self, mask: Band | Joined, state: torch.Tensor, seqlens: tuple[int, int], spec: BlockSpec, lists: Lists | None = None
+    ):  # fmt: skip
         self.mask, self.state, self.seqlens, self.spec = mask, state, seqlens, spec
-        lists: dict[str, torch.Tensor] = {}
-        for side, table in (("q", state), ("k", state.mT)):
-            whole, partial = table == WHOLE, table == PARTIAL
-            order = torch.where(partial, 0, torch.where(whole, 1, 2)).to(torch.int8)
-            lists[f"blocks.count_{side}"] = torch.stack([partial.sum(-1), whole.sum(-1)], -1).to(torch.int32)
-            lists[f"blocks.index_{side}"] = order.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
-            visited = (table != HIDDEN).sum(-1)
-            lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
-        long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
-        longest = pad(visited, (0, 1), value=1).amax()  # at least 1, of no columns, too
-        alike = visited.sum(-1).double().mean() // longest
-        order = lists["blocks.order_k"]
-        more = torch.stack([long, alike.long()]).to(torch.int32)
-        lists["blocks.order_k"] = torch.cat([order, more.expand(*order.shape[:2], 2)], -1)
-        self._lists, self.calls = lists, {}
+        self._lists, self.calls = _lists_of(state) if lists is None else lists, {}
+        # Made once, and here: what a compiled forward makes cannot be kept.
+        self._in_part = (state.clamp(max=PARTIAL), _in_part(self._lists)) if lists is None else (state, lists)
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:
@@ -168,6 +160,16 @@ class Blocks(Joined):
 
     __ror__ = __or__
 
+    def padded(self, keep: torch.Tensor) -> Blocks:
+        """The mask beside `KeyPadding(keep)`, bool (batch or 1, seqlen_k), for padding that each call has anew.
+
+        No score is looked at and no list made, which `& KeyPadding(keep)` does: blocks that padding alone hides are visited all
+        the same, and no block is spared the masking.
+        """
+        assert self.spec is not None
+        state, lists = self._in_part
+        return Blocks(self.mask & KeyPadding(keep), state, self.seqlens, self.spec, lists)
+
     @lasting
     def _joined(self, other: Any, of_states: Any, of_masks: Any) -> Blocks:
         mine = self.spec
@@ -201,6 +203,31 @@ class Blocks(Joined):
             except InvalidProblem as refusal:
                 refusals.append(refusal)
         raise refusals[0]
+
+
+def _lists_of(state: torch.Tensor) -> Lists:
+    """The tensors of `BlockSpec`, of what each block holds."""
+    lists: Lists = {}
+    for side, table in (("q", state), ("k", state.mT)):
+        whole, partial = table == WHOLE, table == PARTIAL
+        order = torch.where(partial, 0, torch.where(whole, 1, 2)).to(torch.int8)
+        lists[f"blocks.count_{side}"] = torch.stack([partial.sum(-1), whole.sum(-1)], -1).to(torch.int32)
+        lists[f"blocks.index_{side}"] = order.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
+        visited = (table != HIDDEN).sum(-1)
+        lists[f"blocks.order_{side}"] = visited.argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
+    long = (visited * visited.shape[-1] > 2 * visited.sum(-1, keepdim=True)).sum(-1).amax()  # of keys, the latter side
+    longest = pad(visited, (0, 1), value=1).amax()  # at least 1, of no columns, too
+    alike = visited.sum(-1).double().mean() // longest
+    order = lists["blocks.order_k"]
+    more = torch.stack([long, alike.long()]).to(torch.int32)
+    lists["blocks.order_k"] = torch.cat([order, more.expand(*order.shape[:2], 2)], -1)
+    return lists
+
+
+def _in_part(lists: Lists) -> Lists:
+    """The lists of the same blocks, all of them visible in part: the same but for what is counted as what."""
+    counts = {n: pad(t.sum(-1, keepdim=True, dtype=t.dtype), (0, 1)) for n, t in lists.items() if n.startswith("blocks.count")}
+    return {**lists, **counts}
 
 
 def _pair(block_size: Any) -> tuple[int, int]:
