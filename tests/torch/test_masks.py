@@ -403,12 +403,24 @@ def test_blocks_remember_what_calls_found_of_them() -> None:
     assert len(mask.calls or ()) <= MOST_REMEMBERED
 
 
-def test_windows_and_what_may_change_are_not_remembered() -> None:
+def test_what_may_change_is_not_remembered() -> None:
     mask = Document(torch.zeros(256, dtype=torch.int32))
     assert call_mask(False, None, mask, 1, 2) is not call_mask(False, None, mask, 1, 2)
-    listed = Blocks.build(mask, 256, 256)
-    assert call_mask(False, (3, 3), listed, 1, 2).key != call_mask(False, (9, 9), listed, 1, 2).key
-    assert listed.calls == {}
+
+
+def test_blocks_remember_windows() -> None:
+    """Each by itself: their blocks would be found anew in each call."""
+    mask = Blocks.build(Document((torch.arange(256) // 100).to(torch.int32)), 256, 256)
+    windows: list[Any] = [None, (3, 3), (9, 9), (None, 1), [9, 9]]
+    found = [call_mask(False, window, mask, 1, 2) for window in windows]
+    assert found[1].key != found[2].key
+    for window, before in zip(windows, found, strict=True):
+        assert call_mask(False, window, mask, 1, 2) is before
+        assert call_mask(True, window, mask, 1, 2) is not before
+    q, k, v = (torch.randn(1, 256, 2, 16) for _ in range(3))
+    for window in ((None, True), (9.0, 9), (9, 9, 9), (-1, 1), 9, ([9], 9)):
+        with pytest.raises(InvalidProblem, match=r"^window "):
+            flashtile.attention(q, k, v, mask=mask, window=window)  # type: ignore[arg-type]
 
 
 def test_blocks_made_or_narrowed_in_inference_mode_serve_training() -> None:
