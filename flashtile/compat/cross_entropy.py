@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile import ops
-from flashtile.errors import InvalidProblem
+from flashtile.kernels.companions.cross_entropy import check_reduction
 from flashtile.torch.companion import prepare
 
 
@@ -32,8 +32,7 @@ class CrossEntropyLoss(torch.nn.Module):
         lse_square_scale: float = 0.0, inplace_backward: bool = False, process_group: Any = None, return_z_loss: bool = False,
     ):  # fmt: skip
         super().__init__()
-        if reduction not in ("mean", "none", "sum"):
-            raise InvalidProblem(f"reduction is {reduction!r}; it must be one of mean, none, sum.")
+        check_reduction(reduction)
         self.reduction, self.return_z_loss, self.ignore_index = reduction, return_z_loss, ignore_index
         self.options = dict(
             label_smoothing=label_smoothing, logit_scale=logit_scale, lse_square_scale=lse_square_scale,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.kernels.companions.cross_entropy import check_reduction
 from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
@@ -107,8 +108,7 @@ def linear_cross_entropy(
         )
     if labels.shape != x.shape[:-1]:
         raise InvalidProblem(f"labels have shape {tuple(labels.shape)}; it must be that of x {tuple(x.shape)} but the last.")
-    if reduction not in ("mean", "sum"):
-        raise InvalidProblem(f"reduction is {reduction!r}; it must be 'mean' or 'sum'.")
+    check_reduction(reduction, ("mean", "sum"))
     logits_bytes = CHUNK_BYTES if logits_bytes is None else logits_bytes
     if isinstance(logits_bytes, bool) or not isinstance(logits_bytes, int) or logits_bytes < 0:
         raise InvalidProblem(f"logits_bytes is {logits_bytes!r}; it must be an int, at least 0.")

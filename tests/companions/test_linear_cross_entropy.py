@@ -229,7 +229,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"labels have shape \(4,\); it must be that of x \(3, 4\) but the last",
     ),
     "labels-float": ({"labels": t(3)}, "labels is fp32; it must be int32 or int64"),
-    "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be 'mean' or 'sum'"),
+    "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be one of mean, sum"),
     "logits-bytes": ({"logits_bytes": 1.5}, "logits_bytes is 1.5; it must be an int, at least 0"),
     "smoothing": ({"label_smoothing": 2}, "^label_smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
 }

@@ -34,6 +34,12 @@ from flashtile.spec.dtype import SIZES_BYTES
 REDUCTIONS = ("none", "mean", "sum")
 
 
+def check_reduction(reduction: Any, known: tuple[str, ...] = REDUCTIONS) -> None:
+    """Raise InvalidProblem unless it is the name of one."""
+    if reduction not in known:
+        raise InvalidProblem(f"reduction is {reduction!r}; it must be one of {', '.join(known)}.")
+
+
 @dataclass(frozen=True)
 class CrossEntropy(Companion):
     """logits (rows, columns); labels (rows,), class numbers or ignore_index.
@@ -63,8 +69,7 @@ class CrossEntropy(Companion):
         if not self.has("labels"):
             raise InvalidProblem("labels are missing; they must be int32 or int64, one a row.")
         self.expect("labels", (self.rows,), "one a row", ("int32", "int64"))
-        if self.reduction not in REDUCTIONS:
-            raise InvalidProblem(f"reduction is {self.reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
+        check_reduction(self.reduction)
         self.expect_number("smoothing", 0.0, 1.0)
         self.expect_number("z_loss", 0.0)
         self.expect_number("logit_scale")
