@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from numbers import Integral
 
 
 class InvalidProblem(ValueError):
@@ -27,6 +28,13 @@ class NotSupported(NotImplementedError):
 def renamed(error: InvalidProblem, called: Mapping[str, str]) -> InvalidProblem:
     """The error with the names that its caller has for things, by those that it was raised with."""
     return InvalidProblem(re.sub(r"\w+", lambda word: called.get(word[0], word[0]), str(error)))
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise InvalidProblem for what is no positive int."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+            raise InvalidProblem(f"{name} is {size!r}; it must be a positive int.")
 
 
 def check_names(function: str, given: Iterable[str], known: Container[str]) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashtile.errors import InvalidProblem, check_names
+from flashtile.dispatch import backend_named
+from flashtile.errors import InvalidProblem, check_names, check_sizes
 from flashtile.nn.norm import RMSNorm
 from flashtile.ops.position import rotary
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.spec.dropout import Dropout
-from flashtile.spec.predicate import narrowed
+from flashtile.spec.mask import make_mask
+from flashtile.spec.options import DEFAULT
+from flashtile.spec.predicate import Joined, narrowed
 from flashtile.torch.attention import attention
 from flashtile.torch.blocks import Blocks
+from flashtile.torch.inputs import check_arguments
 from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
 
 # Of `flashtile.attention`: sinks and dropout are the module's own, and what it returns is one tensor.
@@ -28,6 +32,7 @@ class Attention(torch.nn.Module):
     qk_norm: RMSNorm over head_dim of queries and keys. rotary_base: of their positions' angles (10000 is usual); None
         for none. sinks: a learned logit per head that joins the softmax. dropout_p: of probabilities, while training.
     arguments: those of `flashtile.attention`: causal, window, mask, score (such as `(Softcap(30.0),)`), scale, options.
+    Raises TypeError for another one, InvalidProblem for a value without meaning.
 
     Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose state_dict it loads: in_proj_weight
     ((heads + 2 heads_kv) head_dim, width), in_proj_bias, out_proj; and q_norm, k_norm, sink where they are asked for.
@@ -40,17 +45,20 @@ class Attention(torch.nn.Module):
     ):  # fmt: skip
         super().__init__()
         check_names("Attention", arguments, ARGUMENTS)
+        check_sizes(width=width, heads=heads)
         heads_kv = heads if heads_kv is None else heads_kv
         if head_dim is None and width % heads:
             raise InvalidProblem(
                 f"width is {width} and heads is {heads}; width must be a multiple of heads, or head_dim be given."
             )
-        if heads_kv < 1 or heads % heads_kv:
-            raise InvalidProblem(f"heads is {heads} and heads_kv is {heads_kv}; heads must be a multiple of heads_kv.")
         self.width, self.heads, self.heads_kv = width, heads, heads_kv
         self.head_dim = width // heads if head_dim is None else head_dim
-        if rotary_base is not None and self.head_dim % 2:
-            raise InvalidProblem(f"head_dim is {self.head_dim}; it must be even for rotary.")
+        check_sizes(heads_kv=heads_kv, head_dim=self.head_dim)
+        if heads % heads_kv:
+            raise InvalidProblem(f"heads is {heads} and heads_kv is {heads_kv}; heads must be a multiple of heads_kv.")
+        if rotary_base is not None:
+            _check_rotary(rotary_base, self.head_dim)
+        _check(**arguments)
         self.rotary_base, self.dropout, self.arguments = rotary_base, Dropout(dropout_p), _listed(arguments)
         made = {"device": device, "dtype": dtype}
         rows = (heads + 2 * heads_kv) * self.head_dim
@@ -144,6 +152,24 @@ class Attention(torch.nn.Module):
             angles = torch.outer(torch.arange(length, device=x.device, dtype=torch.float32), self.rotary_base**-half)
             q, k = rotary(q, k, angles.cos(), angles.sin(), cu_seqlens=cu_seqlens)
         return q, k, v
+
+
+def _check_rotary(base: Any, head_dim: int) -> None:
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < float("inf"):
+        raise InvalidProblem(f"rotary_base is {base!r}; it must be a positive, finite number or None.")
+    if head_dim % 2:
+        raise InvalidProblem(f"head_dim is {head_dim}; it must be even for rotary.")
+
+
+def _check(
+    causal: Any = False, window: Any = None, mask: Any = None, score: Any = (), scale: Any = None, options: Any = None
+) -> None:  # fmt: skip
+    """Raise InvalidProblem for arguments that no forward could go on with."""
+    options = DEFAULT if options is None else options
+    check_arguments(score, scale, options)
+    if options.backend is not None:
+        backend_named(options.backend)
+    make_mask(causal, window, None if isinstance(mask, Joined) else mask)
 
 
 def _listed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from flashtile.errors import check_sizes
 from flashtile.ops import norm as ops
+from flashtile.spec.companion import Described
+from flashtile.torch.companion import AS_IT_IS, check_options
 
 
 class _Norm(torch.nn.Module):
@@ -17,6 +20,14 @@ class _Norm(torch.nn.Module):
         device: Any, dtype: Any,
     ):  # fmt: skip
         super().__init__()
+        check_sizes(hidden=hidden)
+        options: dict[str, Any] = {"eps": eps, "prenorm": prenorm, "dropout_p": dropout_p, "zero_centered": zero_centered}
+        if residual_dtype is not None:
+            options["residual_dtype"] = ops.dtype_name("residual_dtype", residual_dtype)
+        given = {"x": Described((1, hidden), "fp32"), "weight": Described((hidden,), "fp32")}
+        if dropout_p != 0.0:
+            given["seed"] = Described((1,), "int64")
+        check_options("norm", given, options, AS_IT_IS)
         made = (
             torch.zeros(hidden, device=device, dtype=dtype) if zero_centered else torch.ones(hidden, device=device, dtype=dtype)
         )

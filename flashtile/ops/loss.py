@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import check_tensor, rows, run
+from flashtile.kernels.companions.catalogue import check_backend
+from flashtile.spec.companion import Described
+from flashtile.torch.companion import check_options, check_tensor, rows, run
 
 CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
 
@@ -50,14 +52,10 @@ def cross_entropy(
         raise InvalidProblem(
             f"labels have shape {tuple(labels.shape)}; it must be that of logits {tuple(logits.shape)} but the last."
         )
-    for name, value in (("return_lse", return_lse), ("inplace", inplace)):
-        if not isinstance(value, bool):
-            raise InvalidProblem(f"{name} is {value!r}; it must be True or False.")
+    _check_switches(return_lse, eager_gradient, inplace, process_group)
     flat = labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
     options: dict[str, Any] = dict(smoothing=label_smoothing, logit_scale=logit_scale, ignore_index=ignore_index)
     if process_group is not None:
-        if eager_gradient or inplace:
-            raise InvalidProblem("eager_gradient or inplace is given with a process_group; they must be left out.")
         loss, lse = _sharded(rows(logits), flat, options, reduction, z_loss, process_group, backend)
     else:
         compiling = torch.compiler.is_compiling()
@@ -71,14 +69,36 @@ def cross_entropy(
     return (loss, lse.view(labels.shape)) if return_lse else loss
 
 
+def check_loss(
+    *, return_lse: Any = False, eager_gradient: Any = None, inplace: Any = False, process_group: Any = None,
+    backend: Any = None, **of_problem: Any,
+) -> None:  # fmt: skip
+    """Raise InvalidProblem for options of `cross_entropy` without meaning, whatever the tensors are."""
+    _check_switches(return_lse, eager_gradient, inplace, process_group)
+    check_backend(backend)
+    ours = {name: option for option, name in CALLED.items()}
+    options = {ours.get(name, name): value for name, value in {"reduction": "mean", **of_problem}.items()}
+    options["eager_gradient"] = bool(eager_gradient)
+    check_options("cross_entropy", {"logits": Described((1, 1), "fp32"), "labels": Described((1,), "int32")}, options, CALLED)
+
+
+def _check_switches(return_lse: Any, eager_gradient: Any, inplace: Any, process_group: Any) -> None:
+    for name, value in (("return_lse", return_lse), ("inplace", inplace)):
+        if not isinstance(value, bool):
+            raise InvalidProblem(f"{name} is {value!r}; it must be True or False.")
+    if not (eager_gradient is None or isinstance(eager_gradient, bool)):
+        raise InvalidProblem(f"eager_gradient is {eager_gradient!r}; it must be True, False or None.")
+    if process_group is not None and (eager_gradient or inplace):
+        raise InvalidProblem("eager_gradient or inplace is given with a process_group; they must be left out.")
+
+
 def _sharded(
     logits: torch.Tensor, labels: torch.Tensor, options: dict[str, Any], reduction: Any, z_loss: Any, group: Any, backend: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of all shards; on every rank the same, differentiable in its own logits."""
     import torch.distributed as dist
 
-    if reduction not in ("none", "mean", "sum"):
-        raise InvalidProblem(f"reduction is {reduction!r}; it must be one of none, mean, sum.")
+    check_loss(reduction=reduction, z_loss=z_loss)
     width = logits.shape[1]
     shard = dict(shard=True, first_class=dist.get_rank(group) * width, classes=dist.get_world_size(group) * width)
     share, lse = run("cross_entropy", {"logits": logits, "labels": labels}, {**options, **shard}, backend, CALLED)[:2]

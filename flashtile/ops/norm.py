@@ -119,6 +119,13 @@ def rms_norm(
     return norm.run(prenorm, residual_dtype, zero_centered, out_dtype, backend)
 
 
+def dtype_name(name: str, dtype: Any) -> str:
+    """What a problem calls the dtype of an argument of this name. Raises InvalidProblem for what is none of a norm."""
+    if dtype not in NAMES:
+        raise InvalidProblem(f"{name} is {dtype!r}; it must be torch.float16, bfloat16 or float32, or None.")
+    return NAMES[dtype]
+
+
 class _Norm:
     """The tensors of a call, as rows, and the options that they imply."""
 
@@ -167,9 +174,7 @@ class _Norm:
     def run(self, prenorm: Any, residual_dtype: Any, zero_centered: Any, out_dtype: Any, backend: Any) -> Any:
         for name, dtype in (("residual_dtype", residual_dtype), ("out_dtype", out_dtype)):
             if dtype is not None:
-                if dtype not in NAMES:
-                    raise InvalidProblem(f"{name} is {dtype!r}; it must be torch.float16, bfloat16 or float32, or None.")
-                self.options[name] = NAMES[dtype]
+                self.options[name] = dtype_name(name, dtype)
         self.options |= {"prenorm": prenorm, "zero_centered": zero_centered}
         made = run("norm", self.tensors, self.options, backend, _CALLED)
         count = 1 + ("weight1" in self.tensors) + bool(prenorm)

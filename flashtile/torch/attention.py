@@ -23,7 +23,7 @@ from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
 from flashtile.torch.dropout import check_seed, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import check_tensors
+from flashtile.torch.inputs import check_arguments, check_tensors
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -342,13 +342,8 @@ def make_problem(
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     sink, dropout = softmax_options(**softmax)
     options = DEFAULT if options is None else options
-    if not isinstance(options, Options):
-        raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
+    check_arguments(score, scale, options, return_lse)
     check_tensors(q, k, v, given)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
-    if not isinstance(return_lse, bool):
-        raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
     batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
     if given is not None:
         given.check(q)
@@ -387,14 +382,8 @@ def _rows(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
 
 
 def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
-    if isinstance(score, Score) or not isinstance(score, (tuple, list)):
-        raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     specs: list[ScoreSpec] = []
     for modifier in score:
-        if not isinstance(modifier, Score):
-            raise InvalidProblem(
-                f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
-            )
         tensors = modifier.tensors(batch, q.shape[2])
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):

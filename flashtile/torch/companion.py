@@ -95,8 +95,13 @@ def _described(tensor: torch.Tensor) -> Described:
 
 def make_problem(op: str, tensors: Mapping[str, torch.Tensor], options: dict[str, Any], called: Mapping[str, str]) -> Companion:
     """Validate a call. Raises InvalidProblem naming the argument as its caller does, its value, and what it must be."""
+    return check_options(op, describe(tensors), options, called)
+
+
+def check_options(op: str, given: Mapping[str, Described], options: dict[str, Any], called: Mapping[str, str]) -> Companion:
+    """As `make_problem`, of tensors that are not there yet."""
     try:
-        return OPS[op].kind(tuple(describe(tensors).items()), **options)
+        return OPS[op].kind(tuple(given.items()), **options)
     except InvalidProblem as error:
         raise renamed(error, called) from None
 

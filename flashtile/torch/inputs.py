@@ -1,4 +1,4 @@
-"""What q, k and v must be, whoever runs them."""
+"""What q, k and v and the arguments beside them must be, whoever runs them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,27 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.options import Options
+from flashtile.spec.score import Score
 from flashtile.torch.lengths import Given
 from flashtile.torch.run import DTYPES
+
+
+def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = False) -> None:
+    """Raise InvalidProblem for arguments of `attention` that have no meaning, whatever the tensors are."""
+    if not isinstance(options, Options):
+        raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
+    if not isinstance(return_lse, bool):
+        raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
+    if isinstance(score, Score) or not isinstance(score, (tuple, list)):
+        raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+    for modifier in score:
+        if not isinstance(modifier, Score):
+            raise InvalidProblem(
+                f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
+            )
 
 
 def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:

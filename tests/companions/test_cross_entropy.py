@@ -188,6 +188,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_index": ({"ignore_index": 0.5}, "ignore_index is 0.5; it must be an int"),
     "return_lse": ({"return_lse": 1}, "return_lse is 1; it must be True or False"),
     "inplace": ({"inplace": "yes"}, "inplace is 'yes'; it must be True or False"),
+    "eager-text": ({"eager_gradient": "no"}, "eager_gradient is 'no'; it must be True, False or None"),
+    "sharded-z_loss": ({"z_loss": -1.0, "process_group": object()}, "z_loss is -1.0; it must be finite, from 0.0"),
+    "sharded-reduction": ({"reduction": "average", "process_group": object()}, "reduction is 'average'; it must be one of"),
     "eager": ({"reduction": "none", "eager_gradient": True, "logits": t(3, 5).requires_grad_()}, "rows' gradients wait"),
     "backend": ({"backend": "cuda"}, "backend is 'cuda'; it must be one of triton, cpu, or None"),
 }  # fmt: skip

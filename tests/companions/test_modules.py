@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from flashtile import nn, ops
+from flashtile import InvalidProblem, nn, ops
 
 
 def test_norms() -> None:
@@ -73,3 +75,49 @@ def test_cross_entropy_loss() -> None:
     module = nn.CrossEntropyLoss(label_smoothing=0.1)
     torch.testing.assert_close(module(logits, labels), torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1))
     assert "label_smoothing=0.1" in repr(module)
+
+
+def test_modules_take_any_integer() -> None:
+    size = np.int64(16)
+    assert nn.MLP(size)(torch.randn(2, 16)).shape == (2, 16)  # type: ignore[arg-type]
+    assert nn.RMSNorm(size)(torch.randn(2, 16)).shape == (2, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.CrossEntropyLoss(reduction="average"), "reduction is 'average'; it must be one of none, mean, sum"),
+        (lambda: nn.CrossEntropyLoss(label_smoothing=2.0), "^label_smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
+        (lambda: nn.CrossEntropyLoss(z_loss="1"), "z_loss is '1'; it must be a number"),
+        (lambda: nn.CrossEntropyLoss(logit_scale=float("nan")), "logit_scale is nan; it must be finite"),
+        (lambda: nn.CrossEntropyLoss(ignore_index=None), "ignore_index is None; it must be an int"),
+        (lambda: nn.CrossEntropyLoss(return_lse=1), "return_lse is 1; it must be True or False"),
+        (lambda: nn.CrossEntropyLoss(inplace="no"), "inplace is 'no'; it must be True or False"),
+        (lambda: nn.CrossEntropyLoss(eager_gradient="no"), "eager_gradient is 'no'; it must be True, False or None"),
+        (lambda: nn.CrossEntropyLoss(eager_gradient=True, reduction="none"), "rows' gradients wait"),
+        (lambda: nn.CrossEntropyLoss(process_group=object(), inplace=True), "inplace is given with a process_group"),
+        (lambda: nn.CrossEntropyLoss(backend="cuda"), "backend is 'cuda'; it must be one of triton, cpu, or None"),
+        (lambda: nn.MLP(0), "width is 0; it must be a positive int"),
+        (lambda: nn.MLP(8.0), "width is 8.0; it must be a positive int"),  # type: ignore[arg-type]
+        (lambda: nn.MLP(8, 0), "hidden is 0; it must be a positive int"),
+        (lambda: nn.MLP(8, out=-1), "out is -1; it must be a positive int"),
+        (lambda: nn.MLP(8, activation="gelu"), "activation is 'gelu'; it must be one of gelu_tanh, relu, sqrelu"),
+        (lambda: nn.MLP(8, recompute=1), "recompute is 1; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: nn.LayerNorm((3, 8)), r"hidden is \(3, 8\); it must be a positive int"),  # type: ignore[arg-type]
+        (lambda: nn.RMSNorm(True), "hidden is True; it must be a positive int"),
+        (lambda: nn.LayerNorm(8, -1.0), "eps is -1.0; it must be finite, from 0.0"),
+        (lambda: nn.RMSNorm(8, dropout_p=1.5), "^dropout_p is 1.5; it must be finite, from 0.0 to 1.0"),
+        (lambda: nn.RMSNorm(8, dropout_p="0"), "^dropout_p is '0'; it must be a number"),  # type: ignore[arg-type]
+        (lambda: nn.RMSNorm(8, prenorm=1), "prenorm is 1; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: nn.RMSNorm(8, zero_centered=None), "zero_centered is None; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: nn.RMSNorm(8, residual_dtype=torch.float64), "residual_dtype is torch.float64; it must be torch.float16"),
+    ],
+)
+def test_constructors_refuse_what_no_forward_takes(make: Callable[[], torch.nn.Module], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        make()
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(TypeError, match=r"^CrossEntropyLoss\(\) got an unexpected keyword argument 'nope'"):
+        nn.CrossEntropyLoss(nope=1)

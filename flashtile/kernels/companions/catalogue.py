@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.cross_entropy import CROSS_ENTROPY
 from flashtile.kernels.companions.dense import DENSE
@@ -24,10 +26,15 @@ def unsupported(backend: str, device: Device) -> list[str]:
     return unavailable(device, "arithmetic")
 
 
-def select(problem: Companion, device: Device, backend: str | None = None) -> str:
-    """The first backend that runs companions on this device, or the named one. Raises NotSupported with the reasons."""
+def check_backend(backend: Any) -> None:
+    """Raise InvalidProblem unless it is the name of one, or None."""
     if backend is not None and backend not in BACKENDS:
         raise InvalidProblem(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None.")
+
+
+def select(problem: Companion, device: Device, backend: str | None = None) -> str:
+    """The first backend that runs companions on this device, or the named one. Raises NotSupported with the reasons."""
+    check_backend(backend)
     reasons: dict[str, list[str]] = {}
     for candidate in BACKENDS if backend is None else (backend,):
         reasons[candidate] = unsupported(candidate, device)
