@@ -19,24 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 NEWEST = ROOT / ".venv" / "newest-triton"
 
 
-def compile_sample(tmp_path: Path, every: int, targets: tuple[str, ...], packages: Path | None = None) -> list[dict[str, str]]:
+def run(cache: Path, *arguments: str, packages: Path | None = None) -> None:
+    """Python with these arguments, packages of that folder first, whose kernels are compiled into `cache`."""
     path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    chosen = [word for target in targets for word in ("--target", target)]
-    command = [
-        sys.executable,
-        "-m",
-        "flashtile.export.matrix",
-        "--sample",
-        str(every),
-        "--jobs",
-        "1",
-        "--csv",
-        str(tmp_path / "m.csv"),
-    ]
-    done = subprocess.run([*command, *chosen], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    with (tmp_path / "m.csv").open() as file:
+
+
+def compile_sample(tmp_path: Path, every: int, targets: tuple[str, ...], packages: Path | None = None) -> list[dict[str, str]]:
+    made = tmp_path / "m.csv"
+    chosen = [word for target in targets for word in ("--target", target)]
+    command = ["-m", "flashtile.export.matrix", "--sample", str(every), "--jobs", "1", "--csv", str(made), *chosen]
+    run(tmp_path / "cache", *command, packages=packages)
+    with made.open() as file:
         return list(csv.DictReader(file))
 
 
@@ -67,9 +64,7 @@ plans = [BACKEND.forward(problem, H100)] + 2 * [BACKEND.backward(problem, H100, 
 for call, plan in zip(calls, plans):
     assert "wgmma.mma_async" in compile_call(call, plan, H100).asm["ptx"], call.kernel
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(tmp_path, "-c", code)
 
 
 # Rows that a sample misses, and whose tiles once spilled kilobytes or did not fit: (targets, variant, pass, problem).
@@ -93,9 +88,7 @@ for targets, variant, which, spelling in {CROWDED!r}:
         row = compile_row(jobs[0])
         assert row.tile and not row.failure, row
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(tmp_path, "-c", code)
 
 
 def test_float64_products_take_what_narrow_tensors_changed(tmp_path: Path) -> None:
@@ -107,6 +100,4 @@ assert len(jobs) >= 4
 for row in map(compile_row, jobs):
     assert not row.failure, (row.kernel, row.failure)
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(tmp_path, "-c", code)
