@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile._triton import jit, tl
+from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Position
 
@@ -16,6 +17,15 @@ def block_table_visible(at, args):
     row, column = (at.row.to(tl.uint32) // rows).to(tl.int32), (at.k.to(tl.uint32) // columns).to(tl.int32)
     here = args[2] + at.batch * args[3][0] + at.head * args[3][1]
     return tl.load(here + row * args[3][2] + column * args[3][3]) != 0
+
+
+def blocks_of_all(name: str, table: Any, batch: int, heads_q: int) -> Any:
+    """A table (batch or 1, heads_q or 1, rows, columns) for all items and heads. Raises InvalidProblem for one of others."""
+    if len(table.shape) != 4 or any(n not in (1, m) for n, m in zip(table.shape[:2], (batch, heads_q), strict=True)):
+        raise InvalidProblem(
+            f"{name} has shape {tuple(table.shape)}; it must be (batch, heads, rows, columns), for ({batch}, {heads_q}) or 1."
+        )
+    return table.expand(batch, heads_q, -1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +43,7 @@ class BlockTable(Predicate):
         return self.block_q, self.block_k
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
-        return (self.table.expand(batch, heads_q, -1, -1),)
+        return (blocks_of_all("block table", self.table, batch, heads_q),)
 
     @staticmethod
     def grain(scalars: tuple[int, ...]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile._triton import jit, tl
+from flashtile.predicate.block_table import blocks_of_all
 from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Position
 
@@ -35,7 +36,7 @@ class StoredBlocks(Predicate):
         return self.values.shape[1], self.values.shape[2]
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
-        return self.place.expand(batch, heads_q, -1, -1), self.values
+        return blocks_of_all("stored blocks' place", self.place, batch, heads_q), self.values
 
     @staticmethod
     def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:

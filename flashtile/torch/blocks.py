@@ -182,11 +182,18 @@ class Blocks(Joined):
             raise InvalidProblem(
                 f"blocks of {self.spec} for {self.seqlens} meet blocks of {other.spec} for {other.seqlens}; they must be alike."
             )
+        sizes = tuple(self.state.shape[:2]), tuple(other.state.shape[:2])
+        if any(a != b and 1 not in (a, b) for a, b in zip(*sizes, strict=True)):
+            raise InvalidProblem(f"blocks for {sizes[0]} (batch, heads) meet blocks for {sizes[1]}; they must be alike, or 1.")
         state = of_states(self.state, other.state).to(torch.int8)
         return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
 
     def _blocks_of(self, mask: Any, block_size: tuple[int, int]) -> Blocks:
-        """A mask's blocks beside these; where these serve all items or heads, it may differ among what its tensors have."""
+        """A mask's blocks beside these; where these serve all items or heads, it may differ among what its tensors have.
+
+        By trial, for shapes do not say it: the first axis may count items (`Prefix`), tokens (`Document`) or stored blocks.
+        What every predicate takes is what the mask means, and the fewest come first.
+        """
         leaves = [leaf for term in terms_of(mask) or () for leaf in term if isinstance(leaf, Predicate)]
         shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
         sizes: list[list[int]] = []

@@ -26,6 +26,7 @@ from flashtile import (
     Stored,
 )
 from flashtile.kernels.cpu.blocks import classify
+from flashtile.predicate.block_table import BlockTable
 from flashtile.predicate.within import Within
 from flashtile.reference.attention import attention_plain, attention_reference, holds, positions, visible
 from flashtile.spec.dtype import DType
@@ -456,5 +457,11 @@ def test_joining_with_blocks_gives_blocks(function: Callable[..., Any], swap: bo
     three = Blocks.build(Document(ids), 200, 200, batch=3)
     with pytest.raises(InvalidProblem, match="its first axis must be the batch, 3"):
         function(KeyPadding(keep), three)
+    table = BlockTable(torch.rand(2, 2, 2, 2) < 0.5, 128, 128)
+    assert function(listed, table).state.shape == (2, 2, 2, 2)
+    with pytest.raises(InvalidProblem, match=r"block table has shape \(2, 2, 2, 2\); it must be .*, for \(3, 1\) or 1"):
+        function(three, table)
+    with pytest.raises(InvalidProblem, match=r"\(batch, heads\) meet blocks for \(\d, 1\); they must be alike, or 1"):
+        function(three, Blocks.build(KeyPadding(keep), 200, 200, batch=2))
     with pytest.raises(InvalidProblem, match="its first axis must be the batch, 1"):
         function(listed, KeyPadding(keep) & KeyPadding(keep[:1].expand(3, -1)))
