@@ -34,12 +34,9 @@ def softmax(
     missing = (None,) * (4 - x.dim())
     if mask is not None:
         check_tensor("mask", mask)
-        try:
-            mask = mask.expand(x.shape)[missing]
-        except RuntimeError as error:
-            raise InvalidProblem(
-                f"mask has shape {tuple(mask.shape)}; it must broadcast to that of x {tuple(x.shape)}."
-            ) from error
+        if mask.dim() > x.dim() or any(n not in (1, m) for n, m in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+            raise InvalidProblem(f"mask has shape {tuple(mask.shape)}; it must broadcast to that of x {tuple(x.shape)}.")
+        mask = mask.expand(x.shape)[missing]
     options = dict(scale=scale, causal=causal, masked_score=masked_score)
     (out,) = run("softmax", {"x": x[missing] if missing else x, "mask": mask}, options, backend)
     return out.view(x.shape) if missing else out

@@ -21,9 +21,9 @@ from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import first_derivatives
-from flashtile.torch.dropout import check_seed, draw_seed
+from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import check_arguments, check_tensors
+from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -385,13 +385,9 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
     specs: list[ScoreSpec] = []
     for modifier in score:
         tensors = modifier.tensors(batch, q.shape[2])
+        check_modifier(modifier, modifier.scalars(), tensors, q)
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
-            _check_captured(f"{modifier.name}'s tensor", tensor, q)
-        for number in modifier.scalars():
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
-                raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
+            _check_resolved(f"{modifier.name}'s tensor", tensor)
         described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
         specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
     return tuple(specs)
@@ -400,19 +396,15 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
 def _sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
     if sink is None:
         return None
-    if not isinstance(sink, torch.Tensor):
-        raise InvalidProblem(f"sink is a {type(sink).__name__}; it must be a torch.Tensor or None.")
-    _check_captured("sink", sink, q)
+    check_sink(sink, q)
+    _check_resolved("sink", sink)
     return TensorSpec(tuple(sink.shape), DTYPES[sink.dtype].value, _wants_grad(sink))
 
 
 def _chance(dropout: Any, q: torch.Tensor) -> float | None:
     if dropout is None:
         return None
-    if not isinstance(dropout, Dropout):
-        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
-    if not (dropout.seed is None or isinstance(dropout.seed, int)):
-        check_seed(dropout.seed, q.device)
+    check_dropout(dropout, q.device)
     return dropout.p
 
 
@@ -421,13 +413,9 @@ def _seed_key(seed: Any) -> Any:
     return isinstance(seed, int) or (seed.shape, seed.dtype, seed.device)
 
 
-def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
-    if tensor.is_neg():
+def _check_resolved(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_neg():  # an operator resolves it
         raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own.")
-    if tensor.device != q.device:
-        raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 
 
 def _capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:

@@ -31,14 +31,14 @@ def run(
     """What the op's forward gives its caller, differentiable in what its kind calls differentiable.
 
     given: the op's tensors in the order of its kind's, None for those that are not there.
-    called: the caller's names of tensors and options, where they are not the op's; eager calls' errors say those.
+    called: the caller's names of tensors and options, where they are not the op's, which errors say.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if _is_compiling():
         check_tensors(tensors, called)
         if any(t.dtype not in NAMES for t in tensors.values()):
             make_problem(op, tensors, options, called)  # which says what is wrong, before the operator
-        return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend)))
+        return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend, called)))
     call = prepare(op, tensors, options, backend, called)
     if call.wanted:
         return (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
@@ -271,10 +271,14 @@ class Request:
     floats: tuple[str, ...]  # options
     ints: tuple[str, ...]
     backend: str | None
+    called: dict[str, str]  # what the caller calls tensors and options
 
     def problem(self, described: Iterable[Described], floats: Sequence[float], ints: Sequence[int]) -> Companion:
         numbers = {**dict(zip(self.floats, floats, strict=True)), **dict(zip(self.ints, ints, strict=True))}
-        return make(self.op, dict(zip(self.names, described, strict=True)), self.options, numbers)
+        try:
+            return make(self.op, dict(zip(self.names, described, strict=True)), self.options, numbers)
+        except InvalidProblem as error:
+            raise renamed(error, self.called) from None
 
     def of(self, tensors: list[torch.Tensor], floats: list[float], ints: list[int]) -> Companion:
         return self.problem(map(_described, tensors), floats, ints)
@@ -286,8 +290,9 @@ class Request:
 @lru_cache(maxsize=4096)
 def read(text: str) -> Request:
     """The request that `write` wrote."""
-    op, names, wanted, options, floats, ints, backend = text.split("\n", 6)
-    return Request(op, _words(names), frozenset(_words(wanted)), options, _words(floats), _words(ints), backend or None)
+    op, names, wanted, options, floats, ints, backend, called = text.split("\n", 7)
+    asked = (op, _words(names), frozenset(_words(wanted)), options, _words(floats), _words(ints), backend or None)
+    return Request(*asked, dict(pair.split("=") for pair in _words(called)))  # pyright: ignore[reportArgumentType]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -295,15 +300,17 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def write(
-    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None
-) -> tuple[str, list[float], list[int]]:
+    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], backend: str | None,
+    called: Mapping[str, str] = AS_IT_IS,
+) -> tuple[str, list[float], list[int]]:  # fmt: skip
     """(text, floats, ints) of a call; `read` is the text's inverse."""
     floats = {name: value for name, value in options.items() if isinstance(value, float)}
     ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
     rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)
     differentiates = torch.is_grad_enabled()
     wanted = [n for n in OPS[op].kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad]
-    parts = (op, ",".join(tensors), ",".join(wanted), rest, ",".join(floats), ",".join(ints), backend or "")
+    names = ",".join([f"{name}={word}" for name, word in called.items()])
+    parts = (op, ",".join(tensors), ",".join(wanted), rest, ",".join(floats), ",".join(ints), backend or "", names)
     return "\n".join(parts), list(floats.values()), list(ints.values())
 
 

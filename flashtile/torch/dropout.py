@@ -46,6 +46,14 @@ def draw_seed(dropout: Dropout, device: torch.device) -> torch.Tensor:
     return state.view(torch.int32)
 
 
+def check_dropout(dropout: Any, device: torch.device) -> None:
+    """Raise InvalidProblem unless it is a Dropout, of a seed for this device."""
+    if not isinstance(dropout, Dropout):
+        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
+    if not (dropout.seed is None or isinstance(dropout.seed, int)):
+        check_seed(dropout.seed, device)
+
+
 def check_seed(seed: Any, device: torch.device) -> None:
     """Raise InvalidProblem for a tensor that is not (seed, offset) on this device."""
     if not isinstance(seed, torch.Tensor) or seed.dtype is not torch.int64 or seed.shape != (2,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
     """Raise InvalidProblem for arguments of `attention` that have no meaning, whatever the tensors are."""
     if not isinstance(options, Options):
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+    if scale is not None and not _is_number(scale):
         raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
     if not isinstance(return_lse, bool):
         raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
@@ -28,6 +29,36 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
             raise InvalidProblem(
                 f"score holds a {type(modifier).__name__}; it must hold score modifiers, such as Softcap(30.0)."
             )
+
+
+def check_modifier(modifier: Score, scalars: Sequence[Any], tensors: Sequence[Any], q: torch.Tensor) -> None:
+    """Raise InvalidProblem unless kernels beside q can read what a modifier captures."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
+        _check_captured(f"{modifier.name}'s tensor", tensor, q)
+    for number in scalars:
+        if not _is_number(number):
+            raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
+
+
+def check_sink(sink: Any, q: torch.Tensor) -> None:
+    """Raise InvalidProblem unless kernels beside q can read it."""
+    if not isinstance(sink, torch.Tensor):
+        raise InvalidProblem(f"sink is a {type(sink).__name__}; it must be a torch.Tensor or None.")
+    _check_captured("sink", sink, q)
+
+
+def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+    if tensor.device != q.device:
+        raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one; while a graph is traced its symbols are."""
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:

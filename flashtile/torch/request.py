@@ -22,7 +22,8 @@ from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec
 from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
-from flashtile.torch.dropout import draw_seed
+from flashtile.torch.dropout import check_dropout, draw_seed
+from flashtile.torch.inputs import check_arguments, check_modifier, check_sink
 from flashtile.torch.lengths import Given
 from flashtile.torch.masks import KINDS, predicates_of
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
@@ -43,6 +44,7 @@ def write(
     q: the queries, (batch, seqlen_q, heads_q, head_dim), (1, total, ...) of varlen; only its sizes and device are looked at.
     """
     options = DEFAULT if options is None else options
+    check_arguments(score, scale, options, return_lse)  # errors within the operator would say its arguments
     batch, heads_q = q.shape[0] if given is None else given.batch(q), q.shape[2]
     floats: list[float] = []
     ints: list[int] = []
@@ -66,20 +68,25 @@ def write(
     kinds: list[str] = []
     for modifier in score:
         scalars, tensors = modifier.scalars(), modifier.tensors(batch, heads_q)
+        check_modifier(modifier, scalars, tensors, q)
         kinds.append(f"{modifier.name}:{len(scalars)}:{len(tensors)}")
         floats += scalars
         captured += tensors
     if kinds:
         parts.append("score=" + "+".join(kinds))
     if sink is not None:
+        check_sink(sink, q)
         parts.append("sink")
         captured.append(sink)
+    if dropout is not None:
+        check_dropout(dropout, q.device)
     if dropout is not None and threshold(dropout.p):
         parts.append("dropout")
         floats.append(dropout.p)
         others.append(draw_seed(dropout, q.device))
     if isinstance(mask, Joined):
         predicates = predicates_of(causal, window, mask, batch, heads_q)
+        predicates.check(q.device)
         band, (where, scalars) = predicates.band, predicates.written()
         ints += scalars
         others += predicates.flat

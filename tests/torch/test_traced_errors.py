@@ -1,0 +1,83 @@
+"""What is refused says the same under torch.compile: the caller's argument, not the operator's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Alibi, Document, Dropout, InvalidProblem, Softcap, Stored, ops
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call(**arguments: Any) -> Callable[[], Any]:
+    q = torch.randn(1, 8, 2, 16)
+    return lambda: flashtile.attention(q, q, q, **arguments)
+
+
+def loss(**arguments: Any) -> Callable[[], Any]:
+    return lambda: ops.cross_entropy(t(3, 5), t(3, dtype=torch.int64), **arguments)
+
+
+def norm(**arguments: Any) -> Callable[[], Any]:
+    return lambda: ops.layer_norm(t(3, 8), **arguments)
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    "scale": call(scale="x"),
+    "scale-infinite": call(scale=float("inf")),
+    "score": call(score=(3.0,)),
+    "options": call(options="cpu"),
+    "return_lse": call(return_lse=1),
+    "causal": call(causal=1),
+    "window": call(window=(-1, 2)),
+    "mask": call(mask=t(8, 8)),
+    "mask-dtype": call(mask=Document(t(8, dtype=torch.int64))),
+    "mask-shape": call(mask=Stored(t(1, 1, 3, 3, dtype=torch.bool))),
+    "sink": call(sink=3.0),
+    "sink-dtype": call(sink=t(2, dtype=torch.float64)),
+    "sink-shape": call(sink=t(3)),
+    "dropout": call(dropout=0.5),
+    "dropout-seed": call(dropout=Dropout(0.5, t(2))),
+    "slopes-dtype": call(score=(Alibi(t(2, dtype=torch.float64)),)),
+    "slopes-shape": call(score=(Alibi(t(3)),)),
+    "smoothing": loss(label_smoothing=2.0),
+    "smoothing-text": loss(label_smoothing="a"),
+    "reduction": loss(reduction="average"),
+    "dropout_p": norm(dropout=2.0),
+    "branch": norm(branch=ops.Branch(x=t(3, 8), bias=t(8))),
+    "subset": norm(subset=ops.Subset(out=t(3, dtype=torch.int32))),
+    "rowscale": norm(rowscale=float("nan")),
+    "weight": lambda: ops.linear_act(t(3, 8), t(7, 5)),
+    "bias": lambda: ops.linear_act(t(3, 8), t(7, 8), t(3)),
+    "softmax-mask": lambda: ops.softmax(t(1, 2, 3, 8), t(3, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_compiled_errors_are_the_eager_ones(name: str) -> None:
+    with pytest.raises(InvalidProblem) as eager:
+        BAD[name]()
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as compiled:  # noqa: PT011 (torch.compile's own, with ours in its text)
+        torch.compile(BAD[name], backend="eager", fullgraph=True)()
+    assert str(eager.value) in str(compiled.value).replace("\\'", "'")
+
+
+def test_symbolic_numbers_are_numbers() -> None:
+    torch._dynamo.reset()
+
+    def function(q: torch.Tensor) -> torch.Tensor:
+        size = q.shape[-1]
+        return flashtile.attention(q, q, q, scale=size**-0.5, score=(Softcap(2.0 * size),))
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    for size in (16, 24, 32):
+        q = torch.randn(1, 8, 2, size)
+        torch.testing.assert_close(compiled(q), function(q))
