@@ -94,7 +94,8 @@ class Attention(torch.nn.Module):
 
         x: queries, and keys and values too unless there is a context, (batch, seqlen_k, width), which has no rotary.
         padding_mask: bool (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as they are
-            (`Blocks.padded`). max_seqlen: no sequence is longer.
+            (`Blocks.padded`). max_seqlen: no sequence is longer; with cu_seqlens alone.
+        Raises InvalidProblem for what does not fit.
         """
         varlen = cu_seqlens is not None
         if x.dim() != 3 - varlen or x.shape[-1] != self.width:
@@ -102,6 +103,8 @@ class Attention(torch.nn.Module):
             raise InvalidProblem(f"x has shape {tuple(x.shape)}; it must be {must}.")
         if varlen and (context is not None or padding_mask is not None):
             raise InvalidProblem("cu_seqlens is given beside context or padding_mask; it must be alone.")
+        if max_seqlen is not None and not varlen:
+            raise InvalidProblem(f"max_seqlen is {max_seqlen} without cu_seqlens; it must be given with them alone.")
         if context is not None and self.rotary_base is not None:
             raise InvalidProblem("context is given and the module has rotary; its positions are those of x alone.")
         arguments = {**self.arguments, "sink": self.sink}
@@ -112,6 +115,8 @@ class Attention(torch.nn.Module):
             shape = tuple(getattr(padding_mask, "shape", ()))
             if shape not in (wanted, (1, *wanted[1:])):
                 raise InvalidProblem(f"padding_mask has shape {shape}; it must be (batch, seqlen_k) = {wanted}.")
+            if padding_mask.dtype is not torch.bool:  # numbers are often added to scores, where 0 is a key that counts
+                raise InvalidProblem(f"padding_mask is {padding_mask.dtype}; it must be bool, True for the keys that count.")
             mask = arguments.get("mask")
             if isinstance(mask, Blocks):
                 arguments["mask"] = mask.padded(padding_mask)

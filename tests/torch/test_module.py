@@ -152,6 +152,11 @@ def test_unknown_arguments(name: str) -> None:
         (lambda: Attention(32, 4, options="cpu"), "options is a str; it must be a flashtile.Options"),
         (lambda: Attention(32, 4)(torch.randn(9, 32)), r"it must be \(batch, seqlen, 32\)"),
         (lambda: Attention(32, 4, rotary_base=1e4)(torch.randn(1, 9, 32), torch.randn(1, 9, 32)), "has rotary"),
+        (
+            lambda: Attention(32, 4)(torch.randn(2, 9, 32), padding_mask=torch.zeros(2, 9)),
+            "padding_mask is torch.float32; it must be bool",
+        ),
+        (lambda: Attention(32, 4)(torch.randn(2, 9, 32), max_seqlen=9), "max_seqlen is 9 without cu_seqlens"),
         (lambda: padded(8), r"padding_mask has shape \(2, 8\); it must be \(batch, seqlen_k\) = \(2, 9\)"),
         (lambda: padded(1), r"padding_mask has shape \(2, 1\)"),
         (lambda: padded(10), r"padding_mask has shape \(2, 10\)"),
