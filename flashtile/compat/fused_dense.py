@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import ops
-from flashtile.errors import NotSupported
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.companion import Call, prepare
+
+ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "sqrelu"}  # by their names there
 
 
 def linear_bias_forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -96,11 +98,21 @@ def fused_mlp_func(
     return_residual: bool = False, checkpoint_lvl: int = 0, heuristic: int = 0, process_group: Any = None,
     sequence_parallel: bool = True,
 ) -> Any:  # fmt: skip
-    """The two layers, with activation gelu_approx, relu or sqrelu; checkpoint_lvl 1 and 2 make it again in the backward."""
+    """The two layers, with activation gelu_approx, relu or sqrelu; checkpoint_lvl 1 and 2 make it again in the backward.
+
+    save_pre_act, heuristic and sequence_parallel change nothing here.
+    """
     _refuse_group(process_group)
-    kind = {"gelu_approx": "gelu_tanh"}.get(activation, activation)
-    out = ops.mlp(x, weight1, bias1, weight2, bias2, activation=kind, recompute=checkpoint_lvl > 0)
+    _check(activation, checkpoint_lvl)
+    out = ops.mlp(x, weight1, bias1, weight2, bias2, activation=ACTIVATIONS[activation], recompute=checkpoint_lvl > 0)
     return (out, x) if return_residual else out
+
+
+def _check(activation: Any, checkpoint_lvl: Any) -> None:
+    if activation not in tuple(ACTIVATIONS):
+        raise InvalidProblem(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+    if checkpoint_lvl not in (0, 1, 2):
+        raise InvalidProblem(f"checkpoint_lvl is {checkpoint_lvl!r}; it must be 0, 1 or 2.")
 
 
 def _refuse_group(process_group: Any) -> None:
@@ -123,7 +135,7 @@ class FusedDense(torch.nn.Linear):
 
 
 class FusedMLP(torch.nn.Module):
-    """`flash_attn.ops.fused_dense.FusedMLP`, without a process group."""
+    """`flash_attn.ops.fused_dense.FusedMLP`, without a process group. heuristic changes nothing here."""
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None, bias1: bool = True,
@@ -131,6 +143,7 @@ class FusedMLP(torch.nn.Module):
         heuristic: Any = "auto", device: Any = None, dtype: Any = None,
     ):  # fmt: skip
         super().__init__()
+        _check(activation, checkpoint_lvl)
         hidden = 4 * in_features if hidden_features is None else hidden_features
         self.fc1 = torch.nn.Linear(in_features, hidden, bias1, device, dtype)
         self.fc2 = torch.nn.Linear(hidden, in_features if out_features is None else out_features, bias2, device, dtype)

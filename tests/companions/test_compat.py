@@ -307,3 +307,14 @@ def test_plain_norms(rms: bool) -> None:
     close(modules[0](x), F.rms_norm(x, (16,), eps=1e-5))
     close(modules[1](x, residual), (F.rms_norm(x + residual, (16,), eps=1e-5), x + residual))
     assert [name for name, _ in modules[1].named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("how", [{"activation": "gelu_tanh"}, {"checkpoint_lvl": 3}])
+def test_mlps_are_refused_by_the_names_there(how: dict[str, Any]) -> None:
+    message = "activation is 'gelu_tanh'; it must be one of gelu_approx, relu, sqrelu|checkpoint_lvl is 3; it must be 0, 1 or 2"
+    for make in (
+        lambda: fused_dense.FusedMLP(8, **how),
+        lambda: fused_dense.fused_mlp_func(*draw((3, 8), (9, 8), (8, 9)), **how),
+    ):
+        with pytest.raises(InvalidProblem, match=message):
+            make()
