@@ -54,7 +54,11 @@ def _backward(grads: torch.Tensor, y: torch.Tensor, options: dict[str, Any]) -> 
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):
-    """apex's module. attn_mask_type: "causal" or "padding", or an enumeration whose names say so."""
+    """apex's module. attn_mask_type: "causal", which reads no mask, or "padding", or an enumeration whose names say so.
+
+    The other arguments change nothing: there is one kernel for every dtype, which computes in float32, and mask_func is not
+    called.
+    """
 
     def __init__(
         self, input_in_fp16: bool, input_in_bf16: bool, attn_mask_type: Any, scaled_masked_softmax_fusion: bool, mask_func: Any,

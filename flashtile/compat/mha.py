@@ -156,7 +156,10 @@ class CrossAttention(SelfAttention):
 
 
 class MHA(torch.nn.Module):
-    """Multi-head attention with its projections, as `flash_attn.modules.mha.MHA`: the same arguments and parameter names."""
+    """Multi-head attention with its projections, as `flash_attn.modules.mha.MHA`: the same arguments and parameter names.
+
+    fused_bias_fc changes nothing here.
+    """
 
     def __init__(
         self, embed_dim: int, num_heads: int, num_heads_kv: int | None = None, cross_attn: bool = False,

@@ -54,7 +54,11 @@ class _Norm(torch.nn.Module):
 
 
 class LayerNorm(_Norm):
-    """`flashtile.ops.layer_norm` with its weight and bias, of `hidden` elements."""
+    """`flashtile.ops.layer_norm` with its weight and bias, of `hidden` elements.
+
+    eps, prenorm, residual_dtype, zero_centered: as there; dropout_p: of x, while training. Raises InvalidProblem for a value
+    without meaning.
+    """
 
     def __init__(
         self, hidden: int, eps: float = 1e-5, *, bias: bool = True, prenorm: bool = False, dropout_p: float = 0.0,
@@ -64,7 +68,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """`flashtile.ops.rms_norm` with its weight, of `hidden` elements."""
+    """`flashtile.ops.rms_norm` with its weight, of `hidden` elements, and a bias if `bias`; all else as in `LayerNorm`."""
 
     def __init__(
         self, hidden: int, eps: float = 1e-6, *, bias: bool = False, prenorm: bool = False, dropout_p: float = 0.0,
