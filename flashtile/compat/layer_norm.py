@@ -36,6 +36,8 @@ def layer_norm_fn(
     """`flash_attn.ops.triton.layer_norm.layer_norm_fn`: y, and y1, the residual, the masks (bool) as asked for."""
     if (out is not None or residual_out is not None) and torch.is_grad_enabled():
         raise NotSupported("out and residual_out with gradients", {"torch": ["a tensor that is given has no history"]})
+    if bias1 is not None and weight1 is None:
+        raise InvalidProblem("bias1 is given without weight1; a second output needs its weight.")
     dropout = _draw(dropout_p, x)
     branch = None if x1 is None and weight1 is None else ops.Branch(x1, weight1, bias1)
     made = FUNCTIONS[is_rms_norm](

@@ -318,3 +318,10 @@ def test_mlps_are_refused_by_the_names_there(how: dict[str, Any]) -> None:
     ):
         with pytest.raises(InvalidProblem, match=message):
             make()
+
+
+def test_a_second_bias_needs_its_weight() -> None:
+    x, w, b = draw((2, 16), (16,), (16,))
+    for x1 in (None, x):
+        with pytest.raises(InvalidProblem, match="bias1 is given without weight1"):
+            layer_norm.layer_norm_fn(x, w, b, x1=x1, bias1=b)
