@@ -13,7 +13,7 @@ from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
 from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
-from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.derivative import NOTHING, first_derivatives
 from flashtile.torch.namespace import define
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
@@ -118,7 +118,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         return HEAD(*given, reduction == "mean", *options, *wanted, backend or "")[0]
     if any(wanted):
-        return _Differentiable.apply(*given, reduction == "mean", options, backend)  # pyright: ignore[reportReturnType]
+        return _Differentiable.apply(*given, reduction == "mean", options, backend)[0]  # pyright: ignore[reportIndexIssue]
     return _Head(*given, options, backend).run(reduction == "mean", False, False)[0]
 
 
@@ -227,11 +227,13 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mean: bool, options: Any, backend: Any
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         head = _Head(x, weight, labels, options, backend)
         loss, *ctx.gradients = head.run(mean, *ctx.needs_input_grad[:2])
         ctx.call = head.shard(x.new_empty(len(labels), head.width), 0, True)
-        return loss
+        hidden = NOTHING.detach()  # for `first_derivatives`: it leads to x and weight
+        ctx.save_for_backward(hidden)
+        return loss, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -241,7 +243,8 @@ class _Differentiable(torch.autograd.Function):
         made, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             given = tuple(scaled(g, grads[0]) if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False))
-        return *first_derivatives(ctx.call.problem, ctx.call.plan.backend, given, grads), None, None, None, None
+        made = first_derivatives(ctx.call.problem, ctx.call.plan.backend, given, ctx.saved_tensors, grads)
+        return *made, None, None, None, None
 
 
 # -- torch.compile ---------------------------------------------------------------------------------------------------------
@@ -270,23 +273,25 @@ class _Recorded(torch.autograd.Function):
     """The operator, whose outputs hold its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, wanted: tuple[bool, bool], *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, wanted: tuple[bool, bool], *given: Any) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             loss, dx, dweight = HEAD(*given)
-        ctx.save_for_backward(dx, dweight)
+        hidden = loss.new_empty(0)
+        ctx.save_for_backward(dx, dweight, hidden)
         ctx.wanted, ctx.rest = wanted, (None,) * (len(given) - 2)
         ctx.mark_non_differentiable(dx, dweight)
-        return loss, dx, dweight
+        return loss, dx, dweight, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        made = tuple(g * grads[0] if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-        return None, *first_derivatives("linear_cross_entropy", "autograd", made, ctx.saved_tensors, grads), *ctx.rest
+        saved = ctx.saved_tensors
+        made = tuple(g * grads[0] if wanted else None for g, wanted in zip(saved, ctx.wanted, strict=False))
+        return None, *first_derivatives("linear_cross_entropy", "autograd", made, saved, grads), *ctx.rest
 
 
 def record(*given: Any) -> Any:
     """The operator's outputs, the loss differentiable."""
-    return _Recorded.apply(given[9:11], *given)
+    return _Recorded.apply(given[9:11], *given)[:3]  # pyright: ignore[reportIndexIssue]
 
 
 HEAD = define(

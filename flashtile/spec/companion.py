@@ -51,6 +51,7 @@ class Companion:
     op: ClassVar[str] = ""
     tensors: ClassVar[tuple[str, ...]] = ()  # names of all inputs, in order
     differentiable: ClassVar[tuple[str, ...]] = ()  # inputs that have a gradient
+    linear: ClassVar[tuple[str, ...]] = ()  # those of them that no gradient depends on
     results: ClassVar[int] = 1  # at most so many of `outputs`, the first ones, are the caller's; the rest serves the backward
     kinds: ClassVar[dict[str, type[Companion]]] = {}
 

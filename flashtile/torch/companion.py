@@ -13,7 +13,7 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
-from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.derivative import NOTHING, first_derivatives
 from flashtile.torch.namespace import define
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
@@ -41,7 +41,8 @@ def run(
         return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend, called)))
     call = prepare(op, tensors, options, backend, called)
     if call.wanted:
-        return (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
+        made = (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
+        return made[:-1] if call.hides else made
     made = call.forward(tensors)
     return tuple([made[name] for name in call.public])
 
@@ -119,7 +120,7 @@ class Call:
         self.gradients = tuple(f"d{name}" if name in wanted else None for name in self.names)
         self.distinct = tuple(f"d{name}" for name in distinct(problem, wanted))
         self.made, self.public = tuple(b.name for b in self.plan.named("output")), problem.public()
-        self.kept = self.op.kept(problem, wanted) if wanted else ()
+        self.kept, self.hides = (self.op.kept(problem, wanted), hides(problem, wanted)) if wanted else ((), False)
         self.arrivals = arrivals(problem)
         over = self.op.over(problem)
         self.overwritten = {name: source for name, source in over.items() if name in problem.outputs()}
@@ -153,7 +154,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: torch.Tensor) -> Any:
         made = call.forward(dict(zip(call.names, inputs, strict=True)))
-        ctx.save_for_backward(*[made[name] for name in call.kept])
+        hidden = (NOTHING.detach(),) if call.hides else ()
+        ctx.save_for_backward(*[made[name] for name in call.kept], *hidden)
         ctx.call = call
         ctx.set_materialize_grads(False)
         if call.constant:
@@ -163,7 +165,7 @@ class _Differentiable(torch.autograd.Function):
         for name, source in call.overwritten.items():  # whoever kept that input for a backward of its own hears of it
             if name not in call.dirty:
                 torch.autograd.graph.increment_version(made[source])
-        return tuple([made[name] for name in call.public])
+        return (*[made[name] for name in call.public], *hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
@@ -174,7 +176,7 @@ class _Differentiable(torch.autograd.Function):
                 raise NotSupported(f"a second backward of {call.problem.spell()}", {call.backend: [reason]})
             ctx.consumed = True
         saved = ctx.saved_tensors
-        tensors = dict(zip(call.kept, saved, strict=True))
+        tensors = dict(zip(call.kept, saved, strict=False))  # what is hidden comes behind them
         arrive(tensors, call.arrivals, grads, call.device)
         if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
@@ -185,6 +187,15 @@ class _Differentiable(torch.autograd.Function):
             torch.autograd.graph.increment_version(tensors[name])
         given = tuple([None if name is None else tensors[name] for name in call.gradients])
         return None, *first_derivatives(call.problem, call.backend, given, saved, grads)
+
+
+def hides(problem: Companion, wanted: frozenset[str]) -> bool:
+    """Whether gradients depend on wanted inputs to which nothing leads that is kept.
+
+    Then a Function gives out one tensor more than its caller sees, without elements, and saves that for `first_derivatives`.
+    """
+    kept, flowing = OPS[problem.op].kept(problem, wanted), {*problem.public()}.difference(problem.constant())
+    return not wanted <= {*kept, *problem.linear} and not flowing.intersection(kept)
 
 
 def distinct(problem: Companion, wanted: frozenset[str]) -> tuple[str, ...]:
@@ -208,7 +219,7 @@ def arrivals(problem: Companion) -> Arrivals:
 
 def arrive(tensors: dict[str, torch.Tensor], expected: Arrivals, grads: Sequence[Maybe], device: torch.device) -> None:
     """Add the gradients that arrive to the tensors; zero where one that is needed does not."""
-    for (name, needed), grad in zip(expected, grads, strict=True):
+    for (name, needed), grad in zip(expected, grads, strict=False):
         if grad is not None:
             tensors[name] = grad.resolve_neg() if grad.is_neg() else grad
         elif needed is not None:
@@ -382,20 +393,20 @@ class _Recorded(torch.autograd.Function):
         outputs = dict(zip(problem.outputs(), made, strict=True))
         known = {**dict(zip(request.names, tensors, strict=True)), **outputs}
         ctx.held = OPS[request.op].kept(problem, request.wanted)
-        ctx.save_for_backward(*(known[name] for name in ctx.held))
+        hidden = made[0].new_empty(0)
+        saved = [*(known[name] for name in ctx.held), hidden]
+        ctx.save_for_backward(*(saved if hides(problem, request.wanted) else saved[:-1]))
         ctx.request, ctx.asked, ctx.problem, ctx.device = request, asked, problem, tensors[0].device
         ctx.set_materialize_grads(False)
         differentiable = set(problem.public()).difference(problem.constant())
         ctx.mark_non_differentiable(*(t for name, t in outputs.items() if name not in differentiable))
-        return tuple(made)
+        return (*made, hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        request, problem = ctx.request, ctx.problem
-        saved = ctx.saved_tensors
-        tensors = dict(zip(ctx.held, saved, strict=True))
-        expected = arrivals(problem)
-        arrive(tensors, expected, grads[: len(expected)], ctx.device)
+        request, problem, saved = ctx.request, ctx.problem, ctx.saved_tensors
+        tensors = dict(zip(ctx.held, saved, strict=False))
+        arrive(tensors, arrivals(problem), grads, ctx.device)
         described = [d for _, d in problem.given]
         made = BACKWARD(
             list(tensors.values()), ",".join(tensors), ",".join(f"{d.dtype}:{len(d.shape)}" for d in described),
@@ -412,7 +423,7 @@ def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: li
     """The operator's outputs, with their gradients where any is wanted."""
     request = read(text)
     if request.wanted:
-        return list(_Recorded.apply(request, (text, floats, ints), *tensors))
+        return list(_Recorded.apply(request, (text, floats, ints), *tensors))[:-1]
     with torch._C._AutoDispatchBelowAutograd():
         return COMPANION(tensors, text, floats, ints)
 

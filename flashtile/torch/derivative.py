@@ -9,6 +9,9 @@ import torch
 
 from flashtile.errors import NotSupported
 from flashtile.plan.call import Problem
+from flashtile.torch.lasting import lasting
+
+NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to make than tensors
 
 
 def first_derivatives(
@@ -17,7 +20,8 @@ def first_derivatives(
     """The gradients of `what`. Whoever differentiates them (create_graph) hears that it is not possible, and gets no zero.
 
     sources: what they were computed from, saved and arriving tensors: torch.autograd.grad visits no node that does not lead to
-    what it was asked for. An input that nothing saved leads to, as a norm's residual, hears of it from a backward alone.
+    what it was asked for. A Function that saves nothing which leads to some input that matters, as a norm's residual, gives
+    out one tensor more, without elements and hidden from its caller, and saves that: it leads to all inputs.
     """
     if not torch.is_grad_enabled():
         return given
@@ -30,7 +34,10 @@ def first_derivatives(
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """The first `count` tensors, with a refusal for a gradient. The others are there for their edges alone."""
+    """The first `count` tensors, with a refusal for a gradient.
+
+    The others are there for their edges alone: torch.autograd.grad visits no node that leads to nothing it was asked for.
+    """
 
     @staticmethod
     def forward(ctx: Any, what: str | Problem, backend: str, count: int, *tensors: Any) -> Any:

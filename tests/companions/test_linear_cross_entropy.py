@@ -240,3 +240,19 @@ def test_bad_input_is_named(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(InvalidProblem, match=message):
         ops.linear_cross_entropy(**{"x": t(3, 4), "weight": t(5, 4), "labels": t(3, dtype=torch.int64), **arguments})
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("source", [0, 1], ids=["x", "weight"])
+def test_second_derivatives_refuse(source: int, compiles: bool) -> None:
+    """Though the backward keeps neither x nor weight, which would cost their memory."""
+    x, weight, labels = draw(torch.device("cpu"), 6, 8, 300)
+    function: Any = torch.compile(ops.linear_cross_entropy, backend="eager") if compiles else ops.linear_cross_entropy
+    expected = torch.autograd.grad(function(x, weight, labels), (x, weight))
+    factors = [torch.ones((), requires_grad=True) for _ in range(2)]
+    loss = function(x * factors[0], weight * factors[1], labels)
+    grads = torch.autograd.grad(loss, (x, weight), create_graph=True)
+    for got, plain in zip(grads, expected, strict=True):
+        assert torch.equal(got, plain)
+    with pytest.raises(NotSupported, match="gradients of gradients"):
+        torch.autograd.grad(grads[0].square().sum() + (x * factors[source]).sum(), factors[source])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,46 @@ def test_second_derivatives_refuse(case: Case) -> None:
     grads = torch.autograd.grad([o.square().sum() for o in flowing], wanted, create_graph=True)
     with pytest.raises(NotSupported, match="gradients of gradients"):
         torch.autograd.grad(sum(g.sum() for g in grads), wanted)
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.wanted], ids=lambda case: case.name)
+def test_second_derivatives_refuse_for_each_input(case: Case, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """torch.autograd.grad visits only what leads to an input: each that gradients depend on has to lead to the refusal.
+
+    And as long as nobody differentiates them, gradients are those that have no graph.
+    """
+    linear = case.problem.linear if loss is torch.sum else ()
+    for recorded in (False, True) if case in TRACED else (False,):
+        made: list[tuple[torch.Tensor, ...]] = []
+        for create_graph in (False, True):
+            tensors = given(case)
+            factors = {name: torch.ones((), dtype=tensors[name].dtype, requires_grad=True) for name in case.wanted}
+            scaled = {name: t * factors[name] if name in factors else t for name, t in tensors.items()}
+            outputs = through(case, scaled, "cpu") if recorded else run(case.problem.op, scaled, case.problem.options(), "cpu")
+            total = [loss(o) for o in outputs if o.requires_grad]
+            made.append(torch.autograd.grad(total, [tensors[n] for n in case.wanted], create_graph=create_graph))
+        for plain, with_graph in zip(*made, strict=True):
+            torch.testing.assert_close(with_graph, plain, rtol=0, atol=0, equal_nan=True)
+        for name in case.wanted:
+            if name not in linear:
+                twice = sum((g * factors[name]).sum() for g in made[1])
+                with pytest.raises(NotSupported, match="gradients of gradients"):
+                    torch.autograd.grad(twice, factors[name], retain_graph=True)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if set(c.wanted) & set(c.problem.linear)], ids=lambda case: case.name)
+def test_linear_inputs_are_those_that_no_gradient_depends_on(case: Case) -> None:
+    """By the reference, where the loss is linear in the outputs."""
+    tensors = {name: t.detach().double() if t.is_floating_point() else t for name, t in given(case).items()}
+    leaves = [tensors[name].requires_grad_() for name in case.wanted]
+    outputs = case.reference({name: t.clone() for name, t in tensors.items()})
+    flowing = [o.sum() for name, o in outputs.items() if name not in case.problem.constant() and o.requires_grad]
+    grads = torch.autograd.grad(flowing, leaves, create_graph=True)
+    twice = sum(g.square().sum() for g in grads) + sum(t.sum() * 0.0 for t in leaves)
+    assert isinstance(twice, torch.Tensor)
+    for name in set(case.wanted) & set(case.problem.linear):
+        assert not torch.autograd.grad(twice, tensors[name], retain_graph=True)[0].any()
 
 
 class Block(torch.nn.Module):

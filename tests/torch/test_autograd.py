@@ -164,6 +164,36 @@ def test_the_gradient_of_a_gradient_is_refused(backend: str, place: torch.device
             torch.autograd.grad(loss, given["q"], retain_graph=True)
 
 
+@pytest.mark.parametrize("source", [*NAMES, "dout", "dlse"])
+def test_the_gradient_of_a_gradient_is_refused_to_whom_asks_for_one_input(
+    backend: str, place: torch.device, source: str
+) -> None:
+    """torch.autograd.grad visits only what leads to the input: without that it would give q's own path here, alone."""
+    given = leaves(place)
+    factors = {name: torch.ones((), device=place, requires_grad=True) for name in (*NAMES, "dout", "dlse")}
+    out, lse = attend({name: t * factors[name] for name, t in given.items()}, backend, "auto")
+    loss = (out * factors["dout"]).sum() + (lse * factors["dlse"]).sum()
+    (dq,) = torch.autograd.grad(loss, given["q"], create_graph=True)
+    with pytest.raises(flashtile.NotSupported, match=r"(?s)second derivative of attention.*not implemented"):
+        torch.autograd.grad((dq * given["q"] * factors[source]).sum(), factors[source])
+
+
+def test_a_gradient_with_a_graph_may_be_used(backend: str, place: torch.device) -> None:
+    """As long as nobody differentiates it."""
+    results = []
+    for create_graph in (False, True):
+        given = leaves(place)
+        out, lse = attend(given, backend, "auto")
+        loss = out.sum() + lse.sum()
+        grads = torch.autograd.grad(loss, [*given.values()], create_graph=create_graph)
+        results.append(grads)
+        if create_graph:
+            again = torch.autograd.grad(loss + (grads[0].detach() * given["q"]).sum(), given["q"])[0]
+            torch.testing.assert_close(again, 2 * grads[0].detach(), rtol=1e-5, atol=1e-5)
+    for plain, with_graph in zip(*results, strict=True):
+        torch.testing.assert_close(with_graph.detach(), plain, rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_are_none_where_no_output_is_used(backend: str, place: torch.device) -> None:
     given = leaves(place, ("q", "k"))
     attend(given, backend, "auto")

@@ -322,6 +322,16 @@ def test_autocast_is_that_of_torchs_attention(compiles: bool) -> None:
     agree(got, [expected[0], *(None if g is None else g.float() for g in expected[1:])])
 
 
+def refuse_by_name(function: Callable[..., Any]) -> None:
+    """torch.autograd.grad visits only what leads to the tensor it is asked for."""
+    for name in "qkv":
+        t, factor = leaves(), torch.ones((), requires_grad=True)
+        out = function({**t, name: t[name] * factor})
+        (dq,) = torch.autograd.grad(out.sum(), t["q"], create_graph=True)
+        with pytest.raises(NotSupported, match="gradients of gradients"):
+            torch.autograd.grad((dq * factor).sum(), factor)
+
+
 def test_second_derivatives_refuse() -> None:
     compiled = torch.compile(partial(attend, causal=True), backend="aot_eager", fullgraph=True)
     with FlopCounterMode(display=False):
@@ -329,6 +339,8 @@ def test_second_derivatives_refuse() -> None:
         (dq,) = torch.autograd.grad(attend(t).sum(), t["q"], create_graph=True)
         with pytest.raises(NotSupported, match="gradients of gradients"):
             dq.sum().backward()
+        refuse_by_name(attend)
+    refuse_by_name(torch.compile(attend, backend="eager", fullgraph=True))
     t = leaves()
     (dq,) = torch.autograd.grad(compiled(t).sum(), t["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):

@@ -43,6 +43,7 @@ class Dense(Companion):
     op: ClassVar[str] = "dense"
     tensors: ClassVar[tuple[str, ...]] = ("x", "weight1", "bias1", "weight2", "bias2")
     differentiable: ClassVar[tuple[str, ...]] = ("x", "weight1", "bias1", "weight2", "bias2")
+    linear: ClassVar[tuple[str, ...]] = ("bias2",)
 
     def check(self) -> None:
         if not (self.has("x") and self.has("weight1") and len(self["x"].shape) == 2 and len(self["weight1"].shape) == 2):

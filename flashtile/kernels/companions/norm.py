@@ -55,6 +55,7 @@ class Norm(Companion):
         "x", "residual", "x1", "weight", "bias", "weight1", "bias1", "rowscale", "colscale", "x_subset", "out_subset", "seed",
     )  # fmt: skip
     differentiable: ClassVar[tuple[str, ...]] = ("x", "residual", "x1", *PARAMETERS)
+    linear: ClassVar[tuple[str, ...]] = ("bias", "bias1")
 
     def check(self) -> None:
         if self.kind not in ("layer", "rms"):

@@ -34,6 +34,7 @@ class Rotary(Companion):
     op: ClassVar[str] = "rotary"
     tensors: ClassVar[tuple[str, ...]] = ("q", "k", "cos", "sin", "positions")
     differentiable: ClassVar[tuple[str, ...]] = ("q", "k")
+    linear: ClassVar[tuple[str, ...]] = ("q", "k")
 
     def check(self) -> None:
         if not (self.has("q") and self.has("cos") and len(self["q"].shape) == 4 and len(self["cos"].shape) == 2):
