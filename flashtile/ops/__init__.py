@@ -1,4 +1,8 @@
-"""The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch."""
+"""The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch.
+
+Tangents of forward-mode differentiation pass through plain torch where no gradient is wanted, but linear_cross_entropy's;
+everywhere else NotSupported is raised, as within torch.func's transforms.
+"""
 
 from flashtile.ops.dense import linear_act, mlp
 from flashtile.ops.head import linear_cross_entropy

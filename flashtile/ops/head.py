@@ -13,7 +13,7 @@ from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
 from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
-from flashtile.torch.derivative import NOTHING, first_derivatives
+from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
 from flashtile.torch.namespace import define
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
@@ -96,7 +96,8 @@ def linear_cross_entropy(
     of weight's gradient nearly half of them where there are twice as many rows as hidden, nearly all where there are no more;
     and in `logits_bytes` (at least 256 classes of all rows), which come on top of the gradients and of dx in float32. 8192
     rows of 4096 hidden and 128,256 classes in 16 bits: 3.5 products by the default of 64 MiB, 3 from 1056 MiB on.
-    The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning.
+    The gradients are made by the forward and serve one backward. Raises InvalidProblem for a request without meaning,
+    NotSupported for tangents (`torch.autograd.forward_ad`).
     """
     check_tensors({"x": x, "weight": weight, "labels": labels})
     if NAMES.get(x.dtype) not in FLOATS:
@@ -117,6 +118,8 @@ def linear_cross_entropy(
     given = (rows(x), weight, labels.reshape(-1).contiguous())
     if torch.compiler.is_compiling():
         return HEAD(*given, reduction == "mean", *options, *wanted, backend or "")[0]
+    if is_dual_level():
+        refuse_tangents("linear_cross_entropy", backend or "torch", (("x", x), ("weight", weight)))
     if any(wanted):
         return _Differentiable.apply(*given, reduction == "mean", options, backend)[0]  # pyright: ignore[reportIndexIssue]
     return _Head(*given, options, backend).run(reduction == "mean", False, False)[0]
@@ -237,6 +240,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if is_dual_level():
+            refuse_tangents("linear_cross_entropy", "torch", [("its gradient", grads[0])])
         if ctx.gradients is None:
             reason = "the gradients were made by the forward and have been handed out"
             raise NotSupported("a second backward of linear_cross_entropy", {"torch": [reason]})

@@ -20,7 +20,7 @@ from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
-from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.derivative import first_derivatives, is_dual_level, refuse_tangents
 from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
 from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
@@ -73,7 +73,8 @@ def attention(
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
     no key gives out 0 and, without a sink, lse -inf. Raises InvalidProblem for a request without meaning, NotSupported
-    (with every backend's reason) for one that nothing here can run; both before any launch.
+    (with every backend's reason) for one that nothing here can run, such as forward-mode differentiation; both before
+    any launch.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
@@ -81,6 +82,8 @@ def attention(
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
+            if not torch.compiler.is_compiling() and is_dual_level():
+                refuse_tangents("attention", "torch", zip("qkv", (q, k, v), strict=True))
             result = attention(
                 *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
                 dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse,
@@ -261,6 +264,8 @@ class _Attention(torch.autograd.Function):
         call: PreparedCall = ctx.call
         dout, dlse = grads if call.problem.returns_lse else (grads[0], None)
         asked = ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[2:]
+        if is_dual_level():
+            refuse_tangents(call.problem, call.plan.backend, (("dout", dout), ("dlse", dlse)))
         if not torch.is_grad_enabled():
             return None, None, *call.gradients(*asked)
         with torch.no_grad():  # create_graph
@@ -332,6 +337,8 @@ def prepare(
         captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
         if q.device.type == "cpu":
             given.check_values({"q": call.problem.span_q, "k": call.problem.span_k})
+    if is_dual_level():
+        refuse_tangents(call.problem, call.plan.backend, zip(("q", "k", "v", *call.names), (q, k, v, *captured), strict=True))
     return call, captured
 
 

@@ -13,7 +13,7 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
-from flashtile.torch.derivative import NOTHING, first_derivatives
+from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
 from flashtile.torch.namespace import define
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
@@ -23,6 +23,7 @@ Given = Mapping[str, Maybe]
 AS_IT_IS: Mapping[str, str] = {}
 _is_compiling = torch.compiler.is_compiling
 _transforms = torch._C._are_functorch_transforms_active
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(
@@ -56,12 +57,18 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_IS) -> None:
-    """Raise InvalidProblem unless these are dense tensors on the device of the first; their problem knows the dtypes."""
+    """Raise InvalidProblem unless these are dense tensors on the device of the first; their problem knows the dtypes.
+
+    NotSupported for tensors of torch.func's transforms.
+    """
     device = None
     for name, tensor in tensors.items():
         name = called.get(name, name)
         check_tensor(name, tensor)
         device = tensor.device if device is None else device
+        if not _is_compiling() and _is_wrapped(tensor):
+            reason = "their tensors have no memory; use torch.autograd.grad, or call it outside of them"
+            raise NotSupported(f"an op on {name} within torch.func's transforms", {"torch": [reason]})
         if not _is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.device.type not in ("cpu", "cuda"):
@@ -170,6 +177,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
         call: Call = ctx.call
+        if is_dual_level():
+            refuse_tangents(call.problem, call.backend, zip(call.public, grads, strict=False))
         if call.consumes:
             if getattr(ctx, "consumed", False):
                 reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"
@@ -265,6 +274,8 @@ def prepare(
         call = Call(problem, next(iter(tensors.values())).device, backend, wanted)
         if key is not None:
             _remember(key, call)
+    if is_dual_level() and (call.wanted or call.backend != "cpu"):  # which computes in PyTorch, with tangents
+        refuse_tangents(op, call.backend, ((called.get(name, name), t) for name, t in tensors.items()))
     return call
 
 
@@ -405,6 +416,8 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
         request, problem, saved = ctx.request, ctx.problem, ctx.saved_tensors
+        if is_dual_level():
+            refuse_tangents(problem, "autograd", zip(problem.public(), grads, strict=False))
         tensors = dict(zip(ctx.held, saved, strict=False))
         arrive(tensors, arrivals(problem), grads, ctx.device)
         described = [d for _, d in problem.given]

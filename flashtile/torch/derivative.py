@@ -1,11 +1,12 @@
-"""A gradient that says so when it is to be differentiated again."""
+"""What says so where it is to be differentiated in a way that is not implemented: gradients again, or forward-mode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile.errors import NotSupported
 from flashtile.plan.call import Problem
@@ -49,3 +50,28 @@ class _FirstDerivative(torch.autograd.Function):
         reason = "gradients of gradients are not implemented"
         what = ctx.what if isinstance(ctx.what, str) else ctx.what.spell()
         raise NotSupported(f"the second derivative of {what}", {ctx.backend: [reason]})
+
+
+def is_dual_level() -> bool:
+    """Whether tensors may have tangents: within `forward_ad.dual_level`, and so within torch.func's jvp."""
+    return forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+
+
+def refuse_tangents(what: str | Problem, backend: str, given: Iterable[tuple[str, Any]]) -> None:
+    """Raise NotSupported where one of the named tensors has a tangent, which nothing but its memory would be read of."""
+    for name, tensor in given:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise _forward_mode(f"{what if isinstance(what, str) else what.spell()} by {name}", backend)
+
+
+class ReverseMode(torch.autograd.Function):
+    """A Function that refuses tangents; torch.compile traces none that does."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _forward_mode("this call", "autograd")
+
+
+def _forward_mode(what: str, backend: str) -> NotSupported:
+    reason = "tangents are not implemented; use reverse mode, such as torch.autograd.grad or torch.func.vjp"
+    return NotSupported(f"forward-mode differentiation of {what}", {backend: [reason]})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
+from flashtile.torch.derivative import ReverseMode
 from flashtile.torch.namespace import LIBRARY, NAMESPACE
 from flashtile.torch.operator import ATTENTION, BACKWARD, Maybe
 from flashtile.torch.request import read
@@ -37,7 +38,7 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
     return _Attention.apply(_Frozen(*asked), q, k, v, *others)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(ReverseMode):
     """The operator, in the form that torch.func differentiates."""
 
     generate_vmap_rule = True
@@ -68,7 +69,7 @@ class _Attention(torch.autograd.Function):
         return None, *grads
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(ReverseMode):
     """The operator of the gradients, which have none."""
 
     generate_vmap_rule = True

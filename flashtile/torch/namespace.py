@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from flashtile.torch.derivative import is_dual_level, refuse_tangents
+
 NAMESPACE = __name__.removesuffix(".torch.namespace").replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -36,6 +38,9 @@ def define(
         return operator
 
     def autograd(keyset: Any, *given: Any) -> Any:
+        if is_dual_level():
+            tensors = [t for some in given for t in (some if isinstance(some, list) else (some,))]
+            refuse_tangents(name, "autograd", ((f"argument {i}", t) for i, t in enumerate(tensors)))
         if torch.is_grad_enabled():
             return record(*given)
         below = keyset & torch._C._after_ADInplaceOrView_keyset

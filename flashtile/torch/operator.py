@@ -20,7 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
-from flashtile.torch.derivative import first_derivatives
+from flashtile.torch.derivative import first_derivatives, is_dual_level, refuse_tangents
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.namespace import define
 from flashtile.torch.packing import Packing
@@ -273,6 +273,8 @@ class _Attention(torch.autograd.Function):
         wanted, count, saved = ctx.asked[0], ctx.count, ctx.saved_tensors
         if not wanted or (dout is None and dlse is None):
             return (None,) * len(ctx.needs_input_grad)
+        if is_dual_level():
+            refuse_tangents("attention", "autograd", (("dout", dout), ("dlse", dlse)))
         packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
         made = BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked)
         found = iter(first_derivatives("attention", "autograd", tuple(made), saved, arriving))
