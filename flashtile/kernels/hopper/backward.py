@@ -363,7 +363,8 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
     COLUMNS_V: gl.constexpr = T.columns_v
-    EARLY: gl.constexpr = T.sums_dq and not T.dropout  # beside dropout it would spill
+    # whether keys are let go of before dq's last share goes; beside dropout that would spill
+    EARLY: gl.constexpr = T.sums_dq and not T.dropout  # pyright: ignore[reportAssignmentType]
     sums = grads[0]
     seed = load_seed(score_args, T)
     if T.dropout:
