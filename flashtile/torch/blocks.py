@@ -26,7 +26,9 @@ Lists = dict[str, torch.Tensor]
 class Blocks(Joined):
     """Mask made of blocks: those that hold no visible score are not visited, those visible whole cost no masking.
 
-    Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks.
+    Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks: where these serve all items
+    or heads, those of the other mask differ as the shapes of its tensors do. A predicate of one's own that goes by
+    `at.batch` or `at.head` without such a tensor is built first, for as many as there are: `Blocks.build(.., heads=8)`.
 
     state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
     """
