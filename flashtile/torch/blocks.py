@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -15,11 +16,13 @@ from flashtile.predicate.stored_blocks import StoredBlocks
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
+from flashtile.spec.score import Position
 from flashtile.torch.classify import state_of
 from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
+AXES = ("batch", "head")
 Lists = dict[str, torch.Tensor]
 
 
@@ -27,8 +30,8 @@ class Blocks(Joined):
     """Mask made of blocks: those that hold no visible score are not visited, those visible whole cost no masking.
 
     Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks: where these serve all items
-    or heads, those of the other mask differ as the shapes of its tensors do. A predicate of one's own that goes by
-    `at.batch` or `at.head` without such a tensor is built first, for as many as there are: `Blocks.build(.., heads=8)`.
+    or heads, those of the other mask differ as the shapes of its tensors do. A predicate that goes by `at.batch` or `at.head`
+    without such a tensor is refused: it is built first, for as many as there are, by `Blocks.build(.., heads=8)`.
 
     state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
     """
@@ -197,6 +200,13 @@ class Blocks(Joined):
         What every predicate takes is what the mask means, and the fewest come first.
         """
         leaves = [leaf for term in terms_of(mask) or () for leaf in term if isinstance(leaf, Predicate)]
+        alone = {axis for axis, size in zip(AXES, self.state.shape, strict=False) if size == 1}
+        for leaf in leaves if not torch.compiler.is_compiling() else ():
+            if unsaid := alone & _unsaid(leaf, self.state.device):
+                raise InvalidProblem(
+                    f"{leaf.name} goes by at.{min(unsaid)} and no tensor of it says how many there are; its blocks must be "
+                    "built first, by Blocks.build(mask, seqlen_q, seqlen_k, batch=.., heads=..)."
+                )
         shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
         sizes: list[list[int]] = []
         for axis, least in enumerate((1, 4)):  # the first axis of any tensor, the second of those that go by scores
@@ -212,6 +222,27 @@ class Blocks(Joined):
             except InvalidProblem as refusal:
                 refusals.append(refusal)
         raise refusals[0]
+
+
+class _Noting(Position):
+    """A position that notes what is read of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        super().__getattribute__("__dict__").setdefault(name)
+        return super().__getattribute__(name)
+
+
+def _unsaid(leaf: Predicate, place: torch.device) -> set[str]:
+    """Which of AXES a predicate goes by though no shape of its tensors can say how many there are.
+
+    Of tensors the first axis may count items, and of those that go by scores the second counts heads. Found by evaluating its
+    formula in PyTorch for one score; what cannot be evaluated says so where blocks are made.
+    """
+    dims = max((value.dim() for value in vars(leaf).values() if isinstance(value, torch.Tensor)), default=0)
+    at = _Noting(*torch.zeros((5, 1, 1, 1, 1), dtype=torch.int64, device=place))
+    with suppress(Exception):
+        leaf.apply(at, leaf.scalars(), leaf.tensors(1, 1))
+    return {axis for axis, least in zip(AXES, (1, 4), strict=True) if dims < least and axis in vars(at)}
 
 
 def _lists_of(state: torch.Tensor) -> Lists:

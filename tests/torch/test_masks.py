@@ -226,6 +226,32 @@ def test_a_user_s_predicate(backend: str, place: torch.device, variant: Variant,
         assert (mine - exact).abs().max() <= 1.5 * (plain - exact).abs().max() + 1e-6
 
 
+@dataclass(frozen=True, eq=False)
+class Alternating(Predicate):
+    """A user's own: every other key, which ones by item."""
+
+    name = "alternating"
+
+    @staticmethod
+    def apply(at: Any, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> torch.Tensor:
+        return (at.k + at.batch) % 2 == 0
+
+
+def test_blocks_of_a_user_s_predicate_by_head_or_item() -> None:
+    """Whose tensors do not say how many there are: they would be those of one."""
+    mask, blocks = Checkers(torch.tensor([True, False])), Blocks.build(Band(right=0), 70, 70, block_size=(32, 32), device="cpu")
+    for joined in (lambda: blocks & mask, lambda: mask | blocks):
+        with pytest.raises(InvalidProblem, match=r"checkers goes by at.head .* Blocks.build\(mask"):
+            joined()
+    with pytest.raises(InvalidProblem, match=r"alternating goes by at.batch .* Blocks.build\(mask"):
+        blocks & Alternating()
+    both = blocks & Blocks.build(mask, 70, 70, heads=3, block_size=(32, 32))
+    assert both.state.shape[:2] == (1, 3)
+    assert (Blocks.build(Band(), 70, 70, heads=3, block_size=(32, 32), device="cpu") & mask).state.equal(
+        Blocks.build(mask, 70, 70, heads=3, block_size=(32, 32)).state
+    )
+
+
 IDS = torch.zeros(8, dtype=torch.int32)
 
 
