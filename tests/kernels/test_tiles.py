@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile import _triton
 from flashtile.kernels.triton import choose
+from flashtile.kernels.triton.backend import BACKEND
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.tile import Launch
 from flashtile.plan.device import A100, H100, named
@@ -66,6 +67,18 @@ def test_a_bias_is_priced_as_a_third_stream(which: choose.Pass) -> None:
     assert keys == plain
     assert shared_bytes(problem(",score=bias(1x4x256x256:bf16)"), launch, which) == plain + 2 * 64 * 32 * 2
     assert shared_bytes(problem(",score=bias(1x4x256x256:fp32)"), launch, which) == plain + 2 * 64 * 32 * 4
+
+
+@pytest.mark.parametrize(("dims", "rest", "refused"), [
+    (256, "fp32", True), (256, "fp32,tf32", True), (136, "fp32", True), (256, "fp32,ieee", False), (128, "fp32", False),
+    (256, "bf16", False),
+])  # fmt: skip
+def test_wide_fused_tiles_of_fp32_do_not_fit_amd_s(dims: int, rest: str, refused: bool) -> None:
+    wide = AttentionProblem.parse(f"attention(q=2x256x4x{dims},kv=256x4x{dims},{rest})")
+    reasons = BACKEND.unsupported(wide, named("gfx942"), "fused")
+    assert [reason for reason in reasons if "70 KiB" in reason] == reasons[: len(reasons) * refused]
+    assert bool(reasons) == refused
+    assert not BACKEND.unsupported(wide, named("gfx942"), "split")
 
 
 def test_what_amd_s_compiler_cannot_pipeline_it_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,15 +166,14 @@ BACKEND = TritonBackend()
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
-    """Reasons against head dims beyond 256: a pass whose smallest tile needs more shared memory than there is, or registers."""
-    hip_tf32 = device.kind == "hip" and p.dtype is DType.FP32 and p.precision == "tf32"
-    if hip_tf32 and variant == "fused" and max(p.head_dim, p.head_dim_v) > 128:
-        return [f"head_dim is {p.head_dim}; the smallest fused tile needs 72 KiB of shared memory in tf32, {device.target} has "
-                f"{device.smem_bytes // 1024} KiB"]  # fmt: skip
+    """Reasons against wide head dims: a pass whose smallest tile needs more shared memory than there is, or registers."""
+    dims, fp32 = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}", p.dtype is DType.FP32
+    if device.kind == "hip" and variant == "fused" and fp32 and p.precision != "ieee" and max(p.head_dim, p.head_dim_v) > 128:
+        return [f"{dims}; in fp32 the smallest fused tile beyond 128 needs 70 KiB of shared memory, {device.target} has "
+                f"{device.smem_bytes // 1024} KiB; use 'split'"]  # fmt: skip
     if max(p.head_dim, p.head_dim_v) <= 256:
         return []
-    if p.dtype is DType.FP32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
-        dims = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}"
+    if fp32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
         return [f"{dims}; fp32, whose operands are multiplied in parts, is supported up to 256"]
     if device.kind == "hip":  # operands wait in registers: what compiles fits
         return []
@@ -189,8 +188,8 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
     passes = [which for which, run in runs.items() if run]
     sizes = {which: shared_bytes(p, choose(p, device, which), which) for which in passes}
     return [
-        f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}; a tile of the {which} pass needs {size / 1024:.0f} KiB of "
-        f"shared memory, {device.target} has {device.smem_bytes // 1024} KiB"
+        f"{dims}; a tile of the {which} pass needs {size / 1024:.0f} KiB of shared memory, {device.target} has "
+        f"{device.smem_bytes // 1024} KiB"
         for which, size in sizes.items()
         if size > device.smem_bytes
     ]

@@ -175,6 +175,14 @@ SYNCHRONOUS: dict[tuple[str, Pass, int], tuple[Launch, ...]] = {
 }
 
 
+# Those of CDNA, in the place of the rules above (gfx942, Triton 3.6.0, by spills, none here): 32 x 32 under 8 warps spills 2.4
+# to 3.1 KB a thread, 16 x 16 under 8 524 bytes.
+CDNA: dict[tuple[str, Pass, int], tuple[Launch, ...]] = {
+    ("tf32x3", "keys", 128): (Launch(16, 32, 4, 1, 8),),
+    ("16bit", "fused", 512): (Launch(16, 16, 4, 1, 8),),
+}
+
+
 def family(problem: AttentionProblem, which: Pass) -> str:
     """The key under which a tile is tuned: what changes the code of a kernel or its balance, not the exact sizes.
 
@@ -248,6 +256,8 @@ def _choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
             rules = rules[1:] or rules  # both at once
     if kind == "unit" and device.kind == "cuda" and not 90 <= device.arch < 120:
         rules = (*SYNCHRONOUS.get((crowd(problem), which, width), ()), *rules)
+    if device.kind == "hip":
+        rules = CDNA.get((crowd(problem), which, width), rules)
     if problem.dtype is not DType.FP32 and which == "queries" and width == 256 and device.target == "sm100":
         rules = tuple(replace(rule, num_stages=min(rule.num_stages, 2)) for rule in rules)  # three do not fit
     if problem.dtype is not DType.FP32 and which == "queries" and is_mended(problem) and width in TWICE:
