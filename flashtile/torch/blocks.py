@@ -22,7 +22,9 @@ from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
-AXES = ("batch", "head")
+# Axes of blocks, and how many axes a tensor has at least whose same axis counts them: any tensor's first, and the second of
+# those that go by scores.
+AXES = {"batch": 1, "head": 4}
 Lists = dict[str, torch.Tensor]
 
 
@@ -209,7 +211,7 @@ class Blocks(Joined):
                 )
         shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
         sizes: list[list[int]] = []
-        for axis, least in enumerate((1, 4)):  # the first axis of any tensor, the second of those that go by scores
+        for axis, least in enumerate(AXES.values()):
             mine = self.state.shape[axis]
             more = {shape[axis] for shape in shapes if len(shape) >= least} - {0, 1} if mine == 1 else ()
             sizes.append([mine, *sorted(more)])
@@ -235,14 +237,13 @@ class _Noting(Position):
 def _unsaid(leaf: Predicate, place: torch.device) -> set[str]:
     """Which of AXES a predicate goes by though no shape of its tensors can say how many there are.
 
-    Of tensors the first axis may count items, and of those that go by scores the second counts heads. Found by evaluating its
-    formula in PyTorch for one score; what cannot be evaluated says so where blocks are made.
+    Found by evaluating its formula in PyTorch for one score; what cannot be evaluated says so where blocks are made.
     """
     dims = max((value.dim() for value in vars(leaf).values() if isinstance(value, torch.Tensor)), default=0)
     at = _Noting(*torch.zeros((5, 1, 1, 1, 1), dtype=torch.int64, device=place))
     with suppress(Exception):
         leaf.apply(at, leaf.scalars(), leaf.tensors(1, 1))
-    return {axis for axis, least in zip(AXES, (1, 4), strict=True) if dims < least and axis in vars(at)}
+    return {axis for axis, least in AXES.items() if dims < least and axis in vars(at)}
 
 
 def _lists_of(state: torch.Tensor) -> Lists:

@@ -17,7 +17,7 @@ def scaled(dk, scale, T: gl.constexpr):
 @gluon.jit
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
     """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
-    store_wait(0)  # of the tile before, if this one had no steps
+    store_wait(0)  # of the tile before, unless a step that adds to dq has waited
     if T.sums_dq:  # products of either consumer, and who stores ds, have let go of it
         memory.to.scores.claim(place.visits.end)
         memory.to.scores.claim(place.visits.end + 1)
