@@ -1,9 +1,12 @@
-"""What Hopper's kernels are to reach on an H100, and what they reach: docs/goals.md, from benchmarks/results/*.csv alone."""
+"""What Hopper's kernels are to reach on an H100, and what they reach there and on an H200: docs/goals.md.
+
+From benchmarks/results/*.csv alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashtile.bench import report, result
@@ -11,6 +14,7 @@ from tools.companion_tables import Row, read
 
 SUITES = ("fa3-paper", "llmc", "triton-tutorial", "cudnn-cross")
 OURS, CUDNN = "flashtile/hopper", "sdpa/cudnn"
+ANYWHERE = ("Accuracy", "Pairs of features")  # they are the same on every card of the kind
 
 
 @dataclass(frozen=True)
@@ -43,30 +47,32 @@ class Section:
     figures: tuple[Figure, ...]
 
 
-def sections(folder: Path) -> Iterator[Section]:
-    """The goals, by what measures them, from the files of a folder."""
-    paths = {suite: folder / f"hopper-{suite}-h100.csv" for suite in SUITES}
+def sections(folder: Path, card: str) -> Iterator[Section]:
+    """The goals, by what measures them, from a card's files in a folder."""
+    paths = {suite: folder / f"hopper-{suite}-{card}.csv" for suite in SUITES}
     suites = [row for path in paths.values() for row in report.grouped(_results(path))]
     files = tuple(path.name for path in paths.values())
     bench = f"flashtile bench {' '.join(SUITES)}"
     yield Section("Beside the best of cuDNN and FlashAttention-4", bench, files, tuple(of_the_best(suites)))
-    again = folder / "hopper-beside-cudnn-h100.csv"
+    again = folder / f"hopper-beside-cudnn-{card}.csv"
     newest = {_cell(row): row for row in sorted([*suites, *report.grouped(_results(again))], key=_date)}
-    yield Section("Beside cuDNN", bench, (*files, again.name), tuple(beside_cudnn(newest.values())))
+    asked = (*files, again.name) if again.exists() else files
+    yield Section("Beside cuDNN", bench, asked, tuple(beside_cudnn(newest.values())))
     scripts = (
-        ("Shares of the plain problem's FLOP/s", "hopper_forward.py", ("hopper-forward-h100.csv",), shares),
-        ("The same of a backward", "hopper_backward.py", ("hopper-backward-h100.csv",), shares_backward),
-        ("Accuracy", "accuracy.py --backend hopper", ("accuracy-hopper-h100.csv",), accuracy),
-        ("Repeats, sanitizer, first calls", "hopper_checks.py", ("hopper-checks-h100.csv",), checks),
-        ("Host time of an eager call", "host.py", ("host-h100.csv",), host),
-        ("Small problems under CUDA graph replay", "replay.py", ("replay-h100.csv",), replay),
-        ("Pairs of features", "features.py --sections pairs --backend hopper", ("pairs-hopper-h100.csv",), pairs),
-        ("Costs of features", "features.py --sections costs --backend hopper", ("features-hopper-h100.csv",), costs),
-        ("Items of unequal lengths, lists of blocks, poison", "varlen.py", ("varlen-h100.csv",), unequal),
+        ("Shares of the plain problem's FLOP/s", "hopper_forward.py", "hopper-forward", shares),
+        ("The same of a backward", "hopper_backward.py", "hopper-backward", shares_backward),
+        ("Accuracy", "accuracy.py --backend hopper", "accuracy-hopper", accuracy),
+        ("Repeats, sanitizer, first calls", "hopper_checks.py", "hopper-checks", checks),
+        ("Host time of an eager call", "host.py", "host", host),
+        ("Small problems under CUDA graph replay", "replay.py", "replay", replay),
+        ("Pairs of features", "features.py --sections pairs --backend hopper", "pairs-hopper", pairs),
+        ("Costs of features", "features.py --sections costs --backend hopper", "features-hopper", costs),
+        ("Items of unequal lengths, lists of blocks, poison", "varlen.py", "varlen", unequal),
     )
-    for title, command, names, figures in scripts:
-        rows = [row for name in names if (folder / name).exists() for row in read(folder / name)]
-        yield Section(title, f"python benchmarks/{command}", names, tuple(figures(rows)))
+    for title, command, name, figures in scripts:
+        path = folder / f"{name}-{card}.csv"
+        rows = read(path) if path.exists() else []
+        yield Section(title, f"python benchmarks/{command}", (path.name,), tuple(figures(rows)))
 
 
 def page(folder: Path) -> str:
@@ -76,16 +82,29 @@ def page(folder: Path) -> str:
         "",
         "Written by `make docs` from `benchmarks/results`: what Hopper's kernels are to reach on an H100, what they reach, and",
         "at which commit that was measured. What keeps the rest from it is in [hopper.md](hopper.md) and, of backwards, in",
-        "[hopper-backward.md](hopper-backward.md).",
+        "[hopper-backward.md](hopper-backward.md). Behind it, [what was measured on an H200](#h200), whose arithmetic is an",
+        "H100's and whose memory is 1.4 times as fast.",
+        "",
+        *(line for section in sections(folder, "h100") for line in _lines(section)),
+        '<a id="h200"></a>',
+        "# On an H200",
         "",
     ]
-    for section in sections(folder):
-        reached = sum(figure.reached for figure in section.figures)
-        lines += [f"## {section.title}: {reached} of {len(section.figures)}", ""]
-        lines += [f"`{section.command}`; {', '.join(f'`{name}`' for name in section.files)}", ""]
-        lines += ["| what | figure | goal | reached | commit |", "| --- | --- | --- | --- | --- |"]
-        lines += [*(figure.line() for figure in section.figures), ""]
+    for section in sections(folder, "h200"):
+        if section.title not in ANYWHERE:
+            measured = tuple(figure for figure in section.figures if figure.value is not None)
+            lines += _lines(replace(section, figures=measured)) if measured else []
     return "\n".join(lines)
+
+
+def _lines(section: Section) -> list[str]:
+    reached = sum(figure.reached for figure in section.figures)
+    return [
+        *(f"## {section.title}: {reached} of {len(section.figures)}", ""),
+        *(f"`{section.command}`; {', '.join(f'`{name}`' for name in section.files)}", ""),
+        *("| what | figure | goal | reached | commit |", "| --- | --- | --- | --- | --- |"),
+        *(*(figure.line() for figure in section.figures), ""),
+    ]
 
 
 # -- the figures of a section ---------------------------------------------------------------------------------------
@@ -212,13 +231,14 @@ def unequal(rows: list[Row]) -> Iterator[Figure]:
     blocks = {(row["note"], row["name"], row["direction"]): row for row in rows if row["section"] == "blocks"}
     for (tokens, name, direction), row in blocks.items():
         flex = blocks.get((tokens, name.replace("flashtile", "flex"), direction))
-        if name.startswith("flashtile") and flex and " 0%" not in name:
+        if name.startswith("flashtile") and "%" in name and " 0%" not in name:
             what = f"{name.partition(' ')[2]} hidden, {tokens}, {direction}"
             yield Figure(f"{what}: of the ideal speed-up", float(row["ratio"]), 0.85, _told([row]))
-            yield Figure(f"{what}: of FlexAttention", float(flex["ms"]) / float(row["ms"]), 1.2, _told([row, flex]))
+            times = float(flex["ms"]) / float(row["ms"]) if flex else None
+            yield Figure(f"{what}: of FlexAttention", times, 1.2, _told([row, flex]))
     poison = [row for row in rows if row["section"] == "poison"]
     cases = sum(int(row["of"].rpartition(" ")[2]) for row in poison)
-    yield Figure("cases beside NaN", cases, 500, _told(poison))
+    yield Figure("cases beside NaN", cases if poison else None, 500, _told(poison))
     yield _none("of these with other bits", sum(int(row["ratio"]) for row in poison), poison)
 
 
