@@ -50,7 +50,9 @@ class Step(Protocol):
         ...
 
 
-_TARGETS: list[Device] = []
+_TARGET = jax.make_user_context(
+    None
+)  # the Device of `target`: a part of the keys of JAX's caches, for it decides what is lowered
 
 
 @contextmanager
@@ -59,17 +61,14 @@ def target(name: str) -> Iterator[None]:
     if name not in NAMED or NAMED[name].kind != "cuda":
         known = ", ".join(n for n, device in NAMED.items() if device.kind == "cuda")
         raise InvalidProblem(f"target is {name!r}; it must be one of {known}.")
-    _TARGETS.append(NAMED[name])
-    try:
+    with _TARGET(NAMED[name]):
         yield
-    finally:
-        _TARGETS.pop()
 
 
 def device_here() -> Device:
     """The GPU that a program is being lowered for: that of `target`, or JAX's first one."""
-    if _TARGETS:
-        return _TARGETS[-1]
+    if _TARGET.value is not None:
+        return _TARGET.value
     try:
         gpu = jax.devices("cuda")[0]
     except RuntimeError as error:

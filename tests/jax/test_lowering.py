@@ -103,6 +103,16 @@ def test_one_program_for_both() -> None:
         assert jnp.allclose(mine, theirs, atol=1e-2)
 
 
+def test_one_function_lowered_for_two_targets() -> None:
+    function = jax.jit(dot_product_attention)
+    modules: dict[str, str] = {}
+    for name in ("sm90", "sm80", "sm90"):
+        with target(name):
+            exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[CHECK])(*QKV)
+        assert modules.setdefault(name, exported.mlir_module()) == exported.mlir_module()
+    assert modules["sm80"] != modules["sm90"]
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_without_a_gpu_and_a_target() -> None:
     with pytest.raises(NotSupported, match="JAX sees no GPU here; say which one"):
