@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from flashtile.jax.partition import run_partitioned
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.buffers import place_of
+from flashtile.plan.call import Buffer
 
 
 def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
@@ -29,7 +30,7 @@ def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any
         if joins_batch(each, which):
             wide = [_joined(each, n, x, n in which, size) for n, x in zip(names, given, strict=True)]
             made = call(*wide)
-            outputs = tuple(_parted(each, b.name, x, size) for b, x in zip(step.outputs(), made, strict=True))
+            outputs = tuple(_parted(each, b, x, size) for b, x in zip(each.outputs(), made, strict=True))
             return outputs, (True,) * len(outputs)
         return one_by_one(call)(size, batched, *given)
 
@@ -75,11 +76,8 @@ def _joined(step: Forward | Backward, name: str, x: Any, batched: bool, size: in
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def _parted(step: Forward | Backward, name: str, x: Any, size: int) -> Any:
-    """An output of every element."""
-    x = x.reshape(size, x.shape[0] // size, *x.shape[1:])
-    if name.startswith("dscore."):
-        i, j = place_of(name)
-        if step.problem.score[i].tensors[j].shape[0] == 1:
-            return x.sum(1, keepdims=True) if x.shape[1] > 1 else x
-    return x
+def _parted(step: Forward | Backward, output: Buffer, x: Any, size: int) -> Any:
+    """An output of every element, as the step of one element has it."""
+    if output.name.startswith("dscore.") and output.shape[0] == 1:
+        return x.reshape(size, step.problem.batch, *x.shape[1:]).sum(1, keepdims=True)
+    return x.reshape(size, *output.shape)

@@ -69,6 +69,14 @@ def test_vmap_of_vmap() -> None:
     close(twice, one_by_one(given, lambda *x: one_by_one(x)))
 
 
+def test_vmap_over_nothing() -> None:
+    given = leaves(0)
+    got = jax.vmap(gradient, AXES)(*given)
+    assert [x.shape for x in got] == [(0, *x.shape[axis == 0 :]) for x, axis in zip(given, AXES, strict=True)]
+    sums = jax.grad(lambda *x: jax.vmap(loss, AXES)(*x).sum(), (3, 4, 5))(*given)
+    assert not any(x.any() for x in sums)
+
+
 def test_vmap_over_what_is_shared_otherwise() -> None:
     given = leaves()
     many = (*given[:3], *(jnp.stack([x, x / 2]) for x in given[3:]))
