@@ -71,8 +71,8 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
     def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
         top, total, out = state
         at = scene.position(block)
-        score = scene.scores(block, at, scene.modifiers(block, at))
-        score = jnp.where(scene.visible(at, block), score, -jnp.inf)
+        seen = scene.visible(at, block)
+        score = jnp.where(seen, scene.modified(scene.products(block), scene.modifiers(block), at, seen), -jnp.inf)
         higher = jnp.maximum(top, score.max(-1))
         pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
         weight, decay = jnp.exp(score - pivot[..., None]), jnp.exp(top - pivot)
@@ -111,15 +111,14 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     if p.sink is not None:
         sink = jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
 
-    def weights(score: Any, at: Position, block: _Block) -> tuple[Any, Any, Any, Any]:
-        """(which scores are seen, probabilities, what is kept of them, their gradients)."""
-        seen = scene.visible(at, block) & alive
+    def weights(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any, Any]:
+        """(probabilities, what is kept of them, their gradients)."""
         weight = jnp.where(seen, jnp.exp(score - pivot[..., None]) / divisor[..., None], 0.0)
         dweight = scene.over_columns(dout, block.v)
         if p.dropout is None:
-            return seen, weight, weight, dweight
+            return weight, weight, dweight
         keeps = scene.kept(at)
-        return seen, weight, jnp.where(keeps, weight * scale, 0.0), jnp.where(keeps, dweight * scale, 0.0)
+        return weight, jnp.where(keeps, weight * scale, 0.0), jnp.where(keeps, dweight * scale, 0.0)
 
     if p.dtype is DType.FP32 or p.lone:
         # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, other
@@ -127,7 +126,9 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
 
         def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
             at = scene.position(block)
-            _, weight, _, dweight = weights(scene.scores(block, at, scene.modifiers(block, at)), at, block)
+            seen = scene.visible(at, block) & alive
+            score = scene.modified(scene.products(block), scene.modifiers(block), at, seen)
+            weight, _, dweight = weights(score, seen, at, block)
             return (sums[0] + weight.sum(-1), sums[1] + (weight * dweight).sum(-1)), None
 
         zeros = varying_like([scene.zeros()] * 2, tuple(arrays.values()))
@@ -148,10 +149,10 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     def step(state: tuple[Any, Arrays], block: _Block) -> tuple[Any, Any]:
         dq, sums = state
         at = scene.position(block)
-        raw = scene.products(block)
-        tensors = scene.modifiers(block, at)
-        score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at), raw, tensors)
-        seen, weight, kept, dweight = weights(score, at, block)
+        seen = scene.visible(at, block) & alive
+        raw, tensors = scene.products(block), scene.modifiers(block)
+        score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at, seen), raw, tensors)
+        weight, kept, dweight = weights(score, seen, at, block)
         dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
         dv = scene.over_rows(kept, dout)
         draw, dtensors = pull(dscore)
@@ -208,7 +209,10 @@ class _Scene:
             length_q = jnp.full((p.batch,), p.span_q, jnp.int32)
             length_k = jnp.full((p.batch,), p.span_k, jnp.int32)
             counts_k = jnp.ones((p.span_k,), bool)
-        length_q, length_k = arrays.get("seqused_q", length_q), arrays.get("seqused_k", length_k)
+        if p.lengths.used_q:
+            length_q = jnp.clip(arrays["seqused_q"], 0, length_q)
+        if p.lengths.used_k:
+            length_k = jnp.clip(arrays["seqused_k"], 0, length_k)
         self.shift: Any = p.span_k - p.span_q
         self.counts_q: Any = None
         if p.lengths.ragged:
@@ -290,7 +294,7 @@ class _Scene:
         assert self.p.dropout is not None
         return keep(self.p.dropout, at.batch, at.head, at.row, at.k, self.p.heads_q, self.arrays["seed"])
 
-    def modifiers(self, block: _Block, at: Position) -> tuple[tuple[Any, ...], ...]:
+    def modifiers(self, block: _Block) -> tuple[tuple[Any, ...], ...]:
         """The modifiers' tensors; of those with an element for every key what this block has of it."""
         return tuple(
             tuple(
@@ -299,10 +303,11 @@ class _Scene:
             for i, spec in enumerate(self.p.score)
         )
 
-    def modified(self, score: Any, tensors: tuple[tuple[Any, ...], ...], at: Position) -> Any:
+    def modified(self, score: Any, tensors: tuple[tuple[Any, ...], ...], at: Position, seen: Any) -> Any:
+        """What the modifiers make of scores; each takes hidden ones as 0, and so sends no NaN that was hidden backwards."""
         for spec, own in zip(self.p.score, tensors, strict=True):
             placed = tuple(self.placed(spec, j, tensor, at) for j, tensor in enumerate(own))
-            score = spec.kind.apply_jax(score, at, spec.scalars, placed)
+            score = spec.kind.apply_jax(jnp.where(seen, score, 0.0), at, spec.scalars, placed)
         return score
 
     def placed(self, spec: ScoreSpec, j: int, tensor: Any, at: Position) -> Any:
@@ -315,9 +320,6 @@ class _Scene:
         q = self.q.reshape(self.p.slabs, self.p.heads_kv, self.p.group, self.p.span_q, self.p.head_dim)
         score = jnp.einsum("bkgtd,bksd->bkgts", q, block.k, precision=self.precision)
         return score.reshape(*self.rows, BLOCK_K) * self.p.scale_value
-
-    def scores(self, block: _Block, at: Position, tensors: tuple[tuple[Any, ...], ...]) -> Any:
-        return self.modified(self.products(block), tensors, at)
 
     def _grouped(self, x: Any) -> Any:
         return x.reshape(self.p.slabs, self.p.heads_kv, self.p.group, *x.shape[2:])
@@ -359,6 +361,7 @@ def _any_of(terms: Sequence[Any]) -> Any:
 def _items(cu_seqlens: Any, index: Any) -> tuple[Any, Any, Any]:
     """(item of each token, its place in it, items' lengths); a token of nobody has the number of items."""
     item = jnp.searchsorted(cu_seqlens[1:], index, side="right").astype(jnp.int32)
+    item = jnp.where(index < cu_seqlens[0], cu_seqlens.shape[0] - 1, item)
     first = cu_seqlens[jnp.minimum(item, max(cu_seqlens.shape[0] - 2, 0))]
     return item, index - first, cu_seqlens[1:] - cu_seqlens[:-1]
 

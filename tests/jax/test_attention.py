@@ -98,13 +98,29 @@ def test_what_lies_in_padding_is_never_looked_at() -> None:
         np.testing.assert_array_equal(spoiled[name], array, err_msg=name)
 
 
-def test_padded_queries_are_never_looked_at_where_alignment_is_top_left() -> None:
-    case = next(c for c in CASES if c.name == "lengths-top-left")
-    leaves, clean = case.leaves(), evaluate(case.ours, case.leaves(), case.cotangents())
-    for b, rows in enumerate(case.lengths_q):
-        leaves["q"] = leaves["q"].at[b, rows:].set(jnp.nan)
-    for name, array in evaluate(case.ours, leaves, case.cotangents()).items():
-        np.testing.assert_array_equal(clean[name], array, err_msg=name)
+def test_hidden_scores_of_nan_stay_hidden_under_a_softcap() -> None:
+    """Its derivative there is NaN, by which the gradient 0 would be multiplied."""
+    i, j = jnp.arange(40)[:, None], jnp.arange(40)[None, :]
+    leaves = Case("", bias="1nts").leaves()
+    spoiled = {**leaves, "bias": jnp.where(j > i, jnp.nan, leaves["bias"])}
+
+    def gradient(leaves: Any) -> Any:
+        names = "q", "k", "v", "bias"
+        loss = lambda x: (dot_product_attention(*map(x.get, names), is_causal=True, softcap=3.0) ** 2).sum()  # noqa: E731
+        return jax.grad(loss)(leaves)
+
+    for name, array in gradient(leaves).items():
+        np.testing.assert_array_equal(gradient(spoiled)[name], array, err_msg=name)
+
+
+def test_lengths_end_where_the_arrays_do() -> None:
+    q, k, v = (Case("").leaves()[n] for n in "qkv")
+    lengths = {"query_seq_lengths": [-1, 99], "key_value_seq_lengths": [99, 99]}
+    got = dot_product_attention(
+        q, k, v, is_causal=True, alignment="bottom-right", **{name: jnp.array(n, jnp.int32) for name, n in lengths.items()}
+    )
+    assert not got[0].any()
+    np.testing.assert_allclose(got[1], dot_product_attention(q, k, v, is_causal=True, alignment="bottom-right")[1], atol=1e-6)
 
 
 def test_predicates_join_with_bands() -> None:
@@ -173,6 +189,13 @@ def test_varlen_is_item_by_item(options: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("p", [0.37, 0.05, 0.5, 0.8])
+def test_tokens_before_the_first_item_belong_to_nobody() -> None:
+    q, k, v = (CASES[0].leaves()[n][0] for n in "qkv")
+    got = dot_product_attention_varlen(q, k, v, jnp.array([3, 9], jnp.int32), jnp.array([2, 12], jnp.int32))
+    assert not got[:3].any()
+    np.testing.assert_allclose(got[3:9], dot_product_attention(q[3:9], k[2:12], v[2:12]), atol=1e-6)
+
+
 def test_dropout_keeps_what_pytorch_keeps(p: float) -> None:
     """`keep` of ints is what every backend is held against."""
     dropout = Dropout(p, -987654321012345)
