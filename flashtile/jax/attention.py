@@ -121,18 +121,18 @@ def dot_product_attention(
             attend_to = _both(attend_to, Prefix(lengths["k"]))
         pads, lengths = lengths["q"], {"q": None, "k": None}
     if mask is not None:
+            key, value = (_counted(x, lengths["k"]) for x in (key, value))
         if mask.dtype != jnp.bool_:
             raise InvalidProblem(f"mask is {mask.dtype}; it must be bool, True where a score counts (bias adds numbers).")
         attend_to = _both(attend_to, Stored(_wide("mask", mask)))
     score = rest.modifiers(None if bias is None else Bias(_wide("bias", bias)))
-    counts = None if pads is None else (jnp.arange(query.shape[1]) < pads[:, None])[:, :, None]
-    if counts is not None:
-        query = jnp.where(counts[..., None], query, 0)
+    if pads is not None:
+        query = _counted(query, pads)
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
     out, lse = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
     lse = jnp.swapaxes(lse, 1, 2)
-    if counts is not None:
-        out, lse = jnp.where(counts[..., None], out, 0), jnp.where(counts, lse, -jnp.inf)
+    if pads is not None:
+        out, lse = _counted(out, pads), _counted(lse, pads, -jnp.inf)
     if squeezed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -359,6 +359,12 @@ def _float(name: str, given: Any) -> Any:
 
 
 def _spec(array: Any) -> TensorSpec:
+def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
+    """What counts of an array (B, T, ...), whose items have these lengths; `beyond` elsewhere."""
+    counts = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
+
+
     return TensorSpec(tuple(array.shape), NAMES[array.dtype])
 
 

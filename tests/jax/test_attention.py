@@ -87,8 +87,9 @@ def test_one_output_alone(which: str) -> None:
         np.testing.assert_allclose(got[name], want[name], atol=2e-5, rtol=1e-4)
 
 
-def test_what_lies_in_padding_is_never_looked_at() -> None:
-    case = next(c for c in CASES if c.name == "lengths-bottom-right")
+@pytest.mark.parametrize("name", ["lengths-bottom-right", "lengths-top-left"])
+def test_what_lies_in_padding_is_never_looked_at(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
     leaves, clean = case.leaves(), evaluate(case.ours, case.leaves(), case.cotangents())
     for b, (rows, keys) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         leaves["q"] = leaves["q"].at[b, rows:].set(jnp.nan)
