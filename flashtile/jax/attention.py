@@ -100,16 +100,18 @@ def dot_product_attention(
     """
     check_names("dot_product_attention", extras, Extras.__optional_keys__)
     squeezed = getattr(query, "ndim", None) == 3
-    query, key, value, bias, mask = (None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask))
+    query, key, value = (_given(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
     if squeezed:
         query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
             raise InvalidProblem(f"{name} has shape {array.shape}; it must be (B, T, N, H) or (T, N, H).")
+    _check(query, key, value)
     rest = _Rest(**extras)
     lengths = {
-        "q": _lengths("query_seq_lengths", query_seq_lengths),
-        "k": _lengths("key_value_seq_lengths", key_value_seq_lengths),
+        "q": _lengths("query_seq_lengths", query_seq_lengths, query.shape[0]),
+        "k": _lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
     }
     band = _band(is_causal, local_window_size)
     attend_to = rest.attend_to
@@ -119,9 +121,9 @@ def dot_product_attention(
         band = Band(None if band.left is None else band.left + shift, None if band.right is None else band.right - shift)
         if lengths["k"] is not None:
             attend_to = _both(attend_to, Prefix(lengths["k"]))
+            key, value = (_counted(x, lengths["k"]) for x in (key, value))
         pads, lengths = lengths["q"], {"q": None, "k": None}
     if mask is not None:
-            key, value = (_counted(x, lengths["k"]) for x in (key, value))
         if mask.dtype != jnp.bool_:
             raise InvalidProblem(f"mask is {mask.dtype}; it must be bool, True where a score counts (bias adds numbers).")
         attend_to = _both(attend_to, Stored(_wide("mask", mask)))
@@ -162,21 +164,27 @@ def dot_product_attention_varlen(
     `dot_product_attention`. Returns out (total_q, N, V), or (out, residual float32 (total_q, N)).
     """
     check_names("dot_product_attention_varlen", extras, Extras.__optional_keys__)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = (_given(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 3:
             raise InvalidProblem(f"{name} has shape {array.shape}; it must be (total, heads, head_dim).")
+    query, key, value = query[None], key[None], value[None]
+    _check(query, key, value)
     band = _band(is_causal, local_window_size)
     if extras.get("alignment", "bottom-right") != "bottom-right":
         raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
     rest = _Rest(**{**extras, "alignment": "bottom-right"})
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    given = {"cu_seqlens_q": _lengths("cu_seqlens_q", cu_seqlens_q), "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k)}
+    cu_seqlens_q = _lengths("cu_seqlens_q", cu_seqlens_q)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])}
     longest = max_seqlen_q, max_seqlen_k
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise InvalidProblem(f"{name} is {most!r}; it must be an int, at least 0, or None.")
     out, lse = attend(
-        query[None], key[None], value[None], band, rest.attend_to, rest.modifiers(None), scale, implementation,
-        return_residual, rest, given, longest,
+        query, key, value, band, rest.attend_to, rest.modifiers(None), scale, implementation, return_residual, rest, given,
+        longest,
     )  # fmt: skip
     return (out[0], jnp.swapaxes(lse[0], 0, 1)) if return_residual else out[0]
 
@@ -282,12 +290,8 @@ def _describe(
     lengths: dict[str, Any], longest: tuple[Any, Any],
 ) -> tuple[dict[str, Any], AttentionProblem]:  # fmt: skip
     """Arrays by the names of a plan's inputs, and the problem. Raises InvalidProblem."""
-    dtype = _checked(q, k, v)
     varlen = "cu_seqlens_q" in lengths
     batch = lengths["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
-    for name, array in lengths.items():
-        if array.shape != (size := (batch + name.startswith("cu_"),)):
-            raise InvalidProblem(f"{name} has shape {array.shape}; it must be {size}.")
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v, **lengths}
     band, terms = normal_form(False, None, band & attend_to if attend_to is not None else band)
     leaves = [Within(leaf) if isinstance(leaf, Band) else leaf for term in terms for leaf in term]
@@ -306,21 +310,23 @@ def _describe(
         modifiers.append(ScoreSpec(type(modifier), tuple(map(float, modifier.scalars())), tuple(map(_spec, tensors))))
     if rest.sinks is not None:
         arrays["sink"] = _float("sinks", rest.sinks)
-    if rest.dropout is not None:
-        arrays["seed"] = seed_words(rest.dropout)
     used = {f"used_{side}": f"seqused_{side}" in lengths for side in "qk"}
     known = Lengths(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
     seqlen_q, seqlen_k = (x.shape[1] if n is None else min(n, x.shape[1]) for x, n in zip((q, k), longest, strict=True))
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2], head_dim=q.shape[3],
-        head_dim_v=v.shape[3], dtype=dtype, mask=band, score=tuple(modifiers), scale=scale, precision=rest.precision,
-        deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known, where=where,
+        head_dim_v=v.shape[3], dtype=DType(NAMES[q.dtype]), mask=band, score=tuple(modifiers), scale=scale,
+        precision=rest.precision, deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known, where=where,
         sink=None if rest.sinks is None else _spec(arrays["sink"]), dropout=None if rest.dropout is None else rest.dropout.p,
     )  # fmt: skip
+    if problem.dropout is not None:
+        assert rest.dropout is not None
+        arrays["seed"] = seed_words(rest.dropout)
     return arrays, problem
 
 
-def _checked(q: Any, k: Any, v: Any) -> DType:
+def _check(q: Any, k: Any, v: Any) -> None:
+    """Raise InvalidProblem for arrays (B, T, N, H), (B, S, K, H) and (B, S, K, V) that do not go together."""
     for name, array in (("query", q), ("key", k), ("value", v)):
         if NAMES.get(array.dtype) not in tuple(d.value for d in DType):
             raise InvalidProblem(f"{name} is {array.dtype}; it must be float16, bfloat16 or float32.")
@@ -333,16 +339,30 @@ def _checked(q: Any, k: Any, v: Any) -> DType:
     for axis, name in ((1, "seqlen"), (2, "heads")):
         if v.shape[axis] != k.shape[axis]:
             raise InvalidProblem(f"value has {name} {v.shape[axis]} and key has {k.shape[axis]}; they must be equal.")
-    return DType(NAMES[q.dtype])
 
 
-def _lengths(name: str, given: Any) -> Any:
+def _given(name: str, x: Any) -> Any:
+    if x is None:
+        raise InvalidProblem(f"{name} is None; it must be an array.")
+    return jnp.asarray(x)
+
+
+def _lengths(name: str, given: Any, size: int | None = None) -> Any:
+    """The array, of `size` numbers, or of at least one where that is not known."""
     if given is None:
         return None
     given = _array(name, given)
-    if given.dtype != jnp.int32 or given.ndim != 1 or (name.startswith("cu_") and not given.shape[0]):
-        raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, of one axis.")
+    fits = given.shape == (size,) if size is not None else given.ndim == 1 and given.shape[0] > 0
+    if given.dtype != jnp.int32 or not fits:
+        wanted = "of one axis, not empty" if size is None else f"of shape ({size},)"
+        raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, {wanted}.")
     return given
+
+
+def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
+    """What counts of an array (B, T, ...), whose items have these lengths; `beyond` elsewhere."""
+    counts = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
 
 
 def _array(name: str, given: Any) -> Any:
@@ -359,12 +379,6 @@ def _float(name: str, given: Any) -> Any:
 
 
 def _spec(array: Any) -> TensorSpec:
-def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
-    """What counts of an array (B, T, ...), whose items have these lengths; `beyond` elsewhere."""
-    counts = jnp.arange(x.shape[1]) < lengths[:, None]
-    return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
-
-
     return TensorSpec(tuple(array.shape), NAMES[array.dtype])
 
 

@@ -189,7 +189,6 @@ def test_varlen_is_item_by_item(options: dict[str, bool]) -> None:
         np.testing.assert_allclose(mine, theirs_, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("p", [0.37, 0.05, 0.5, 0.8])
 def test_tokens_before_the_first_item_belong_to_nobody() -> None:
     q, k, v = (CASES[0].leaves()[n][0] for n in "qkv")
     got = dot_product_attention_varlen(q, k, v, jnp.array([3, 9], jnp.int32), jnp.array([2, 12], jnp.int32))
@@ -197,6 +196,7 @@ def test_tokens_before_the_first_item_belong_to_nobody() -> None:
     np.testing.assert_allclose(got[3:9], dot_product_attention(q[3:9], k[2:12], v[2:12]), atol=1e-6)
 
 
+@pytest.mark.parametrize("p", [0.37, 0.05, 0.5, 0.8])
 def test_dropout_keeps_what_pytorch_keeps(p: float) -> None:
     """`keep` of ints is what every backend is held against."""
     dropout = Dropout(p, -987654321012345)
@@ -220,6 +220,11 @@ def test_mha_has_the_scale_of_its_model(implementation: str) -> None:
     q, k, v = (CASES[1].leaves()[n] for n in "qkv")
     out = mha(q, k, v, 0.3, True, backward_pass_impl=implementation)
     np.testing.assert_allclose(out, jax.nn.dot_product_attention(q, k, v, scale=0.3, is_causal=True), atol=1e-5)
+
+
+def test_dropout_that_drops_nothing_needs_no_seed() -> None:
+    q, k, v = (CASES[0].leaves()[n] for n in "qkv")
+    np.testing.assert_array_equal(dot_product_attention(q, k, v, dropout=Dropout(0.0)), dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=str)

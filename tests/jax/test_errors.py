@@ -17,6 +17,8 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
+        ((None, K, K), {}, "query is None; it must be an array"),
+        ((Q, K, None), {}, "value is None; it must be an array"),
         ((Q[0, 0], K, K), {}, r"query has shape \(4, 16\); it must be \(B, T, N, H\)"),
         ((Q, K[:1], K), {}, "key has batch 1 and query has 2"),
         ((Q, K[..., :8], K), {}, "key has head_dim 8 and query has 16"),
@@ -30,7 +32,8 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"is_causal": 1}, "is_causal is 1; it must be True or False"),
         ((Q, K, K), {"local_window_size": (-1, 0)}, "window left is -1"),
         ((Q, K, K), {"scale": "big"}, "scale is 'big'"),
-        ((Q, K, K), {"query_seq_lengths": jnp.ones(3, jnp.int32)}, r"seqused_q has shape \(3,\)"),
+        ((Q, K, K), {"query_seq_lengths": jnp.ones(3, jnp.int32)}, r"query_seq_lengths is int32 of shape \(3,\); .* \(2,\)"),
+        ((Q, K, K), {"is_causal": True, "query_seq_lengths": jnp.ones(1, jnp.int32)}, r"query_seq_lengths is .* \(1,\)"),
         ((Q, K, K), {"key_value_seq_lengths": jnp.ones(2)}, "key_value_seq_lengths is float32"),
         ((Q, K, K), {"implementation": "cudnn"}, "implementation is 'cudnn'; it must be one of"),
         ((Q, K, K), {"return_residual": 1}, "return_residual is 1"),
@@ -69,6 +72,11 @@ def test_varlen_says_what_it_wants() -> None:
         dot_product_attention_varlen(Q, K, K, jnp.zeros(3, jnp.int32))
     with pytest.raises(InvalidProblem, match="cu_seqlens_q is float32"):
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3))
+    with pytest.raises(InvalidProblem, match=r"cu_seqlens_k is int32 of shape \(2,\); it must be int32, of shape \(3,\)"):
+        dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32))
+    for longest in (-1, 2.0, jnp.int32(3)):
+        with pytest.raises(InvalidProblem, match=r"max_seqlen_k is .* it must be an int, at least 0, or None"):
+            dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), max_seqlen_k=longest)
     with pytest.raises(InvalidProblem, match="aligned 'bottom-right'"):
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), alignment="top-left")
 
