@@ -37,6 +37,8 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     first = packs[0]
+    if not isinstance(first, DTensor):
+        _refuse("a first tensor that is none; all are laid as that one is")
     mesh, varlen = first.device_mesh, given is not None and given.varlen
     heads_axis = first.dim() - 2
     roles: list[str | None] = []
@@ -66,12 +68,15 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
             if role == "heads" and whole[name].shape[2] % size:
                 _refuse(f"{whole[name].shape[2]} heads of {name} over {size} ranks; they must be a multiple")
     text, floats, ints, captured, others = write(packing, q, given, **arguments)
-    sink = len(captured) - (arguments.get("sink") is not None)
+    kinds = [kind for modifier in arguments.get("score", ()) for kind in modifier.captured]
     for i, tensor in enumerate(captured):
-        if i == sink:
-            captured[i] = local(tensor, {"heads": 0})
+        if i == len(kinds):
+            axes = {"heads": 0}  # the sink
         else:
-            captured[i] = local(tensor, {name: axis for axis, name in enumerate(("batch", "heads")) if tensor.shape[axis] > 1})
+            axes = {"batch": 0, "heads": 1}
+            if kinds[i].broadcast:
+                axes = {name: axis for name, axis in axes.items() if tensor.shape[axis] > 1}
+        captured[i] = local(tensor, axes)
     others = [local(t, {} if varlen else {"batch": 0}) for t in others]
     wanted = 0
     if torch.is_grad_enabled():

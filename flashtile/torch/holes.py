@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score
+from flashtile.torch.distributed import is_distributed
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,15 @@ def is_mask(seqused: Any) -> bool:
 def holes(tensors: Sequence[Any], seqused_q: Any, seqused_k: Any, mask: Any, score: Any) -> Holes | None:
     """The holes of a call of q, k, v. None where nothing is a mask, or where q, k, v are wrong and validation will say so.
 
-    Raises InvalidProblem for a mask of another shape or device, and for what has elements by token, which would not move.
+    Raises InvalidProblem for a mask of another shape or device, and for what has elements by token, which would not move;
+    NotSupported for DTensors.
     """
     given = {"q": seqused_q, "k": seqused_k}
     if not any(map(is_mask, given.values())) or not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in tensors):
         return None
+    if is_distributed(*tensors, *given.values()):
+        reason = "seqused is a mask with holes, whose tokens would move; keys are to be hidden by the mask KeyPadding(keep)"
+        raise NotSupported("attention of DTensors", {"torch": [reason]})
     for (side, keep), tensor in zip(given.items(), tensors, strict=False):
         if not is_mask(keep):
             continue

@@ -49,6 +49,14 @@ def check_dtensor(mesh: Any) -> None:
             given[i] = distribute_tensor(given[i].detach(), mesh, [laid]).requires_grad_()
         for a, b in zip(step(given), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    q, k, v, slopes, _ = leaves()  # one item: the second rank has none
+    score, one = (Alibi(slopes),), [t.detach()[:1] for t in (q, k, v)]
+    laid = [distribute_tensor(t, mesh, [Shard(0)]) for t in one]
+    torch.testing.assert_close(flashtile.attention(*laid, score=score).full_tensor(), flashtile.attention(*one, score=score))
+    with pytest.raises(NotSupported, match="all are laid as that one is"):
+        flashtile.attention(one[0], *laid[1:])
+    with pytest.raises(NotSupported, match="seqused is a mask with holes"):
+        flashtile.attention(*laid, seqused_k=torch.ones(1, 18, dtype=torch.bool))
     for refused, arguments in ((Shard(1), {}), (Shard(0), {"dropout": Dropout(0.5)})):
         laid = [distribute_tensor(t.detach(), mesh, [refused]) for t in leaves()[:3]]
         with pytest.raises(NotSupported, match="attention of DTensors"):
