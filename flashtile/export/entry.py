@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from flashtile.errors import NotSupported
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export.size import Guard, Size, Trace, evaluate, fixed, walk
 from flashtile.plan.call import Buffer, KernelCall, Plan, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
 Sizes = Mapping[str, int]
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, as which kernels take numbers
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Path:
 
 
 def steps_of(entry: Entry, plan: Plan) -> Steps:
-    """The plan's buffers and calls. Raises NotSupported for what only Python computes."""
+    """The plan's buffers and calls. Raises NotSupported for what only Python computes, InvalidProblem for numbers too large."""
     laid = {b.name: Laid(b, entry.strides(b)) for b in plan.buffers}
 
     def resolve(arg: Any) -> Any:
@@ -92,6 +93,8 @@ def steps_of(entry: Entry, plan: Plan) -> Steps:
             if not arg.broadcast:
                 return strides
             return tuple(None if one else s for one, s in zip(entry.broadcast(arg.name), strides, strict=True))
+        if isinstance(arg, float) and abs(arg) > LARGEST:
+            raise InvalidProblem(f"{entry.spelling} asks its kernels for {arg:g}; their numbers end at {LARGEST:g}.")
         return tuple(map(resolve, arg)) if isinstance(arg, tuple) else arg
 
     calls: list[KernelCall] = []

@@ -14,6 +14,7 @@ from flashtile.spec.mask import CAUSAL
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("fp32", "fp16", "bf16")
+FUNCTIONS = ("attention_forward", "attention_backward")  # what llm.c's are called
 
 # The tensors, in the order that `llmc.c` counts them by; "stats" is there at float32's grade.
 FORWARD = ("q", "k", "v", "out", "lse", "stats")

@@ -73,7 +73,7 @@ def name_of(p: AttentionProblem) -> str:
 
 def read(spelling: str) -> tuple[str | None, str]:
     """(name or None, the problem's own spelling)."""
-    found = re.fullmatch(r"(?:([A-Za-z]\w*)=)?(\w+\(.*\))", spelling.strip())
+    found = re.fullmatch(r"(?:([A-Za-z]\w*)=)?(\w+\(.*\))", spelling.strip(), re.ASCII)
     if found is None:
         raise InvalidProblem(f"problem is {spelling!r}; it must be 'attention(...)', or 'NAME=attention(...)'.")
     return found.group(1), found.group(2)
@@ -106,7 +106,7 @@ def export(
     if not request.problems:
         packed = llmc.problems()
     made += llmc.llmc_entries(packed)
-    _check_names(made)
+    _check_names(made, llmc.FUNCTIONS if packed else ())
     plans = plan_all(made, request.devices)  # what is refused leaves no folder behind
     prepare(*(folder / name for name in FILES))
     planned = build(plans, workers or workers_here(), report)
@@ -115,8 +115,9 @@ def export(
     return list(write(planned, folder, llmc.declarations(), llmc.functions(packed, planned)))
 
 
-def _check_names(made: Sequence[Entry]) -> None:
-    seen: set[str] = set()
+def _check_names(made: Sequence[Entry], taken: Sequence[str]) -> None:
+    """Raise InvalidProblem where two have one name, or one of those that are `taken`."""
+    seen: set[str] = set(taken)
     for entry in made:
         if entry.name in seen:
             raise InvalidProblem(

@@ -40,6 +40,13 @@ def test_requests(problems: tuple[str, ...], architectures: tuple[str, ...], lay
         ((PLAIN,), "llmc", "its q, k and v must have equal heads, head_dim and length"),
         ((PLAIN, PLAIN), "bshd", "two problems have the functions attention_bf16_128_group4_causal_forward; give one a name"),
         ((PACKED + ")", PACKED + ",tf32)"), "llmc", "two problems have the functions llmc_fp32_64_forward; give one a name"),
+        (
+            (PACKED + ")", "attention=" + PACKED + ")"),
+            "llmc",
+            "two problems have the functions attention_forward; give one a name",
+        ),
+        (("é=" + PLAIN,), "bshd", "problem is 'é="),
+        ((PLAIN[:-1] + ",scale=1e39)",), "bshd", "asks its kernels for 1e+39; their numbers end at 3.40282e+38"),
         (("nothing(x=1:bf16)",), "bshd", "spelling is 'nothing(x=1:bf16)'"),
         (("attention(q=2x1x1x64,kv=1x1x64,bf16,varlen=9x9)",), "bshd", "items differ in length"),
         (("attention(q=1x1x1x64,kv=1x1x64,bf16,where=dilated(3))",), "bshd", "the mask has predicates or block lists"),
