@@ -92,6 +92,15 @@ class Mask:
         """Itself: asked by transformers' generation."""
         return self
 
+    def __add__(self, scores: Any) -> Any:
+        """The scores, if it hides nothing. NotSupported otherwise: a model that adds masks computes attention itself."""
+        if self.band.unbounded and self.keep is self.documents is self.used is None:
+            return scores
+        reason = "the model adds its mask to scores, and so has no use for another attention; take 'eager'"
+        raise NotSupported(f"attn_implementation={NAME!r}", {NAME: [reason]})
+
+    __radd__ = __add__
+
     def arguments(self) -> dict[str, Any]:
         """What `attention` is told."""
         mask: Any = self.band
@@ -113,7 +122,8 @@ def make_mask(
 
     mask_function = theirs.causal_mask_function if mask_function is None else mask_function
     known = _known(mask_function, theirs)
-    tail = None if known is None else _tail(batch_size, q_length, kv_length, q_offset, kv_offset, rest.get("device", "cpu"))
+    device = rest.get("device", "cpu")
+    tail = None if known is None else _tail(known[0], batch_size, q_length, kv_length, q_offset, kv_offset, device)
     if known is None or tail is None:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         given = dict(
@@ -128,17 +138,23 @@ def make_mask(
     return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail)
 
 
-def _tail(batch: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, device: Any) -> tuple[Any] | None:
-    """How many keys stand before and at the last query, (batch,), or None for all of them; None instead if that is not the way
-    in which they lie.
+def _tail(
+    band: Band, batch: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, device: Any
+) -> tuple[Any] | None:
+    """How many keys a band looks at, (batch,), or None for all of them; None instead if that is not the way in which they lie.
+
+    A causal one's last query stands at the last of them: those beyond are not there yet.
     """
     if isinstance(kv_offset, torch.Tensor):
         return None
-    if isinstance(q_offset, torch.Tensor):  # a static cache says so, and its keys start at 0
-        return None if kv_offset else ((q_offset + q_length).to(device, torch.int32).expand(batch),)
+    if band.unbounded:  # of an encoder, say, whose keys have nothing to do with where the queries stand
+        return (None,)
+    causal_from_0 = band.right == 0 and kv_offset == 0
+    if isinstance(q_offset, torch.Tensor):  # a static cache says so
+        return ((q_offset + q_length).to(device, torch.int32).expand(batch),) if causal_from_0 else None
     if q_offset + q_length == kv_offset + kv_length:
         return (None,)
-    if kv_offset == 0 and q_offset + q_length < kv_length:
+    if causal_from_0 and q_offset + q_length < kv_length:
         return (torch.full((batch,), q_offset + q_length, dtype=torch.int32, device=device),)
     return None
 

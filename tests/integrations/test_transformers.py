@@ -208,6 +208,48 @@ def test_bert_with_padding() -> None:
     agree(made[1], made[0], unfelt="key.bias")  # it moves all scores of a query alike
 
 
+@pytest.mark.parametrize("longer", ["source", "target"])
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_decoder_sees_all_that_its_encoder_saw(name: str, longer: str) -> None:
+    sizes = dict(vocab_size=64, d_model=32, pad_token_id=0, decoder_start_token_id=1)
+    source, target = (tokens(12), tokens(7)) if longer == "source" else (tokens(7), tokens(12))
+    keep = torch.ones_like(source)
+    keep[0, -3:] = 0
+    made = []
+    for implementation in ("eager", "flashtile"):
+        torch.manual_seed(0)
+        if name == "bart":
+            blocks = {
+                f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4))
+            }
+            config: Any = hf.BartConfig(**sizes, **blocks, dropout=0.0, init_std=1.0, eos_token_id=None)
+        else:
+            config = hf.T5Config(**sizes, d_kv=16, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0)
+        model = hf.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).eval()
+        given = dict(input_ids=source, attention_mask=keep, decoder_input_ids=target)
+        made.append(step(model, lambda out: out.logits.flatten(0, 1), **given))
+    agree(made[1], made[0], unfelt="k_proj.bias")
+
+
+def test_models_that_add_their_mask_to_scores() -> None:
+    """Nothing is added where nothing is hidden; otherwise it is refused."""
+    config = hf.BeitConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4,
+        use_relative_position_bias=True, initializer_range=1.0,
+    )  # fmt: skip
+    made = []
+    for implementation in ("eager", "flashtile"):
+        torch.manual_seed(0)
+        model = hf.BeitModel._from_config(config, attn_implementation=implementation).eval()
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+        made.append(step(model, lambda out: out.last_hidden_state.flatten(0, 1), pixels))
+    agree(made[1], made[0])
+    config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    bloom = hf.AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
+    with pytest.raises(NotSupported, match="adds its mask to scores"):
+        bloom(tokens())
+
+
 def test_vit() -> None:
     config = hf.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4,
