@@ -415,11 +415,10 @@ def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _save(call: Call, *primals: Any) -> Any:
-    given = tuple(primal.value for primal in primals)
-    made = _forward(call, given)
+    made = _forward(call, tuple(primal.value for primal in primals))
     if call.backward == "xla":  # of kernels' rows that knows nothing
         made = made[:2]
-    return made[:2], Saved(given, made, tuple(primal.perturbed for primal in primals))
+    return made[:2], Saved.of(primals, made)
 
 
 def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:

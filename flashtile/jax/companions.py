@@ -243,9 +243,8 @@ def _apply(call: tuple[Companion, str | None], *given: Any) -> tuple[Any, ...]:
 
 
 def _save(call: tuple[Companion, str | None], *primals: Any) -> Any:
-    given = tuple(primal.value for primal in primals)
-    made = _run(Forward(call[0]), call[1], *given)
-    return made[: len(call[0].public())], Saved(given, made, tuple(primal.perturbed for primal in primals))
+    made = _run(Forward(call[0]), call[1], *(primal.value for primal in primals))
+    return made[: len(call[0].public())], Saved.of(primals, made)
 
 
 def _pull(call: tuple[Companion, str | None], saved: Saved, arriving: tuple[Any, ...]) -> tuple[Any, ...]:

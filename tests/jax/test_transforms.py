@@ -105,6 +105,14 @@ def test_vmap_of_varlen() -> None:
     close(got, jax.tree.map(lambda *x: jnp.stack(x), *(each(q[i], k[i], v[i], cu[i]) for i in range(3))))
 
 
+def test_a_checkpoint_after_gradients_of_other_inputs() -> None:
+    """JAX remembers a forward's program for each set of inputs that are differentiated."""
+    given = leaves()
+    want = gradient(*given)
+    jax.grad(loss, (3, 5))(*given)
+    close(jax.grad(jax.checkpoint(loss), tuple(range(6)))(*given), want)
+
+
 def test_checkpoint_and_scan() -> None:
     given = leaves()
     close(jax.jit(jax.grad(jax.checkpoint(loss), tuple(range(6))))(*given), gradient(*given))
