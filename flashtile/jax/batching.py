@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from flashtile.errors import NotSupported
 from flashtile.jax.partition import run_partitioned
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.buffers import place_of
@@ -34,7 +35,20 @@ def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any
             return outputs, (True,) * len(outputs)
         return one_by_one(call)(size, batched, *given)
 
-    return tuple(call(*given))
+    return tuple(undifferentiated(step.problem.spell(), call)(*given))
+
+
+def undifferentiated(what: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The function of arrays, a pass of `what`; it raises NotSupported where autodiff comes by once more."""
+    call = jax.custom_jvp(function)
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise NotSupported(
+            f"second derivatives of {what}", {"jax": ["passes that were differentiated once have no derivative"]}
+        )
+
+    return call
 
 
 def one_by_one(call: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:

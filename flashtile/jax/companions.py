@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
-from flashtile.jax.batching import one_by_one
+from flashtile.jax.batching import one_by_one, undifferentiated
 from flashtile.jax.formulas import FORMULAS
 from flashtile.jax.run import NAMES, run, varying_like
 from flashtile.jax.saved import Saved
@@ -63,7 +64,8 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, options: dict[str, Any]
     for name, array in wide.items():
         if array is not None and jnp.shape(array) != x.shape:
             raise InvalidProblem(f"{name} has shape {jnp.shape(array)}; it must be that of x, {x.shape}.")
-    flat = {name: None if a is None else jnp.reshape(a, (-1, x.shape[-1])) for name, a in wide.items()}
+    rows = math.prod(x.shape[:-1])
+    flat = {name: None if a is None else jnp.reshape(a, (rows, x.shape[-1])) for name, a in wide.items()}
     made = _apply_op("norm", {**flat, "weight": weight, "bias": bias}, options, implementation)
     shaped = tuple(m.reshape(x.shape) for m in made)
     return shaped if options["prenorm"] else shaped[0]
@@ -103,7 +105,7 @@ def cross_entropy(
     options = dict(
         reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, ignore_index=ignore_index
     )
-    arrays = {"logits": logits.reshape(-1, logits.shape[-1]), "labels": labels.reshape(-1)}
+    arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1)}
     loss, lse = _apply_op("cross_entropy", arrays, options, implementation, {"smoothing": "label_smoothing"})
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, lse.reshape(labels.shape)) if return_lse else loss
@@ -125,7 +127,7 @@ def softmax(
     wide = (1,) * (4 - x.ndim) + x.shape
     if mask is not None:
         try:
-            mask = jnp.broadcast_to(mask, x.shape).reshape(wide)
+            mask = jnp.broadcast_to(jnp.asarray(mask), x.shape).reshape(wide)
         except ValueError as error:
             raise InvalidProblem(f"mask has shape {jnp.shape(mask)}; it must broadcast to that of x, {x.shape}.") from error
     options = dict(scale=scale, causal=causal, masked_score=masked_score)
@@ -215,7 +217,7 @@ def _run(step: Forward | Backward, implementation: str | None, *given: Any) -> t
         return tuple(run(step, implementation, *given))
 
     call.def_vmap(one_by_one(call))
-    return tuple(call(*given))
+    return tuple(undifferentiated(step.problem.spell(), call)(*given))
 
 
 def _apply_op(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import InvalidProblem
+from flashtile import InvalidProblem, NotSupported
 from flashtile.jax import cross_entropy, layer_norm, rms_norm, rotary, softmax, target
 from flashtile.jax.launch import HANDLER
 
@@ -122,6 +122,20 @@ def test_none_and_lse() -> None:
     np.testing.assert_allclose(loss, lse - logits[..., 1], atol=1e-6)
 
 
+def test_a_checkpoint_after_gradients_of_other_inputs() -> None:
+    loss = lambda x, weight: (rms_norm(x, weight) ** 2).sum()  # noqa: E731
+    given = normal(3, 8), normal(8)
+    want = jax.grad(loss, (0, 1))(*given)
+    jax.grad(loss)(*given)
+    for mine, exact in zip(jax.grad(jax.checkpoint(loss), (0, 1))(*given), want, strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=1e-6)
+
+
+def test_second_derivatives_are_refused() -> None:
+    with pytest.raises(NotSupported, match="second derivatives of norm"):
+        jax.hessian(lambda x: layer_norm(x).sum())(normal(8))
+
+
 def test_errors() -> None:
     x = normal(2, 8)
     for call, message in (
@@ -132,6 +146,8 @@ def test_errors() -> None:
         (lambda: cross_entropy(x, jnp.zeros(2)), "labels is fp32"),
         (lambda: cross_entropy(x, jnp.zeros(2, jnp.int32), label_smoothing=2.0), r"^label_smoothing is 2\.0"),
         (lambda: layer_norm(x.astype(jnp.int16)), "x is int16; it must be fp16 or bf16 or fp32"),
+        (lambda: layer_norm(x[:, :0]), "x must be there, with a last axis of at least 1"),
+        (lambda: cross_entropy(x[:, :0], jnp.zeros(2, jnp.int32)), "logits must be there, with a last axis of at least 1"),
         (lambda: softmax(x[0]), "of two to four axes"),
         (lambda: softmax(x, normal(3, 8) > 0), "mask has shape"),
         (lambda: rotary(normal(1, 20, 2, 8), None, COS, SIN), "positions reach 19"),

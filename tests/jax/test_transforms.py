@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flashtile import Alibi, Document, Dropout, NotSupported
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen
@@ -125,6 +125,24 @@ def test_second_derivatives_are_refused() -> None:
     q, k, v = leaves()[:3]
     with pytest.raises((TypeError, ValueError, NotImplementedError)):
         jax.jvp(lambda q: dot_product_attention(q, k, v), (q,), (q,))
+    gradient = jax.grad(lambda q, k: dot_product_attention(q, k, v[: len(q)]).sum())
+    for function in (lambda k: gradient(q, k).sum(), jax.jit(lambda k: jax.vmap(gradient)(q[:, None], k[:, None]).sum())):
+        with pytest.raises(NotSupported, match="second derivatives of attention"):
+            jax.grad(function)(k)
+
+
+def test_explicit_axes_of_a_mesh() -> None:
+    given = leaves()[:3]
+    explicit = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    spec = PartitionSpec("data", None, "model")
+    with jax.set_mesh(explicit):
+        close(jax.jit(dot_product_attention)(*given), dot_product_attention(*given))  # which lie on one device
+        sharded = [jax.device_put(x, NamedSharding(explicit, spec)) for x in given]
+        with pytest.raises(NotSupported, match=r"sharded over explicit axes of the mesh; call it in jax\.shard_map"):
+            jax.jit(dot_product_attention)(*sharded)
+        close(
+            jax.shard_map(dot_product_attention, in_specs=(spec,) * 3, out_specs=spec)(*sharded), dot_product_attention(*given)
+        )
 
 
 def mesh() -> Mesh:
