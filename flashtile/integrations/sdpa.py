@@ -212,7 +212,7 @@ class _Cpu:
         cls, keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
         is_causal: bool = False, *, attn_mask: Maybe = None, scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if getattr(cls.inside, "busy", False):
+        if cls.keeps(query):
             how: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale}
             return cls.original[""].call_boxed(keys, query, key, value, dropout_p, is_causal, **how)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -226,7 +226,7 @@ class _Cpu:
         cls, keys: Any, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
         logsumexp: torch.Tensor, dropout_p: float, is_causal: bool, *, attn_mask: Maybe = None, scale: float | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        if getattr(cls.inside, "busy", False):
+        if cls.keeps(query):
             return cls.original["_backward"].call_boxed(
                 keys, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )  # fmt: skip
@@ -234,6 +234,11 @@ class _Cpu:
         with _Busy(cls.inside):
             grads = _backward(q, k, v, out, logsumexp, dout, cls.asked(q, k, 7, is_causal, attn_mask, scale))
         return tuple(grad.contiguous().transpose(1, 2) for grad in grads)
+
+    @classmethod
+    def keeps(cls, query: torch.Tensor) -> bool:
+        """Whether a call is torch's own: one from within, or of float64, which is not computed here."""
+        return getattr(cls.inside, "busy", False) or query.dtype is torch.float64
 
     @staticmethod
     def asked(q: torch.Tensor, k: torch.Tensor, wanted: int, causal: bool, bias: Maybe, scale: float | None) -> Asked:

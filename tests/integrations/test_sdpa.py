@@ -70,6 +70,14 @@ def test_causal_is_aligned_top_left(calls: list[str]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_float64_is_torch_s_own(calls: list[str]) -> None:
+    tensors = given(dtype=torch.float64)
+    got = step(SDPBackend.FLASH_ATTENTION, tensors, is_causal=True)
+    assert not calls
+    for a, b in zip(got, step(SDPBackend.MATH, tensors, is_causal=True), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_compiled(calls: list[str]) -> None:
     tensors = given()
     torch._dynamo.reset()
