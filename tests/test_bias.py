@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import flashtile
-from flashtile import AttentionProblem, Bias, Options, dispatch
+from flashtile import AttentionProblem, Band, Bias, Options, Prefix, Softcap, dispatch
 from flashtile.plan.device import named
 from flashtile.reference.attention import attention_reference
 from flashtile.spec.options import Variant
@@ -84,6 +85,26 @@ def test_minus_infinity_hides_a_key(backend: str, place: torch.device, variant: 
     assert (grads[0][:, 5] == 0).all()
     assert (grads[1][:, 7:19] == 0).all()
     assert (grads[3][:, 7:19] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("named", ["band", "predicate"])
+def test_what_a_mask_hides_reaches_no_gradient_through_a_curve(
+    backend: str, place: torch.device, variant: Variant, named: str, bad: float
+) -> None:
+    given, clean = inputs(place), torch.randn(2, 4, 20, 36, device=place)
+    mask: Any = Band(right=0) if named == "band" else Prefix(torch.full((2,), 30, dtype=torch.int32, device=place))
+    index = torch.arange(36, device=place)
+    hidden = index > torch.arange(16, 36, device=place)[:, None] if named == "band" else index >= 30
+    options = Options(backend=backend, backward=variant)
+
+    def results(bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(*given, mask=mask, score=(Bias(bias), Softcap(5.0)), options=options)
+        return torch.autograd.grad(out.square().sum(), (*given, bias))
+
+    dirty = clean.masked_fill(hidden, bad)
+    for got, exact in zip(results(dirty.requires_grad_()), results(clean.requires_grad_()), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(20, 36), (4, 1, 36), (2, 1, 20, 1), ()], ids=str)

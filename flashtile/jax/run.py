@@ -50,9 +50,8 @@ class Step(Protocol):
         ...
 
 
-_TARGET = jax.make_user_context(
-    None
-)  # the Device of `target`: a part of the keys of JAX's caches, for it decides what is lowered
+# The Device of `target`: a part of the keys of JAX's caches, for it decides what is lowered.
+_TARGET = jax.make_user_context(None)
 
 
 @contextmanager

@@ -25,11 +25,16 @@ class Modifiers:
         self.leaves = [t for t in self.captured.values() if t.requires_grad]
         self.adds = not self.leaves and all(spec.kind.add is not None for spec in self.chain)  # a gradient passes as it is
 
-    def apply(self, score: torch.Tensor, at: Position) -> torch.Tensor:
-        """The modified scores, in the dtype and shape (batch, heads_q, rows, width) of `score`."""
+    def apply(self, score: torch.Tensor, at: Position, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """The modified scores, in the dtype and shape (batch, heads_q, rows, width) of `score`.
+
+        Given which are `seen`, each modifier takes the others as 0, and so sends no NaN that is hidden backwards.
+        """
         given = score
         for i, spec in enumerate(self.chain):
             captured = tuple(self.captured[i, j] for j in range(len(spec.tensors)))
+            if seen is not None:
+                score = torch.where(seen, score, 0.0)
             score = spec.kind.apply(score, at, spec.scalars, captured).to(given.dtype)
         return score
 
@@ -38,12 +43,12 @@ class Modifiers:
         for i, spec in enumerate(self.chain):
             spec.kind.apply_(score, at, spec.scalars, tuple(self.captured[i, j].detach() for j in range(len(spec.tensors))))
 
-    def record(self, score: torch.Tensor, at: Position) -> tuple[torch.Tensor, torch.Tensor]:
-        """(score, modified score) with autograd's graph between them."""
+    def record(self, score: torch.Tensor, at: Position, seen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(score, modified score) with autograd's graph between them. seen: which are; None for all of them."""
         # operators run where autograd sees nothing; formulas are differentiated there all the same
         with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
             score = score.detach().requires_grad_()
-            return score, self.apply(score, at)
+            return score, self.apply(score, at, seen)
 
     def pull(self, saved: tuple[torch.Tensor, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the score, given that of the modified score; what captured tensors receive is added up."""

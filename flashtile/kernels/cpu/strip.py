@@ -134,10 +134,14 @@ class Rows:
         if self.strip.predicates is not None:
             self.by_head(scores).masked_fill_(~self.kept(tile), value)
 
+    def seen(self, tile: Tile) -> torch.Tensor | None:
+        """`kept`, or None where that is all of them."""
+        return self.kept(tile) if tile.edges or self.strip.predicates is not None else None
+
     def kept(self, tile: Tile) -> torch.Tensor:
         """Which scores of a tile band and predicates let through, bool (batch, heads_q, rows, width)."""
-        assert self.strip.predicates is not None
-        keep, band = self.strip.predicates.hold(self.at(tile)), self.strip.region.band
+        predicates, band = self.strip.predicates, self.strip.region.band
+        keep = torch.ones((1, 1, 1, 1), dtype=torch.bool) if predicates is None else predicates.hold(self.at(tile))
         distance = indices(tile.start, tile.stop) - indices(self.first, self.stop)[:, None]
         if band.left is not None:
             keep = keep & (distance >= -band.left)

@@ -159,10 +159,10 @@ def backward(
                 if whole:
                     ds.sub_((prob * ds).sum(2, keepdim=True).sub_(given.dlse))
                 ds.mul_(prob)
-                if saved is not None:
-                    ds = modifiers.pull(saved, rows.by_head(ds)).reshape(ds.shape)
                 if saved is not None or p.where:
                     rows.hide(ds, tile, 0.0)
+                if saved is not None:
+                    ds = modifiers.pull(saved, rows.by_head(ds)).reshape(ds.shape)
                 ds = scratch.cast("operand", ds.mul_(p.scale_value), dtype)
                 if dk is not None:
                     scratch.add_product(dk[:, keys], ds.mT, rows.some_rows(given.q, tile), PART_OF_ROWS)
@@ -236,7 +236,7 @@ def _probabilities(
     if modifiers.adds:
         modifiers.write(rows.by_head(s), rows.at(tile))
     else:
-        saved = modifiers.record(rows.by_head(s), rows.at(tile))
+        saved = modifiers.record(rows.by_head(s), rows.at(tile), rows.seen(tile))
         s = scratch.empty("modified", tuple(s.shape), s.dtype).copy_(saved[1].detach().reshape(s.shape))
     if whole:
         rows.hide(s, tile, -math.inf)
