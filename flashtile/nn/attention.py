@@ -16,6 +16,7 @@ from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import make_mask
 from flashtile.spec.options import DEFAULT
 from flashtile.spec.predicate import Joined, narrowed
+from flashtile.spec.score import broadcasts
 from flashtile.torch.attention import attention
 from flashtile.torch.blocks import Blocks
 from flashtile.torch.inputs import check_arguments
@@ -113,7 +114,7 @@ class Attention(torch.nn.Module):
         if padding_mask is not None:
             wanted = tuple((x if context is None else context).shape[:2])
             shape = tuple(getattr(padding_mask, "shape", ()))
-            if shape not in (wanted, (1, *wanted[1:])):
+            if shape[1:] != wanted[1:] or not broadcasts(shape[:1], wanted[:1]):
                 raise InvalidProblem(f"padding_mask has shape {shape}; it must be (batch, seqlen_k) = {wanted}.")
             if padding_mask.dtype is not torch.bool:  # numbers are often added to scores, where 0 is a key that counts
                 raise InvalidProblem(f"padding_mask is {padding_mask.dtype}; it must be bool, True for the keys that count.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.score import broadcasts
 from flashtile.torch.companion import check_tensor, run
 
 
@@ -34,7 +35,7 @@ def softmax(
     missing = (None,) * (4 - x.dim())
     if mask is not None:
         check_tensor("mask", mask)
-        if mask.dim() > x.dim() or any(n not in (1, m) for n, m in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+        if mask.dim() > x.dim() or not broadcasts(mask.shape, x.shape[x.dim() - mask.dim() :]):
             raise InvalidProblem(f"mask has shape {tuple(mask.shape)}; it must broadcast to that of x {tuple(x.shape)}.")
         mask = mask.expand(x.shape)[missing]
     options = dict(scale=scale, causal=causal, masked_score=masked_score)

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position
+from flashtile.spec.score import Position, broadcasts
 
 
 @jit
@@ -21,7 +21,7 @@ def block_table_visible(at, args):
 
 def blocks_of_all(name: str, table: Any, batch: int, heads_q: int) -> Any:
     """A table (batch or 1, heads_q or 1, rows, columns) for all items and heads. Raises InvalidProblem for one of others."""
-    if len(table.shape) != 4 or any(n not in (1, m) for n, m in zip(table.shape[:2], (batch, heads_q), strict=True)):
+    if len(table.shape) != 4 or not broadcasts(table.shape[:2], (batch, heads_q)):
         raise InvalidProblem(
             f"{name} has shape {tuple(table.shape)}; it must be (batch, heads, rows, columns), for ({batch}, {heads_q}) or 1."
         )

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position, expanded
+from flashtile.spec.score import Position, broadcasts, expanded
 
 
 @jit
@@ -46,7 +46,7 @@ class Document(Predicate):
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         for name in ("queries", "keys"):
             shape = tuple(getattr(self, name).shape)
-            if len(shape) == 2 and shape[0] not in (1, batch):
+            if len(shape) == 2 and not broadcasts(shape[:1], (batch,)):
                 raise InvalidProblem(f"document {name} have shape {shape}; their first axis must be the batch, {batch}, or 1.")
         return tuple(expanded(ids, batch, ids.shape[-1]) for ids in (self.queries, self.keys))
 

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position, expanded
+from flashtile.spec.score import Position, broadcasts, expanded
 
 
 @jit
@@ -39,7 +39,7 @@ class KeyPadding(Predicate):
         return (self.keep.shape[1],)
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
-        if self.keep.shape[0] not in (1, batch):
+        if not broadcasts(self.keep.shape[:1], (batch,)):
             raise InvalidProblem(f"key padding has shape {tuple(self.keep.shape)}; its first axis must be the batch, {batch}.")
         return (expanded(self.keep, batch, self.keep.shape[1]),)
 

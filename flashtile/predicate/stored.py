@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
 from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Position
+from flashtile.spec.score import Position, broadcasts
 
 
 @jit
@@ -43,7 +43,7 @@ class Stored(Predicate):
     def check(shapes: tuple[tuple[int, ...], ...], scores: tuple[int, int, int, int]) -> None:
         """A mask that has as many queries and keys as there are, or one."""
         for shape in shapes:
-            if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, scores, strict=True)):
+            if not broadcasts(shape, scores):
                 raise InvalidProblem(
                     f"stored mask has shape {shape}; it must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {scores}."
                 )

@@ -40,6 +40,6 @@ class Slopes:
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         shape = tuple(self.slopes.shape)
-        if shape not in ((heads_q,), (batch, heads_q)):
+        if shape != (batch, heads_q)[2 - len(shape) :]:
             raise InvalidProblem(f"{self.name} slopes have shape {shape}; it must be ({heads_q},) or ({batch}, {heads_q}).")
         return (expanded(self.slopes, batch, heads_q),)

@@ -16,7 +16,7 @@ from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
 from flashtile.spec.predicate import PredicateSpec, Where, parse_where, spell_where
-from flashtile.spec.score import ScoreSpec, TensorSpec
+from flashtile.spec.score import ScoreSpec, TensorSpec, broadcasts
 
 Precision = Literal["tf32x3", "ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
@@ -318,7 +318,7 @@ def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
     rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
         if captured.broadcast:
-            if len(tensor.shape) != 4 or any(n not in (1, size) for n, size in zip(tensor.shape, scores, strict=True)):
+            if not broadcasts(tensor.shape, scores):
                 raise InvalidProblem(
                     f"{spec.kind.name}'s tensor has shape {tensor.shape}; it must broadcast to "
                     f"(batch, heads_q, seqlen_q, seqlen_k) = {scores}."

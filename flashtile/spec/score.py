@@ -26,7 +26,7 @@ the bulk copy engine bring what `load` would return.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -145,6 +145,11 @@ class Score:
         A tensor that is `broadcast` arrives as what applies to the tile.
         """
         raise NotImplementedError("a score modifier must define `apply_jax` to run in plain JAX.")
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether each size is 1 or that beside it. By ==: torch.compile answers `in` without what its symbols stand for."""
+    return len(shape) == len(to) and all(n == 1 or n == size for n, size in zip(shape, to, strict=True))
 
 
 def expanded(tensor: Any, *shape: int) -> Any:

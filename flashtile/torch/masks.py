@@ -11,6 +11,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.predicate.within import Within
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
+from flashtile.spec.score import broadcasts
 from flashtile.torch.lasting import lasting
 
 KINDS = {
@@ -126,7 +127,7 @@ def predicates_of(causal: Any, window: Any, mask: Joined, batch: int, heads_q: i
     terms = tuple(tuple(Within(leaf) if isinstance(leaf, Band) else leaf for leaf in term) for term in joined)
     tensors = tuple(leaf.tensors(batch, heads_q) for term in terms for leaf in term)
     for tensor in mask.lists.values():
-        if any(n not in (1, m) for n, m in zip(tensor.shape[:2], (batch, heads_q), strict=True)):
+        if not broadcasts(tensor.shape[:2], (batch, heads_q)):
             raise InvalidProblem(
                 f"the mask's blocks are for {tuple(tensor.shape[:2])} (batch, heads); it must be ({batch}, {heads_q}), or 1."
             )

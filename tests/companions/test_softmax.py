@@ -22,6 +22,19 @@ def test_masks_broadcast(backend: str, place: torch.device) -> None:
     torch.testing.assert_close(ops.softmax(x[0, 0], scale=0.3, backend=backend), (0.3 * x[0, 0]).softmax(-1))
 
 
+def test_a_modules_mask_meets_symbols() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = torch.nn.Buffer(torch.ones(5, 5, dtype=torch.bool).triu(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.softmax(x, self.hidden)
+
+    module, x = Module(), torch.randn(2, 3, 5, 5)
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)(x), module(x))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_hidden_does_not_leak(backend: str, place: torch.device) -> None:
     """NaN under the mask or above the diagonal, and in the gradients that arrive there."""

@@ -119,6 +119,16 @@ def test_compiled_without_a_graph_break() -> None:
     torch.testing.assert_close(compiled(x, padding_mask=keep), module(x, padding_mask=keep), rtol=1e-4, atol=1e-3)
 
 
+def test_compiled_for_other_lengths_before_it_meets_padding() -> None:
+    torch._dynamo.reset()
+    module = made()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for seqlen in (9, 7):
+        compiled(torch.randn(2, seqlen, 32))
+    x, keep = torch.randn(2, 7, 32), torch.arange(14).view(2, 7) % 5 != 1
+    torch.testing.assert_close(compiled(x, padding_mask=keep), module(x, padding_mask=keep), rtol=1e-4, atol=1e-3)
+
+
 def padded(seqlen_k: int, context: Any = None) -> Any:
     return Attention(32, 4, options=CPU)(torch.randn(2, 9, 32), context, padding_mask=torch.ones(2, seqlen_k, dtype=torch.bool))
 

@@ -249,6 +249,29 @@ def test_random_lengths_of_other_forms() -> None:
     assert counted(lambda x, n: flashtile.attention(x, x, x, window=(n, 0), options=QUICK).sum(), windows) <= MOST_RECOMPILES
 
 
+@pytest.mark.parametrize(
+    ("held", "arguments"),
+    [
+        (torch.rand(4), lambda t: {"score": (Alibi(t),)}), (torch.rand(2, 4), lambda t: {"score": (Alibi(t),)}),
+        (keep(), lambda t: {"mask": KeyPadding(t)}), (ids(), lambda t: {"mask": Document(t)}),
+    ],
+    ids=["slopes", "slopes of items", "padding", "documents"],
+)  # fmt: skip
+def test_sizes_of_a_module_meet_symbols(held: torch.Tensor, arguments: Callable[[torch.Tensor], Any]) -> None:
+    """What a module holds has sizes that are known, beside those of its inputs, which are not."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = torch.nn.Buffer(held)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return flashtile.attention(x, x, x, **arguments(self.held))
+
+    module, x = Module(), torch.randn(2, 36, 4, 16)
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)(x), module(x))
+
+
 def test_compiled_dropout_draws_anew() -> None:
     t = leaves()
     compiled = torch.compile(partial(attend, dropout=Dropout(0.5)), backend="aot_eager", fullgraph=True)
