@@ -120,3 +120,9 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return tensor
 
     return poisoned
+
+
+@pytest.fixture
+def within_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch modes see what `flashtile.ops` do, not their operators."""
+    monkeypatch.setattr("flashtile.torch.companion._modes", lambda: 0)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.companions.cross_entropy import check_reduction
 from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
-from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
+from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, is_traced, prepare, rows
 from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
 from flashtile.torch.namespace import define
 
@@ -116,7 +117,7 @@ def linear_cross_entropy(
     options = (float(label_smoothing), float(z_loss), float(logit_scale), ignore_index, logits_bytes)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     given = (rows(x), weight, labels.reshape(-1).contiguous())
-    if torch.compiler.is_compiling():
+    if is_traced(x, weight, labels):
         return HEAD(*given, reduction == "mean", *options, *wanted, backend or "")[0]
     if is_dual_level():
         refuse_tangents("linear_cross_entropy", backend or "torch", (("x", x), ("weight", weight)))
@@ -304,3 +305,9 @@ HEAD = define(
     "SymInt ignore_index, SymInt logits_bytes, bool wants_x, bool wants_weight, str backend) -> (Tensor, Tensor, Tensor)",
     run_head, fake_head, record,
 )  # fmt: skip
+
+
+@register_flop_formula(HEAD.overloadpacket, get_raw=True)
+def head_flops(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
+    """FLOPs of the logits and of the wanted gradients, without what is computed again."""
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0] * (1 + sum(rest[7:9]))

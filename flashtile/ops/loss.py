@@ -9,7 +9,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.companions.catalogue import check_backend
 from flashtile.spec.companion import Described
-from flashtile.torch.companion import check_options, check_tensor, rows, run
+from flashtile.torch.companion import check_options, check_tensor, is_traced, rows, run
 
 CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
 
@@ -58,11 +58,11 @@ def cross_entropy(
     if process_group is not None:
         loss, lse = _sharded(rows(logits), flat, options, reduction, z_loss, process_group, backend)
     else:
-        compiling = torch.compiler.is_compiling()
+        traced = is_traced(logits, labels)
         if eager_gradient is None:
             eager_gradient = reduction != "none" and logits.dtype != torch.float16
-        eager_gradient = eager_gradient and not compiling and torch.is_grad_enabled() and logits.requires_grad
-        options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not compiling)
+        eager_gradient = eager_gradient and not traced and torch.is_grad_enabled() and logits.requires_grad
+        options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not traced)
         loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend, CALLED)[:2]
     if reduction == "none" and labels.dim() != 1:
         loss = loss.view(labels.shape)

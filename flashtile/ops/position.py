@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import check_tensor, check_tensors, run
+from flashtile.torch.companion import check_tensor, check_tensors, is_traced, run
 
 
 def rotary(
@@ -62,13 +62,13 @@ def rotary(
         raise InvalidProblem("offset and positions are given; offset must be 0 beside positions.")
     if positions is not None and positions.dim() == 1:
         positions = positions.expand(batch, -1)
-    compiling = torch.compiler.is_compiling()
-    options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset, inplace=inplace and not compiling)
+    traced = is_traced(*(t for t in (q, k) if t is not None))
+    options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset, inplace=inplace and not traced)
     tensors = {"q": wide[0], "k": wide[1], "cos": cos, "sin": sin, "positions": positions}
     made = run("rotary", tensors, options, backend)
     if cu_seqlens is not None:
         made = tuple(t[0] for t in made)
-    if inplace and compiling:
+    if inplace and traced:
         made = tuple(t.copy_(m) for t, m in zip((q, k), made, strict=False) if t is not None)
     return made[0] if k is None else (made[0], made[1])
 

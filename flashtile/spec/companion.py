@@ -78,6 +78,10 @@ class Companion:
         """The caller's outputs that have no gradient."""
         return ()
 
+    def flops(self, wanted: frozenset[str] | None = None) -> int:
+        """FLOPs of the forward's matrix products, or of the backward's, for the gradients of the wanted inputs."""
+        return 0
+
     def always_arrive(self) -> tuple[str, ...]:
         """Outputs whose gradient a backward needs: zero where none arrives."""
         return self.public()[:1]

@@ -8,12 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
+from flashtile.torch.distributed import is_distributed
 from flashtile.torch.namespace import define
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
@@ -22,8 +24,15 @@ Maybe = torch.Tensor | None
 Given = Mapping[str, Maybe]
 AS_IT_IS: Mapping[str, str] = {}
 _is_compiling = torch.compiler.is_compiling
+_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+_Plain = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def is_traced(*tensors: Any) -> bool:
+    """Whether somebody wants to see an operator: torch.compile, a dispatch mode, or what is more than a tensor's memory."""
+    return bool(_is_compiling() or _modes() or not _Plain.issuperset(map(type, tensors)))
 
 
 def run(
@@ -35,7 +44,7 @@ def run(
     called: the caller's names of tensors and options, where they are not the op's, which errors say.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if _is_compiling():
+    if is_traced(*tensors.values()):
         check_tensors(tensors, called)
         if any(t.dtype not in NAMES for t in tensors.values()):
             make_problem(op, tensors, options, called)  # which says what is wrong, before the operator
@@ -59,13 +68,16 @@ def check_tensor(name: str, tensor: Any) -> None:
 def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_IS) -> None:
     """Raise InvalidProblem unless these are dense tensors on the device of the first; their problem knows the dtypes.
 
-    NotSupported for tensors of torch.func's transforms.
+    NotSupported for DTensors, and for tensors of torch.func's transforms.
     """
     device = None
     for name, tensor in tensors.items():
         name = called.get(name, name)
         check_tensor(name, tensor)
         device = tensor.device if device is None else device
+        if is_distributed(tensor):
+            reason = "what shards make of each other is not known; give it to_local(), and DTensor.from_local what comes back"
+            raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
         if not _is_compiling() and _is_wrapped(tensor):
             reason = "their tensors have no memory; use torch.autograd.grad, or call it outside of them"
             raise NotSupported(f"an op on {name} within torch.func's transforms", {"torch": [reason]})
@@ -447,3 +459,19 @@ BACKWARD = define(
     f"companion_backward(Tensor[] tensors, str held, str described, SymInt[] sizes, {ASKED}) -> Tensor[]",
     run_backward, fake_backward,
 )  # fmt: skip
+
+
+@register_flop_formula(COMPANION.overloadpacket, get_raw=True)
+def forward_flops(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int], **_: Any) -> int:
+    """FLOPs of a forward's products."""
+    return read(text).of(tensors, floats, ints).flops()
+
+
+@register_flop_formula(BACKWARD.overloadpacket, get_raw=True)
+def backward_flops(
+    tensors: list[torch.Tensor], held: str, described: str, sizes: list[int], text: str, floats: list[float], ints: list[int],
+    **_: Any,
+) -> int:  # fmt: skip
+    """FLOPs of a backward's products."""
+    request = read(text)
+    return _sized(request, described, sizes, floats, ints).flops(request.wanted)

@@ -114,6 +114,7 @@ LAID = [(ONE, "dense"), (ONE, "gaps")]  # of one layer autograd leaves dpre tran
 LAID += [(two, layout) for two in (TWO, f"{TWO[:-1]};recompute=True)") for layout in ("dense", "gaps", "transposed")]
 
 
+@pytest.mark.usefixtures("within_operators")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fixed", [(), ("x", "bias1")], ids=["all", "weights alone"])
 @pytest.mark.parametrize(("spelling", "layout"), LAID)
@@ -134,6 +135,7 @@ def test_weights_gradients_are_autograds_products(
             torch.testing.assert_close(made[name], exact[name])
 
 
+@pytest.mark.usefixtures("within_operators")
 def test_a_weight_in_16_bits_has_its_gradient_as_it_lies() -> None:
     """It would be copied where it is formed transposed, and the order is nothing beside its rounding."""
     case = Case(ONE.replace("fp32", "bf16"), "gaps")

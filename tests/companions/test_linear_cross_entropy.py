@@ -93,7 +93,7 @@ def test_loss_and_gradients(backend: str, sizes: Any, dtype: torch.dtype, place:
         assert torch.equal(alone, loss)
 
 
-@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.usefixtures("chunk_bytes", "within_operators")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
 def test_weights_gradient_is_formed_as_by_autograd(gaps: bool, dtype: torch.dtype) -> None:
@@ -158,6 +158,7 @@ def test_no_rows() -> None:
     assert not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
 
 
+@pytest.mark.usefixtures("within_operators")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("logits_bytes", "products"), [(0, 3.5), (15_000, 3.3), (30_000, 3.0), (10**6, 3.0)])
@@ -192,7 +193,7 @@ def test_memory_for_logits_spares_products(
         torch.testing.assert_close(got.double(), true, **tolerance)
 
 
-@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.usefixtures("chunk_bytes", "within_operators")
 def test_the_logits_are_never_there(request: pytest.FixtureRequest) -> None:
     """Where there are fewer chunks than classes no tensor has as many elements as the logits."""
     largest = 0

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashtile import NotSupported, ops
 from flashtile.kernels.companions.catalogue import BACKENDS, OPS
@@ -94,6 +97,62 @@ def test_outputs_have_memory_of_their_own(case: Case) -> None:
         if case.wanted:
             torch.autograd.grad([o.sum() for o in flowing], [tensors[name] for name in case.wanted], allow_unused=True)
     assert memory.seen == [COMPANION, BACKWARD][: 1 + bool(case.wanted)]
+
+
+def every_op(x: torch.Tensor, backend: str | None = None) -> list[torch.Tensor]:
+    """What the public functions make of x (6, 8), with labels, weights and angles that depend on nothing."""
+    labels, square, how = torch.arange(6), torch.ones(8, 8) / 8, {"backend": backend}
+    turned = (x * 1.0).view(1, 6, 1, 8)
+    angles = torch.linspace(0, 1, 12).view(6, 2).to(x.device)
+    return [
+        ops.rms_norm(x, torch.ones(8), **how), ops.softmax(x, scale=0.5, **how), ops.mlp(x, square, None, square, **how),
+        ops.rotary(x.view(1, 6, 1, 8), None, angles.cos(), angles.sin(), **how),
+        ops.rotary(turned, None, angles.cos(), angles.sin(), inplace=True, **how), turned,
+        ops.cross_entropy(x, labels, inplace=True, **how), ops.linear_cross_entropy(x, square, labels, **how),
+    ]  # fmt: skip
+
+
+def test_fake_tensors() -> None:
+    """As memory is estimated, and models are made that fill no memory."""
+    real = every_op(torch.randn(6, 8))
+    with FakeTensorMode():
+        x = torch.empty(6, 8, requires_grad=True)
+        made = every_op(x)
+        (dx,) = torch.autograd.grad([t.sum() for t in made], x)
+        with torch.no_grad():  # autograd itself wants the driver of a GPU
+            away = ops.layer_norm(torch.empty(6, 8, device="cuda"))
+    assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in real]
+    assert (dx.shape, away.shape, away.device.type) == (x.shape, x.shape, "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_traced_by_make_fx(backend: str) -> None:
+    """The graph has the operators, and is as good for other numbers."""
+    x = torch.randn(6, 8)
+    graph = make_fx(lambda x: every_op(x, backend))(torch.randn(6, 8))
+    for made, expected in zip(graph(x), every_op(x, backend), strict=True):
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("names", ["x", "weight1", "bias1", "weight2", "x weight1 bias1 weight2"])
+def test_flops_are_those_of_torch(names: str) -> None:
+    given = {"x": torch.randn(6, 8), "weight1": torch.randn(16, 8), "bias1": torch.randn(16), "weight2": torch.randn(4, 16)}
+    for name in names.split():
+        given[name].requires_grad_()
+
+    def counted(function: Any) -> list[int]:
+        with FlopCounterMode(display=False) as counter:
+            out = function(*given.values())
+            forward = counter.get_total_flops()
+            torch.autograd.grad(out.sum(), [given[name] for name in names.split()])
+        return [forward, counter.get_total_flops()]
+
+    linear = torch.nn.functional.linear
+    assert counted(ops.mlp) == counted(lambda x, w, b, v: linear(torch.nn.functional.gelu(linear(x, w, b)), v))
+    head = [t.detach().requires_grad_(name in names.split()) for name, t in given.items() if name in ("x", "weight1")]
+    with FlopCounterMode(display=False) as counter:
+        ops.linear_cross_entropy(*head, torch.arange(6))
+    assert counter.get_total_flops() == 2 * 6 * 8 * 16 * (1 + sum(t.requires_grad for t in head))
 
 
 @pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
-from flashtile import Alibi, Band, Dropout, KeyPadding, NotSupported, Softcap
+from flashtile import Alibi, Band, Dropout, KeyPadding, NotSupported, Softcap, ops
 from flashtile.nn import Attention
 
 
@@ -61,6 +61,12 @@ def check_dtensor(mesh: Any) -> None:
         laid = [distribute_tensor(t.detach(), mesh, [refused]) for t in leaves()[:3]]
         with pytest.raises(NotSupported, match="attention of DTensors"):
             step([*laid, *leaves()[3:]], **arguments)
+
+
+def check_companions(mesh: Any) -> None:
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+    with pytest.raises(NotSupported, match="an op on x, a DTensor"):
+        ops.rms_norm(x)
 
 
 def check_packed(mesh: Any) -> None:
@@ -152,6 +158,7 @@ def main(rank: int, file: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_dtensor(mesh)
     check_packed(mesh)
+    check_companions(mesh)
     check_fsdp(mesh, rank)
     for causal in (False, True):
         check_ring(rank, causal)

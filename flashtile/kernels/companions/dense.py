@@ -90,6 +90,13 @@ class Dense(Companion):
     def constant(self) -> tuple[str, ...]:
         return ("pre",) if self.returns_pre else ()
 
+    def flops(self, wanted: frozenset[str] | None = None) -> int:
+        first, second = (2 * self.rows * (w.shape[0] * w.shape[1] if w else 0) for w in map(self.find, ("weight1", "weight2")))
+        if wanted is None:
+            return first + second
+        below = bool(wanted & {"x", "weight1", "bias1"})
+        return second * (below + ("weight2" in wanted)) + first * len(wanted & {"x", "weight1"})
+
 
 @dataclass(frozen=True)
 class Tile:
