@@ -14,7 +14,7 @@ from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
 from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, is_traced, prepare, rows
-from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
+from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.namespace import define
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
@@ -243,6 +243,9 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if is_dual_level():
             refuse_tangents("linear_cross_entropy", "torch", [("its gradient", grads[0])])
+        if is_mapped(grads):
+            reason = "the gradients were made by the forward and are handed out once"
+            raise NotSupported("a batch of gradients of linear_cross_entropy", {"torch": [reason]})
         if ctx.gradients is None:
             reason = "the gradients were made by the forward and have been handed out"
             raise NotSupported("a second backward of linear_cross_entropy", {"torch": [reason]})

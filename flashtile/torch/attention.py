@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
-from flashtile.torch.derivative import first_derivatives, is_dual_level, refuse_tangents
+from flashtile.torch.derivative import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
 from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
@@ -263,6 +264,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: PreparedCall = ctx.call
         dout, dlse = grads if call.problem.returns_lse else (grads[0], None)
+        if is_mapped(grads):
+            saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+            each = partial(each_gradient, call.problem, call.plan.backend)
+            return None, None, *each(lambda dout, dlse: call.gradients(saved, dout, dlse, needs), (dout, dlse))
         asked = ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[2:]
         if is_dual_level():
             refuse_tangents(call.problem, call.plan.backend, (("dout", dout), ("dlse", dlse)))

@@ -14,7 +14,7 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
-from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, refuse_tangents
+from flashtile.torch.derivative import NOTHING, each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.distributed import is_distributed
 from flashtile.torch.namespace import define
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
@@ -191,6 +191,19 @@ class _Differentiable(torch.autograd.Function):
         call: Call = ctx.call
         if is_dual_level():
             refuse_tangents(call.problem, call.backend, zip(call.public, grads, strict=False))
+        if is_mapped(grads):
+            if call.consumes:
+                reason = "a backward writes over what the forward kept; ask for eager_gradient=False and inplace=False"
+                raise NotSupported(f"a batch of gradients of {call.problem.spell()}", {call.backend: [reason]})
+            saved = ctx.saved_tensors
+
+            def differentiate(*some: Maybe) -> list[Maybe]:
+                tensors = dict(zip(call.kept, saved, strict=False))
+                arrive(tensors, call.arrivals, some, call.device)
+                call.backward(tensors)
+                return [None if name is None else tensors[name] for name in call.gradients]
+
+            return None, *each_gradient(call.problem, call.backend, differentiate, grads[: len(call.public)])
         if call.consumes:
             if getattr(ctx, "consumed", False):
                 reason = "its backward wrote over what the forward had kept; ask for eager_gradient=False and inplace=False"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,61 @@ class _FirstDerivative(torch.autograd.Function):
         reason = "gradients of gradients are not implemented"
         what = ctx.what if isinstance(ctx.what, str) else ctx.what.spell()
         raise NotSupported(f"the second derivative of {what}", {ctx.backend: [reason]})
+
+
+_transforms = torch._C._are_functorch_transforms_active
+_holds: Any = torch._C._dispatch_tls_is_dispatch_key_included
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_mapped(grads: Iterable[torch.Tensor | None]) -> bool:
+    """Whether these are gradients of a batch, without memory: within torch.func.vmap of torch.autograd.grad, or the like."""
+    return _holds(_VMAP_MODE) or (_transforms() and any(g is not None and _is_wrapped(g) for g in grads))
+
+
+def each_gradient(
+    what: str | Problem, backend: str, differentiate: Callable[..., Sequence[torch.Tensor | None]],
+    grads: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """What `differentiate` makes of arriving gradients of a batch, one after another."""
+    reason = None
+    if torch.is_grad_enabled():
+        reason = "gradients of gradients are not implemented"
+    elif not _transforms():
+        reason = "is_grads_batched and vectorize map in torch's old way; use torch.func.vmap of torch.autograd.grad"
+    if reason is not None:
+        raise NotSupported(f"a batch of gradients of {what if isinstance(what, str) else what.spell()}", {backend: [reason]})
+    there = list[bool]()
+
+    def found(*some: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        made = differentiate(*some)
+        there[:] = [g is not None for g in made]
+        return tuple(g for g in made if g is not None)
+
+    made: Any = iter(_EachGradient.apply(found, *grads))  # pyright: ignore[reportArgumentType]
+    return tuple(next(made) if given else None for given in there)
+
+
+class _EachGradient(torch.autograd.Function):
+    """A function of gradients, called once for each index of the mapped axes."""
+
+    @staticmethod
+    def forward(function: Any, *grads: torch.Tensor | None) -> Any:
+        return function(*grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        (function, *grads), made = given, []
+        for i in range(info.batch_size):
+            some = [g if g is None or axis is None else g.select(axis, i) for g, axis in zip(grads, in_dims[1:], strict=True)]
+            made.append(_EachGradient.apply(function, *some) if _transforms() else function(*some))
+        stacked = tuple(torch.stack(each) for each in zip(*made, strict=True))
+        return stacked, (0,) * len(stacked)
 
 
 def is_dual_level() -> bool:

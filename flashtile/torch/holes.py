@@ -38,10 +38,15 @@ class Order:
 class _Move(torch.autograd.Function):
     """x.gather along axis 1 by a permutation: its gradient is gathered too, where autograd's own would add in any order."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index, inverse)
+    def forward(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         return x.gather(1, index.reshape(*index.shape, *(1,) * (x.dim() - 2)).expand(x.shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

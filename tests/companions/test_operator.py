@@ -134,6 +134,28 @@ def test_traced_by_make_fx(backend: str) -> None:
         assert torch.equal(made, expected)
 
 
+@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
+def test_vmap_of_recorded_gradients(case: Case) -> None:
+    tensors = given(case)
+    made = [o for o in run(case.problem.op, tensors, case.problem.options(), "cpu") if o.requires_grad]
+    wanted, weights = [tensors[name] for name in case.wanted], [torch.randn(3, *o.shape).to(o.dtype) for o in made]
+
+    def pull(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(made, wanted, weights, retain_graph=True)
+
+    mapped = torch.func.vmap(pull)(*weights)
+    for i in range(3):
+        for got, expected in zip(mapped, pull(*(w[i] for w in weights)), strict=True):
+            assert torch.equal(got[i], expected)
+
+
+def test_a_batch_of_gradients_refuses_where_one_is_all() -> None:
+    x, labels = torch.randn(6, 8, requires_grad=True), torch.arange(6)
+    for loss in (ops.cross_entropy(x, labels), ops.linear_cross_entropy(x, torch.randn(8, 8), labels)):
+        with pytest.raises(NotSupported, match=r"a batch of gradients of (linear_)?cross_entropy"):
+            torch.func.vmap(lambda w, loss=loss: torch.autograd.grad(loss, x, w, retain_graph=True))(torch.randn(3))
+
+
 @pytest.mark.parametrize("names", ["x", "weight1", "bias1", "weight2", "x weight1 bias1 weight2"])
 def test_flops_are_those_of_torch(names: str) -> None:
     given = {"x": torch.randn(6, 8), "weight1": torch.randn(16, 8), "bias1": torch.randn(16), "weight2": torch.randn(4, 16)}

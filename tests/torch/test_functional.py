@@ -69,6 +69,40 @@ def test_vmap_of_grad() -> None:
             close([g[i] for g in got], grad(function, argnums=slots)(many_q[i], *rest))
 
 
+def test_holes_are_moved_in_transforms_too() -> None:
+    _, _, _, _, many_q, many_k, many_v = tensors()
+    keep_q, keep_k = torch.rand(3, 2, 20) < 0.6, torch.rand(3, 2, 36) < 0.6
+
+    def holes(q: Any, k: Any, v: Any, keep_q: Any, keep_k: Any) -> Any:
+        return flashtile.attention(q, k, v, causal=True, seqused_q=keep_q, seqused_k=keep_k, options=CPU).square().sum()
+
+    given = (many_q, many_k, many_v, keep_q, keep_k)
+    got = vmap(grad(holes, argnums=(0, 1, 2)))(*given)
+    for i in range(3):
+        leaves = [t[i].clone().requires_grad_() for t in given[:3]]
+        close([g[i] for g in got], torch.autograd.grad(holes(*leaves, keep_q[i], keep_k[i]), leaves))
+
+
+def test_vmap_of_recorded_gradients() -> None:
+    """Of a graph that an eager call recorded, whose backward meets gradients of a batch."""
+    leaves = [t.requires_grad_() for t in tensors()[:3]]
+    made = flashtile.attention(*leaves, causal=True, return_lse=True, options=CPU)
+    weights = [torch.randn(2, 3, *t.shape) for t in made]
+
+    def pull(*weights: Any) -> Any:
+        return torch.autograd.grad(made[: len(weights)], leaves, weights, retain_graph=True)
+
+    for some in (weights, weights[:1]):
+        got = vmap(vmap(pull))(*some)
+        for i in range(2):
+            for j in range(3):
+                close([g[i, j] for g in got], pull(*(w[i, j] for w in some)))
+    with pytest.raises(
+        NotSupported, match=r"a batch of gradients of attention\(.*\n.*use torch.func.vmap of torch.autograd.grad"
+    ):
+        torch.autograd.grad(made[0], leaves, weights[0][0], is_grads_batched=True)
+
+
 def test_grad_of_vmap_also_of_leaves() -> None:
     _, k, v, _, many_q, *_ = tensors()
 
