@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 from flashtile.compat.asked import options, top_left
 from flashtile.errors import InvalidProblem
 from flashtile.predicate.stored import Stored
+from flashtile.predicate.top_left import TopLeft
 from flashtile.score.bias import Bias
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import CAUSAL
 from flashtile.torch.attention import attention
+from flashtile.torch.jagged import is_jagged
 
 
 def scaled_dot_product_attention(
@@ -29,6 +31,7 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:  # fmt: skip
     """out (..., heads, seqlen_q, head_dim_v). query: (..., heads, seqlen_q, head_dim); two axes are one head of one item.
 
+    query, key and value may also be nested, (batch, heads, jagged seqlen, head_dim), without an attn_mask.
     attn_mask: bool, True where a query sees a key, or a number that is added to the score, broadcasting to (..., heads,
         seqlen_q, seqlen_k), with its gradient; or `torch.nn.attention.bias.causal_lower_right` and its like.
     is_causal: in an order counted from the first key. enable_gqa: key and value may have fewer heads than query.
@@ -47,11 +50,15 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise InvalidProblem("attn_mask is given and is_causal is True; it must be one of them.")
     leading, seqlens = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    how: dict[str, Any] = dict(scale=scale, dropout=Dropout(dropout_p) if dropout_p else None, options=options())
+    if is_jagged(query):
+        if attn_mask is not None:
+            raise InvalidProblem("attn_mask is given and query is nested; it must be None.")
+        mask = None if not is_causal else CAUSAL if seqlens[0] == seqlens[1] else TopLeft()
+        return attention(*(t.transpose(1, 2) for t in (query, key, value)), mask=mask, **how).transpose(1, 2)
     mask, score = _mask(attn_mask, is_causal, leading, *seqlens)
     q, k, v = (_four(t).transpose(1, 2) for t in (query, key, value))
-    out = attention(
-        q, k, v, mask=mask, score=score, scale=scale, dropout=Dropout(dropout_p) if dropout_p else None, options=options()
-    )
+    out = attention(q, k, v, mask=mask, score=score, **how)
     return out.transpose(1, 2).reshape(*leading, seqlens[0], value.shape[-1])
 
 
@@ -87,9 +94,9 @@ _OURS = {
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:
     """(batch, heads, seqlen, head_dim): axes before the heads are one batch."""
-    if tensor.dim() <= 4:
+    if tensor.dim() < 4:
         return tensor[(None,) * (4 - tensor.dim())]
-    return tensor.flatten(0, -4)
+    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
 
 
 def _mask(attn_mask: Any, is_causal: bool, leading: torch.Size, seqlen_q: int, seqlen_k: int) -> tuple[Any, tuple[Any, ...]]:

@@ -90,6 +90,25 @@ def test_sdpa_shapes(through: str, place: torch.device) -> None:
         scaled_dot_product_attention(torch.randn(2, 3, 4, 8, 16), *torch.randn(2, 3, 2, 4, 8, 16))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_sdpa_nested(alike: bool, causal: bool, place: torch.device) -> None:
+    def nested(lengths: list[int], heads: int) -> torch.Tensor:
+        items = [torch.randn(n, heads, 16, device=place) for n in lengths]
+        return torch.nested.nested_tensor(items, layout=torch.jagged).transpose(1, 2)
+
+    query = nested([3, 5, 2], 4)
+    key = query if alike else nested([4, 5, 7], 2)
+    how: dict[str, Any] = dict(is_causal=causal, enable_gqa=not alike)
+    out = scaled_dot_product_attention(query, key, key, **how)
+    for got, q, k in zip(out.unbind(), query.unbind(), key.unbind(), strict=True):
+        close(got, F.scaled_dot_product_attention(q[None].double(), k[None].double(), k[None].double(), **how)[0])
+    with sdpa.Override():
+        close(F.scaled_dot_product_attention(query, key, key, **how).values(), out.values())
+    with pytest.raises(InvalidProblem, match="attn_mask is given and query is nested"):
+        scaled_dot_product_attention(query, query, query, torch.zeros(1))
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What flashtile is asked in torch's place."""
