@@ -9,8 +9,8 @@ import torch
 from flashtile.compat.asked import options, refuse
 from flashtile.compat.xformers_bias import (
     AttentionBias,
-    BlockDiagonalMask,
     BlockDiagonalPaddedKeysMask,
+    ItemsMask,
     LowerTriangularMaskWithTensorBias,
 )
 from flashtile.errors import InvalidProblem
@@ -40,7 +40,7 @@ def memory_efficient_attention(
         raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, from three to five.")
     q, k, v = (_four(t) for t in (query, key, value))
     how: dict[str, Any] = dict(scale=scale, dropout=Dropout(p) if p else None, options=options())
-    if isinstance(attn_bias, BlockDiagonalMask):
+    if isinstance(attn_bias, ItemsMask):
         out = _items(q, k, v, attn_bias, how)
     else:
         out = attention(q, k, v, **how, **_mask(attn_bias, query.dim(), q.shape[1], k.shape[1]))
@@ -68,7 +68,7 @@ def _mask(bias: Any, axes: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
     return made
 
 
-def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: BlockDiagonalMask, how: dict[str, Any]) -> torch.Tensor:
+def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, how: dict[str, Any]) -> torch.Tensor:
     if q.shape[0] != 1 or k.shape[0] != 1:
         raise InvalidProblem(f"query has batch {q.shape[0]} and key {k.shape[0]}; with a block-diagonal mask both must be 1.")
     for name, tensor, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):

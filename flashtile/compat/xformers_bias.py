@@ -114,12 +114,31 @@ class _SeqLenInfo:
         return _lengths(self.seqstart_py, torch.device("cpu"))
 
 
-class BlockDiagonalMask(AttentionBias):
-    """Items one after another in (1, total, heads, head_dim), each of which sees its own keys alone."""
+class ItemsMask(AttentionBias):
+    """Base of masks of items one after another in (1, total, heads, head_dim), each of which sees its own keys alone."""
+
+    def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo):
+        self.q_seqinfo, self.k_seqinfo = q_seqinfo, k_seqinfo
+        self._starts: dict[Any, torch.Tensor] = {}
+
+    def starts(self, side: str, device: torch.device) -> torch.Tensor:
+        """cu_seqlens of a side ("q" or "k") on a device, copied there once."""
+        info = self.q_seqinfo if side == "q" or self.k_seqinfo is self.q_seqinfo else self.k_seqinfo
+        key = (id(info), device)
+        if key not in self._starts:
+            self._starts[key] = _lengths(info.seqstart_py, device)
+        return self._starts[key]
+
+    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+        return None
+
+
+class BlockDiagonalMask(ItemsMask):
+    """Items whose queries and keys lie one after another, and all count."""
 
     def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo, batch_sizes: Sequence[int] | None = None):
-        self.q_seqinfo, self.k_seqinfo, self._batch_sizes = q_seqinfo, k_seqinfo, batch_sizes
-        self._starts: dict[Any, torch.Tensor] = {}
+        super().__init__(q_seqinfo, k_seqinfo)
+        self._batch_sizes = batch_sizes
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, **more: Any) -> Any:
@@ -144,17 +163,6 @@ class BlockDiagonalMask(AttentionBias):
             parts.append(torch.stack(tokens[first : first + size]))
             first += size
         return parts
-
-    def starts(self, side: str, device: torch.device) -> torch.Tensor:
-        """cu_seqlens of a side ("q" or "k") on a device, copied there once."""
-        info = self.q_seqinfo if side == "q" or self.k_seqinfo is self.q_seqinfo else self.k_seqinfo
-        key = (id(info), device)
-        if key not in self._starts:
-            self._starts[key] = _lengths(info.seqstart_py, device)
-        return self._starts[key]
-
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        return None
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """The same, causal, positions counted from each item's first key."""
@@ -225,14 +233,11 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         return cls(tuple(i * padding for i in range(len(seqlens) + 1)), padding, tuple(seqlens))
 
 
-class BlockDiagonalPaddedKeysMask(BlockDiagonalMask):
+class BlockDiagonalPaddedKeysMask(ItemsMask):
     """Items whose keys lie in places of kv_padding tokens each, of which the first kv_seqlen[i] count."""
 
-    def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _PaddedSeqLenInfo):
-        super().__init__(q_seqinfo, k_seqinfo)
-
     @classmethod
-    def from_seqlens(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None
     ) -> Any:
         """causal_diagonal is not used, there neither."""

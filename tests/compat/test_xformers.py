@@ -92,6 +92,13 @@ def test_tensor_lists(place: torch.device) -> None:
     assert mask.to("cpu") is mask
 
 
+def test_masks_of_padded_keys_have_no_other_order() -> None:
+    """A causal one of the same places would see the padding; there it has a class of its own, and these names neither."""
+    mask = xb.BlockDiagonalPaddedKeysMask.from_seqlens([3, 4], 7, [5, 4])
+    for name in ("make_causal", "make_causal_from_bottomright", "from_tensor_list", "split"):
+        assert not hasattr(mask, name)
+
+
 def test_refusals() -> None:
     q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 9, 2, 16)
     with pytest.raises(NotSupported, match="op is given"):
