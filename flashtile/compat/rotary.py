@@ -12,7 +12,7 @@ import torch
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem
-from flashtile.torch.lasting import lasting
+from flashtile.torch.lasting import keeps, lasting
 
 
 def apply_rotary(
@@ -112,9 +112,11 @@ class RotaryEmbedding(torch.nn.Module):
 
     def tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """(cos, sin) of q, or with a scale (cos, sin, cos_k, sin_k), each (seqlen or more, dim / 2); angles are float32."""
-        made = self._tables.get((device, dtype))
+        made = self._tables.get((device, dtype)) if keeps() else None
         if made is None or made[0].shape[0] < seqlen:
-            made = self._tables[device, dtype] = self._made(seqlen, device, dtype)
+            made = self._made(seqlen, device, dtype)
+            if keeps():
+                self._tables[device, dtype] = made
         return made
 
     @lasting

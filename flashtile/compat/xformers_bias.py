@@ -16,7 +16,7 @@ from flashtile.compat.asked import top_left
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.predicate.top_left import TopLeft
 from flashtile.spec.mask import CAUSAL, Band
-from flashtile.torch.lasting import lasting
+from flashtile.torch.lasting import keeps, lasting
 
 
 class AttentionBias:
@@ -124,9 +124,13 @@ class ItemsMask(AttentionBias):
     def starts(self, side: str, device: torch.device) -> torch.Tensor:
         """cu_seqlens of a side ("q" or "k") on a device, copied there once."""
         info = self.q_seqinfo if side == "q" or self.k_seqinfo is self.q_seqinfo else self.k_seqinfo
-        key = (id(info), device)
+        return self._kept((id(info), device), info.seqstart_py, device)
+
+    def _kept(self, key: Any, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        if not keeps():
+            return _lengths(numbers, device)
         if key not in self._starts:
-            self._starts[key] = _lengths(info.seqstart_py, device)
+            self._starts[key] = _lengths(numbers, device)
         return self._starts[key]
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
@@ -247,11 +251,8 @@ class BlockDiagonalPaddedKeysMask(ItemsMask):
 
     def used(self, device: torch.device) -> torch.Tensor:
         """seqused_k on a device, copied there once."""
-        key = ("used", device)
-        if key not in self._starts:
-            assert isinstance(self.k_seqinfo, _PaddedSeqLenInfo)
-            self._starts[key] = _lengths(self.k_seqinfo.seqlen_py, device)
-        return self._starts[key]
+        assert isinstance(self.k_seqinfo, _PaddedSeqLenInfo)
+        return self._kept(("used", device), self.k_seqinfo.seqlen_py, device)
 
 
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):

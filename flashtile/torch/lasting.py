@@ -23,3 +23,11 @@ def lasting(function: Callable[Given, Made]) -> Callable[Given, Made]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def keeps() -> bool:
+    """Whether what is made now may be kept for later calls.
+
+    Not while a graph is traced, nor in a dispatch mode, such as that of fake tensors: its tensors are good for nothing outside.
+    """
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())

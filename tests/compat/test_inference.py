@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtile.compat import xformers_bias as xb
@@ -48,6 +49,25 @@ def test_training_after_inference(make: Callable[[], tuple[Callable[..., Any], l
         before = function(*tensors)
     out = function(*(t.requires_grad_() for t in tensors))
     assert torch.equal(out, before)
+    out.sum().backward()
+    assert all(t.grad is not None for t in tensors)
+
+
+@pytest.mark.parametrize("first", ["compiled", "fake"])
+@pytest.mark.parametrize("make", [items, padded_items, rotary, mha])
+def test_training_after_graphs_and_fake_tensors(
+    make: Callable[[], tuple[Callable[..., Any], list[torch.Tensor]]], first: str
+) -> None:
+    torch._dynamo.reset()
+    function, tensors = make()
+    if first == "compiled":
+        with torch.inference_mode():
+            torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors)
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            function(*map(mode.from_tensor, tensors))
+    out = function(*(t.requires_grad_() for t in tensors))
+    assert torch.equal(out, make()[0](*tensors)) or make is mha  # whose weights are drawn
     out.sum().backward()
     assert all(t.grad is not None for t in tensors)
 
