@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import check_tensor, check_tensors, is_traced, run
+from flashtile.torch.companion import AS_IT_IS, check_tensor, check_tensors, is_traced, make_problem, run
 
 
 def rotary(
@@ -65,12 +65,22 @@ def rotary(
     traced = is_traced(*(t for t in (q, k) if t is not None))
     options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset, inplace=inplace and not traced)
     tensors = {"q": wide[0], "k": wide[1], "cos": cos, "sin": sin, "positions": positions}
-    made = run("rotary", tensors, options, backend)
+    if options["inplace"] and torch.is_grad_enabled() and _one_by_one(wide):
+        make_problem("rotary", {name: t for name, t in tensors.items() if t is not None}, options, AS_IT_IS)
+        made = tuple(run("rotary", {**tensors, "q": t, "k": None}, options, backend)[0] for t in wide)
+    else:
+        made = run("rotary", tensors, options, backend)
     if cu_seqlens is not None:
         made = tuple(t[0] for t in made)
     if inplace and traced:
         made = tuple(t.copy_(m) for t, m in zip((q, k), made, strict=False) if t is not None)
     return made[0] if k is None else (made[0], made[1])
+
+
+def _one_by_one(tensors: list[torch.Tensor | None]) -> bool:
+    """Whether two would be written over, one of them a view: autograd knows no Function that does so."""
+    there = [t for t in tensors if t is not None]
+    return len(there) == 2 and any(t.requires_grad for t in there) and any(t._is_view() for t in there)
 
 
 def _positions(seqlen: int, offset: int | torch.Tensor, cu_seqlens: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,27 @@ def test_a_position_beyond_the_tables_is_seen(backend: str, place: torch.device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_views_are_written_over(backend: str, place: torch.device) -> None:
+    """q and k of one projection, and of sequences one after another: autograd knows no Function that writes over two views."""
+    cos, sin = (torch.randn(5, 4, device=place) for _ in range(2))
+    packed, cu_seqlens = torch.randn(2, 5, 3, 2, 8, device=place, requires_grad=True), torch.tensor([0, 2, 5], device=place)
+    for select, lengths in ((lambda t: t, None), (lambda t: t[0], cu_seqlens)):
+        x, given = select(packed) * 1.0, select(packed)
+        q, k, v = given.unbind(-3)
+        made = ops.rotary(x.select(-3, 0), x.select(-3, 1), cos, sin, cu_seqlens=lengths, inplace=True, backend=backend)
+        true = torch.stack([*ops.rotary(q, k, cos, sin, cu_seqlens=lengths, backend=backend), v], -3)
+        assert torch.equal(x, true)
+        assert torch.equal(torch.stack(made, -3), true.narrow(-3, 0, 2))
+        weight = torch.randn_like(true)
+        grads = [torch.autograd.grad((t * weight).sum(), packed)[0] for t in (x, true)]
+        assert torch.equal(*grads)
+    before = x.detach().clone()
+    with pytest.raises(InvalidProblem, match="k has shape"):
+        ops.rotary(x[None, :, 0], x[None, 1:, 1], cos, sin, inplace=True, backend=backend)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_that_arrives_is_not_touched(backend: str, place: torch.device) -> None:
     """Also in place, also where it is shared or has stride 0."""
     leaf, (cos, sin) = torch.randn(1, 4, 2, 8, device=place, requires_grad=True), tables(10, 4, place)
