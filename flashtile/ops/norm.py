@@ -44,7 +44,9 @@ class Branch:
 @dataclass(frozen=True)
 class Subset:
     """Rows by 1-based index, 0 for none: `x[i]` is the row of x that row i takes (zeros for none), `out[i]` the row of out
-    that it goes to (nowhere for none; rows of the `out_rows` that none goes to are 0). int32 or int64 (rows,)."""
+    that it goes to (nowhere for none; rows of the `out_rows` that none goes to are 0). int32 or int64 (rows,).
+
+    No row is named twice, nor one that is not there: what the tensors hold is checked on the CPU alone."""
 
     x: torch.Tensor | None = None
     out: torch.Tensor | None = None

@@ -144,6 +144,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+HOST = {"backend": "cpu"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x-list": ({"x": [1.0]}, "x is a list; it must be a torch.Tensor"),
     "x-scalar": ({"x": t()}, r"x has shape \(\); it must be \(..., hidden\)"),
@@ -175,6 +176,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "branch-tensor": ({"branch": t(2, 8)}, "branch and subset must be a flashtile.ops.Branch"),
     "subset-shape": ({"subset": ops.Subset(out=t(3, dtype=torch.int32), out_rows=4)}, r"subset.out has shape \(3,\)"),
     "subset-rows": ({"subset": ops.Subset(out=t(2, dtype=torch.int32))}, "subset.out_rows is None; it must be given with"),
+    "subset-beyond": ({"subset": ops.Subset(x=torch.tensor([1, 3])), **HOST}, "subset.x has the index 3; it must be from 0"),
+    "subset-negative": (
+        {"subset": ops.Subset(out=torch.tensor([-1, 1]), out_rows=2), **HOST}, "subset.out has the index -1; it must be from 0",
+    ),
+    "subset-twice": ({"subset": ops.Subset(x=torch.tensor([2, 2])), **HOST}, "subset.x has the index 2 twice"),
     "subset-float": ({"subset": ops.Subset(x=t(2))}, "subset.x is fp32; it must be int32 or int64"),
     "centered-alone": ({"zero_centered": True}, "zero_centered is True without a weight"),
     "backend": ({"backend": "hopper"}, "backend is 'hopper'; it must be one of triton, cpu, or None"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashtile.errors import InvalidProblem
 from flashtile.kernels.companions.host import DTYPES, keep_elements
 
 if TYPE_CHECKING:
@@ -39,6 +40,17 @@ def _take(source: torch.Tensor, subset: torch.Tensor) -> torch.Tensor:
     return torch.where((index > 0)[:, None], taken, 0.0)
 
 
+def _check_rows(name: str, index: torch.Tensor | None, rows: int | None) -> None:
+    """Raise InvalidProblem for indices without meaning; asked on the CPU alone, where looking costs nothing."""
+    named = [] if index is None else [i for i in index.tolist() if i]
+    wrong = next((i for i in named if not 0 < i <= (rows or 0)), None)
+    if wrong is not None:
+        raise InvalidProblem(f"{name} has the index {wrong}; it must be from 0 to {rows}.")
+    if len(set(named)) < len(named):
+        twice = next(i for i in named if named.count(i) > 1)
+        raise InvalidProblem(f"{name} has the index {twice} twice; it must have none but 0 more than once.")
+
+
 def _put(target: torch.Tensor, subset: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     there = subset > 0
     target[subset[there].long() - 1] = rows[there].to(target.dtype)
@@ -47,6 +59,8 @@ def _put(target: torch.Tensor, subset: torch.Tensor, rows: torch.Tensor) -> torc
 
 def forward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
     """The outputs that are asked for."""
+    _check_rows("subset.x", t.get("x_subset"), p["x"].shape[0])
+    _check_rows("subset.out", t.get("out_subset"), p.out_rows)
     h = t["x"].float()
     if p.has("x_subset"):
         h = _take(h, t["x_subset"])
