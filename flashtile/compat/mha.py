@@ -274,7 +274,8 @@ class MHA(torch.nn.Module):
         if self.cross_attn:
             q, kv = self.Wq(x if subset is None else x[:, subset]), self.Wkv(x if x_kv is None else x_kv)
         else:
-            q, kv = self.Wqkv(x).split((self.embed_dim, 2 * self.num_heads_kv * self.head_dim), -1)
+            qkv = self.Wqkv(x)
+            q, kv = qkv[..., : self.embed_dim], qkv[..., self.embed_dim :]  # not split, whose parts nothing may write over
         q, kv = self._convolved("dwconv_q", q), self._convolved("dwconv_kv", kv)
         heads, heads_kv = (self.num_heads, self.head_dim), (2, self.num_heads_kv, self.head_dim)
         return q.unflatten(-1, heads), kv.unflatten(-1, heads_kv)

@@ -10,6 +10,7 @@ import torch
 from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import mha
 from flashtile.compat.cudnn import attention_kvpacked_padded
+from flashtile.compat.rotary import apply_rotary_emb_torch
 from tests.compat.formula import attend, visible
 from tests.compat.test_flash_attn import close, draw
 
@@ -97,6 +98,21 @@ def test_mha(through: str, place: torch.device, flash: bool, heads_kv: int | Non
         if heads_kv is None:
             seen = visible(SEQLEN, SEQLEN, -1, 0) & keep.cpu()[:, None, None]
             close(module(x, key_padding_mask=keep)[0], by_hand(module, x, seen))
+
+
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+@pytest.mark.parametrize("heads_kv", [None, 2])
+def test_rotary_in_training(through: str, place: torch.device, heads_kv: int | None, use_flash_attn: bool) -> None:
+    """Which writes over a part of the projection: gradients are those of one that does not."""
+    module = mha.MHA(64, 4, heads_kv, causal=True, rotary_emb_dim=8, use_flash_attn=use_flash_attn).to(place)
+    x, weight = torch.randn(2, SEQLEN, 64, device=place), torch.randn(2, SEQLEN, 64, device=place)
+    cos, sin = module.rotary_emb.tables(SEQLEN, place, torch.float32)
+    q, k, v = module.Wqkv(x).unflatten(-1, (-1, 16)).split((4, *[heads_kv or 4] * 2), -2)
+    q, k = (apply_rotary_emb_torch(t, cos[:SEQLEN], sin[:SEQLEN]) for t in (q, k))
+    true = module.out_proj(attend(q, k, v, visible(SEQLEN, SEQLEN, -1, 0))[0].float().flatten(-2))
+    close(module(x), true)
+    grads = [torch.autograd.grad((out * weight).sum(), module.Wqkv.weight)[0] for out in (module(x), true)]
+    close(*grads)
 
 
 @pytest.mark.parametrize("heads_kv", [None, 2])
