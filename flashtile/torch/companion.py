@@ -25,6 +25,7 @@ Given = Mapping[str, Maybe]
 AS_IT_IS: Mapping[str, str] = {}
 _is_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
+_autocasts = torch._C._is_any_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _Plain = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -97,7 +98,7 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
 def autocast(*factors: Maybe) -> tuple[Any, ...]:
     """What is multiplied, in autocast's dtype where it is enabled: by the rule of torch's own linear."""
     kind = next(t.device.type for t in factors if t is not None)
-    if not torch.is_autocast_enabled(kind):
+    if not (_autocasts() and torch.is_autocast_enabled(kind)):  # the latter knows not every device
         return factors
     dtype = torch.get_autocast_dtype(kind)
     casts = (t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in factors)
