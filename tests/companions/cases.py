@@ -133,6 +133,7 @@ def _norms() -> Iterator[Case]:
         yield Case(norm(rows, 24, "fp32", "weight bias", "eps=1e-06"))
     for kind in ("layer", "rms"):
         yield Case(norm(4, 20, "fp32", "", f"kind='{kind}';eps=0.01"))
+        yield Case(norm(4, 20, "fp32", "weight", f"kind='{kind}';prenorm=True"))
         yield Case(
             norm(4, 20, "fp32", "residual x1 weight bias weight1 bias1 seed", f"kind='{kind}';dropout_p=0.3;prenorm=True")
         )
@@ -153,6 +154,12 @@ def _norms() -> Iterator[Case]:
         yield Case(parts, fixed=fixed)
     for silent in (("out",), ("h",)):
         yield Case(parts, silent=silent)
+    for kind in ("layer", "rms"):
+        two = norm(6, 20, "fp32", "residual x1 weight bias weight1 bias1", f"kind='{kind}';prenorm=True")
+        for silent in (("out",), ("out1",), ("out1", "h")):
+            yield Case(two, silent=silent)
+        yield Case(f"norm(x=8x12:fp32,residual=8x12:fp32,weight=12:fp32,weight1=12:fp32,bias1=12:fp32,out_subset=8:int64;"
+                   f"kind='{kind}';out_rows=7;prenorm=True)")  # fmt: skip
     short = norm(53, 8, "fp32", "weight bias colscale seed", "kind='rms';eps=1e-05;dropout_p=0.2;prenorm=True")
     yield Case(short, "transposed")  # seldom is one rounding more so much worse than another one
 

@@ -76,7 +76,7 @@ def forward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         h = h + t["residual"].float()
     made: Tensors = {}
     if p.mixes:
-        made["h"] = h.to(DTYPES[p.stored])
+        made["h"] = h.to(DTYPES[p.stored], copy=h is t["x"])
         h = made["h"].float()
     if p.kind == "layer":
         made["mean"] = h.mean(1)
@@ -96,7 +96,7 @@ def forward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
 
 
 def backward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The gradients that are asked for."""
+    """The gradients that are asked for, each with memory of its own: compilers write over what nobody reads again."""
     h = (t["h"] if p.mixes else t["x"]).float()
     if p.kind == "layer":
         h = h - t["mean"][:, None]
@@ -120,7 +120,7 @@ def backward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         dh = dh + t["dh"].float()
     made["dresidual"] = dh
     if "dx1" in outputs:
-        made["dx1"] = dh * _keeps(p, t, 1) if p.drops else dh
+        made["dx1"] = dh * _keeps(p, t, 1) if p.drops else dh.clone()
     factor = _factors(p, t)
     dx = dh if factor is None else dh * factor
     if "dcolscale" in outputs:
