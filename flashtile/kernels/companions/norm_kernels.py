@@ -219,7 +219,7 @@ def load_tiles(given, subset_ptr, strides, row, first, rows, T: tl.constexpr):
     dout = tl.load(element(dout_ptr, strides[1], out_row, column), mask=there, other=0.0)
     dout1 = dout
     if dout1_ptr is not None:
-        dout1 = tl.load(element(dout1_ptr, strides[2], row, column), mask=inside, other=0.0)
+        dout1 = tl.load(element(dout1_ptr, strides[2], out_row, column), mask=there, other=0.0)
     return h, dout, dout1
 
 
@@ -375,10 +375,11 @@ def finish(totals, tiles, means, given, weights, held, places, row, first, rows,
         dweight += dout * h
     if SLOTS[1] is not None:
         dbias += dout
-    if SLOTS[2] is not None:
-        dweight1 += dout1 * h
-    if SLOTS[3] is not None:
-        dbias1 += dout1
+    if given[2] is not None:
+        if SLOTS[2] is not None:
+            dweight1 += dout1 * h
+        if SLOTS[3] is not None:
+            dbias1 += dout1
     dh = grad
     if T.mean:
         dh -= means[1][:, None]
