@@ -120,7 +120,8 @@ def flash_attn_combine(
     """(out, lse) of attention to all keys, from that to each part of them; in plain PyTorch.
 
     out_partial: (parts, batch, seqlen, heads, head_dim_v) or (parts, total, heads, head_dim_v), float32; lse_partial: the same
-    without the last axis. out is written to where it is given; else it has out_dtype, by default out_partial's.
+    without the last axis; parts of weight 0, such as one without keys, may hold anything. out is written to where it is given;
+    else it has out_dtype, by default out_partial's.
     """
     if out_partial.shape[:-1] != lse_partial.shape:
         raise InvalidProblem(
@@ -128,8 +129,8 @@ def flash_attn_combine(
             "for its last axis."
         )
     lse = lse_partial.logsumexp(0)
-    weight = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp())
-    made = (out_partial * weight[..., None]).sum(0).to(out_dtype or out_partial.dtype)
+    weight = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp())[..., None]
+    made = (out_partial.where(weight != 0.0, 0.0) * weight).sum(0).to(out_dtype or out_partial.dtype)
     return (made if out is None else out.copy_(made)), lse
 
 
