@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from flashtile.compat.asked import Asked, blind_rows_positive, longest, refuse
 from flashtile.compat.bert_padding import pad_input
@@ -137,8 +138,9 @@ def by_item(made: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor, most: int)
     row = torch.arange(most, device=cu_seqlens.device)
     place = cu_seqlens[:-1, None] + row
     within = row < cu_seqlens.diff()[:, None]
-    lse = made[1][:, place.clamp(max=max(made[1].shape[1] - 1, 0))].transpose(0, 1)
-    return made[0], blind_rows_positive(lse.masked_fill(~within[:, None], -torch.inf)), *made[2:]
+    padded = F.pad(made[1], (0, 1), value=-torch.inf)
+    lse = padded[:, place.where(within, padded.shape[1] - 1)].transpose(0, 1)
+    return made[0], blind_rows_positive(lse), *made[2:]
 
 
 class FlashAttention(torch.nn.Module):

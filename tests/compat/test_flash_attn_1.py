@@ -57,6 +57,14 @@ def test_unpadded(through: str, place: torch.device, causal: bool, form: str) ->
         close(mine, theirs)
 
 
+def test_items_without_tokens(place: torch.device) -> None:
+    none, cu = torch.empty(0, 2, 16, device=place), torch.zeros(3, dtype=torch.int32, device=place)
+    out, lse, _ = fa.flash_attn_unpadded_func(none, none, none, cu, cu, 4, 4, 0.0, return_attn_probs=True)
+    assert out.shape == none.shape
+    assert lse.shape == (2, 2, 4)
+    assert (lse == torch.inf).all()
+
+
 def test_dropout_of_a_top_left_order(through: str, place: torch.device) -> None:
     cu = [torch.tensor(e, dtype=torch.int32, device=place) for e in (ENDS_Q, ENDS_K)]
     packs = draw((12, 2, 16), (18, 2, 16), (18, 2, 16), place=place)
