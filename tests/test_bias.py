@@ -141,10 +141,11 @@ def test_empty_problems(
     sizes = (batch, 2, seqlen_q, seqlen_k)
     shape = [1 if one else size for one, size in zip(axes, sizes, strict=True)]
     bias = torch.randn(shape, device=place, requires_grad=True)
-    out = flashtile.attention(q, k, k, score=(Bias(bias),), options=Options(backend=backend))
-    assert (out == 0).all()
-    (grad,) = torch.autograd.grad(out.sum(), bias)
-    assert (grad == 0).all()
+    for _ in range(2):  # the second call knows the first one's launches
+        out = flashtile.attention(q, k, k, score=(Bias(bias),), options=Options(backend=backend))
+        assert (out == 0).all()
+        (grad,) = torch.autograd.grad(out.sum(), bias)
+        assert (grad == 0).all()
 
 
 @pytest.mark.parametrize("shape", ["1x8x1x1024", "2x1x1024x1", "1x1x1x1"])

@@ -63,6 +63,9 @@ def rotary(
     if positions is not None and positions.dim() == 1:
         positions = positions.expand(batch, -1)
     traced = is_traced(*(t for t in (q, k) if t is not None))
+    if inplace and torch.is_grad_enabled():
+        for name, tensor in (("q", q), ("k", k)):
+            _check_written(name, tensor)
     options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset, inplace=inplace and not traced)
     tensors = {"q": wide[0], "k": wide[1], "cos": cos, "sin": sin, "positions": positions}
     if options["inplace"] and torch.is_grad_enabled() and _one_by_one(wide):
@@ -75,6 +78,13 @@ def rotary(
     if inplace and traced:
         made = tuple(t.copy_(m) for t, m in zip((q, k), made, strict=False) if t is not None)
     return made[0] if k is None else (made[0], made[1])
+
+
+def _check_written(name: str, tensor: torch.Tensor | None) -> None:
+    """Raise InvalidProblem for what autograd would refuse to have written over, before it is."""
+    there = () if tensor is None else (tensor, tensor._base)
+    if any(t is not None and t.is_leaf and t.requires_grad for t in there):
+        raise InvalidProblem(f"{name} is a leaf of autograd's, or a view of one; with inplace it must not be.")
 
 
 def _one_by_one(tensors: list[torch.Tensor | None]) -> bool:

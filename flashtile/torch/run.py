@@ -161,7 +161,7 @@ class Bound:
                 self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
-            if all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches):
+            if self.on_gpu and all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches):
                 self.replay = Replay(self)
         for name, source in self.shared:
             tensors[name] = tensors[source]

@@ -85,6 +85,21 @@ def test_views_are_written_over(backend: str, place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_what_autograd_would_refuse_is_not_written_over(backend: str, place: torch.device) -> None:
+    cos, sin = (torch.randn(5, 4, device=place) for _ in range(2))
+    packed = torch.randn(2, 5, 3, 2, 8, device=place, requires_grad=True)
+    before = packed.detach().clone()
+    for q, k in (
+        (packed[:, :, 0], None),
+        (before.clone()[:, :, 0], packed.unbind(2)[1]),
+        (before[:, :, 0].requires_grad_(), None),
+    ):
+        with pytest.raises(InvalidProblem, match="is a leaf of autograd's"):
+            ops.rotary(q, k, cos, sin, inplace=True, backend=backend)
+    assert torch.equal(packed.detach(), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_that_arrives_is_not_touched(backend: str, place: torch.device) -> None:
     """Also in place, also where it is shared or has stride 0."""
     leaf, (cos, sin) = torch.randn(1, 4, 2, 8, device=place, requires_grad=True), tables(10, 4, place)
