@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 JAX_DTYPES: dict[str, Any] = {
@@ -11,3 +14,17 @@ JAX_DTYPES: dict[str, Any] = {
     "int8": jnp.int8, "int32": jnp.int32, "int64": jnp.int64, "uint8": jnp.uint8, "bool": jnp.bool_,
 }  # fmt: skip
 Arrays = dict[str, Any]
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def promotes(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """The same function, within which ranks and dtypes are promoted whatever the caller has forbidden in its own code."""
+
+    @wraps(function)
+    def inside(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return inside

@@ -12,6 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, check_names
+from flashtile.jax.arrays import promotes
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
@@ -68,6 +69,7 @@ class Extras(TypedDict, total=False):
     precision: Precision
 
 
+@promotes
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -140,6 +142,7 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
+@promotes
 def dot_product_attention_varlen(
     query: Any,
     key: Any,
@@ -189,6 +192,7 @@ def dot_product_attention_varlen(
     return (out[0], jnp.swapaxes(lse[0], 0, 1)) if return_residual else out[0]
 
 
+@promotes
 def mha(
     q: Any,
     k: Any,
@@ -414,6 +418,7 @@ def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return run_mapped(Forward(call.problem, named), call.implementation, *given)
 
 
+@promotes
 def _save(call: Call, *primals: Any) -> Any:
     made = _forward(call, tuple(primal.value for primal in primals))
     if call.backward == "xla":  # of kernels' rows that knows nothing
@@ -421,6 +426,7 @@ def _save(call: Call, *primals: Any) -> Any:
     return made[:2], Saved.of(primals, made)
 
 
+@promotes
 def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:
     dout, dlse = (None if isinstance(grad, SymbolicZero) else grad for grad in arriving)
     names = [b.name for b in input_buffers(call.problem)]

@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
-from flashtile.jax.arrays import JAX_DTYPES, Arrays
+from flashtile.jax.arrays import JAX_DTYPES, Arrays, promotes
 from flashtile.jax.batching import one_by_one, undifferentiated
 from flashtile.jax.formulas import FORMULAS
 from flashtile.jax.run import NAMES, run, varying_like
@@ -29,6 +29,7 @@ IMPLEMENTATIONS = (None, "triton", "xla")
 AS_IT_IS: Mapping[str, str] = {}
 
 
+@promotes
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, residual: Any = None, prenorm: bool = False,
     zero_centered: bool = False, out_dtype: Any = None, implementation: str | None = None,
@@ -45,6 +46,7 @@ def layer_norm(
     return _norm(x, weight, bias, residual, options, out_dtype, implementation)
 
 
+@promotes
 def rms_norm(
     x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-6, *, residual: Any = None, prenorm: bool = False,
     zero_centered: bool = False, out_dtype: Any = None, implementation: str | None = None,
@@ -71,6 +73,7 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, options: dict[str, Any]
     return shaped if options["prenorm"] else shaped[0]
 
 
+@promotes
 def rotary(
     q: Any, k: Any, cos: Any, sin: Any, *, interleaved: bool = False, conjugate: bool = False, offset: int = 0,
     positions: Any = None, implementation: str | None = None,
@@ -88,6 +91,7 @@ def rotary(
     return made[0] if k is None else made
 
 
+@promotes
 def cross_entropy(
     logits: Any, labels: Any, *, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     logit_scale: float = 1.0, ignore_index: int = -100, return_lse: bool = False, implementation: str | None = None,
@@ -111,6 +115,7 @@ def cross_entropy(
     return (loss, lse.reshape(labels.shape)) if return_lse else loss
 
 
+@promotes
 def softmax(
     x: Any, mask: Any = None, *, scale: float = 1.0, causal: bool = False, masked_score: float | None = None,
     implementation: str | None = None,
@@ -244,11 +249,13 @@ def _apply(call: tuple[Companion, str | None], *given: Any) -> tuple[Any, ...]:
     return _run(Forward(call[0]), call[1], *given)[: len(call[0].public())]
 
 
+@promotes
 def _save(call: tuple[Companion, str | None], *primals: Any) -> Any:
     made = _run(Forward(call[0]), call[1], *(primal.value for primal in primals))
     return made[: len(call[0].public())], Saved.of(primals, made)
 
 
+@promotes
 def _pull(call: tuple[Companion, str | None], saved: Saved, arriving: tuple[Any, ...]) -> tuple[Any, ...]:
     problem, names = call[0], [name for name, _ in call[0].given]
     perturbed = (name for name, flag in zip(names, saved.perturbed, strict=True) if flag)

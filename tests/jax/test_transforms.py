@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flashtile import Alibi, Document, Dropout, NotSupported
-from flashtile.jax import dot_product_attention, dot_product_attention_varlen
+from flashtile.jax import cross_entropy, dot_product_attention, dot_product_attention_varlen, layer_norm, softmax
 
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute")
 
@@ -214,3 +214,20 @@ def test_kernels_by_name_say_why_not_on_a_cpu() -> None:
     q, k, v = leaves()[:3]
     with pytest.raises(NotSupported, match="these kernels need an NVIDIA GPU"):
         dot_product_attention(q, k, v, implementation="triton")
+
+
+def test_a_caller_may_forbid_promotion_in_its_own_code() -> None:
+    mask, lengths = normal(4, 1, 20, 20, seed=9) < 1, jnp.array([3, 20, 7, 0], jnp.int32)
+    options: dict[str, Any] = dict(mask=mask, key_value_seq_lengths=lengths, dropout=Dropout(0.2, jax.random.key(1)))
+    given = leaves()
+
+    def value(*given: Any) -> Any:
+        out = layer_norm(given[0], jnp.ones(16), jnp.zeros(16)), softmax(given[3], causal=True)
+        labels = jnp.arange(4, dtype=jnp.int32).repeat(20 * 4).reshape(4, 20, 4)
+        rest = sum(t.sum() for t in (*out, cross_entropy(given[0], labels, label_smoothing=0.1)))
+        return loss(*given, **options) + rest
+
+    want = jax.value_and_grad(value, range(6))(*given)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        close(jax.value_and_grad(value, range(6))(*given), want)
+        close(jax.jit(jax.value_and_grad(value, range(6)))(*given), want)
