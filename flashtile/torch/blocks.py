@@ -31,9 +31,10 @@ Lists = dict[str, torch.Tensor]
 class Blocks(Joined):
     """Mask made of blocks: those that hold no visible score are not visited, those visible whole cost no masking.
 
-    Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks: where these serve all items
-    or heads, those of the other mask differ as the shapes of its tensors do. A predicate that goes by `at.batch` or `at.head`
-    without such a tensor is refused: it is built first, for as many as there are, by `Blocks.build(.., heads=8)`.
+    Built once, used in many calls of the same lengths. `&` and `|` with another mask give Blocks, of the larger block sizes of
+    both: where these serve all items or heads, those of the other mask differ as the shapes of its tensors do. A predicate
+    that goes by `at.batch` or `at.head` without such a tensor is refused: it is built first, for as many as there are, by
+    `Blocks.build(.., heads=8)`.
 
     state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
     """
@@ -185,15 +186,17 @@ class Blocks(Joined):
         assert mine is not None
         if not isinstance(other, Blocks):
             other = self._blocks_of(other, (mine.block_q, mine.block_k))
-        if (other.seqlens, other.spec) != (self.seqlens, self.spec):
-            raise InvalidProblem(
-                f"blocks of {self.spec} for {self.seqlens} meet blocks of {other.spec} for {other.seqlens}; they must be alike."
-            )
+        if other.seqlens != self.seqlens:
+            one, two = (" x ".join(map(str, blocks.seqlens)) for blocks in (self, other))
+            raise InvalidProblem(f"blocks for {one} scores meet blocks for {two}; they must be for the same scores.")
+        theirs = other.spec
+        assert theirs is not None
+        spec = BlockSpec(max(mine.block_q, theirs.block_q), max(mine.block_k, theirs.block_k))
         sizes = tuple(self.state.shape[:2]), tuple(other.state.shape[:2])
         if any(a != b and 1 not in (a, b) for a, b in zip(*sizes, strict=True)):
             raise InvalidProblem(f"blocks for {sizes[0]} (batch, heads) meet blocks for {sizes[1]}; they must be alike, or 1.")
-        state = of_states(self.state, other.state).to(torch.int8)
-        return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, mine)
+        state = of_states(*(_coarser(blocks, spec) for blocks in (self, other))).to(torch.int8)
+        return Blocks(of_masks(self.mask, other.mask), state, self.seqlens, spec)
 
     def _blocks_of(self, mask: Any, block_size: tuple[int, int]) -> Blocks:
         """A mask's blocks beside these; where these serve all items or heads, it may differ among what its tensors have.
@@ -224,6 +227,18 @@ class Blocks(Joined):
             except InvalidProblem as refusal:
                 refusals.append(refusal)
         raise refusals[0]
+
+
+def _coarser(blocks: Blocks, spec: BlockSpec) -> torch.Tensor:
+    """The state in blocks of these sizes, multiples of their own: hidden beyond the scores, so that no block is whole there."""
+    state, mine = blocks.state, blocks.spec
+    assert mine is not None
+    times_q, times_k = spec.block_q // mine.block_q, spec.block_k // mine.block_k
+    if times_q == times_k == 1:
+        return state
+    parts = pad(state, (0, -state.shape[3] % times_k, 0, -state.shape[2] % times_q))
+    parts = parts.unflatten(3, (-1, times_k)).unflatten(2, (-1, times_q))
+    return torch.where(parts.amin((3, 5)) == WHOLE, WHOLE, parts.amax((3, 5)).clamp(max=PARTIAL))
 
 
 class _Noting(Position):

@@ -1,0 +1,71 @@
+"""Blocks joined with other masks by `&` and `|`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Band, Dilated, Document, InvalidProblem, KeyPadding, Prefix, Stored
+from flashtile.predicate.block_table import BlockTable
+from flashtile.spec.blocks import BlockSpec
+from flashtile.torch.blocks import Blocks
+from tests.cases import Case
+from tests.torch.test_masks import dense
+
+
+@pytest.mark.parametrize("function", [operator.and_, operator.or_])
+@pytest.mark.parametrize("seqlens", [(200, 700), (192, 512), (0, 300)])
+def test_blocks_of_unlike_sizes_join(function: Callable[..., Any], seqlens: tuple[int, int]) -> None:
+    """To blocks as large as the larger ones, which no part beyond the scores makes whole."""
+    n, m = seqlens
+    table = torch.rand(-(-n // 16), -(-m // 256)) < 0.7
+    table[:8, 0], table[8:, 1] = True, False
+    one = Blocks.from_block_mask(table, n, m, block_size=(16, 256))
+    other = Blocks.build(Band(left=400, right=150), n, m, block_size=(64, 64), device="cpu")
+    joined = function(one, other)
+    assert joined.spec == BlockSpec(128, 256)
+    q, k = torch.randn(1, n, 1, 16), torch.randn(1, m, 1, 16)
+    case = Case("joined", seqlen_q=n, seqlen_k=m, heads_q=1)
+    keep = dense(joined, case, torch.device("cpu"))[0, 0]
+    wanted = dense(Stored(table.repeat_interleave(16, 0).repeat_interleave(256, 1)[None, None, :n, :m]), case, q.device)[0, 0]
+    assert torch.equal(keep, function(wanted, dense(Band(left=400, right=150), case, q.device)[0, 0]))
+    for i, line in enumerate(joined.state[0, 0].tolist()):
+        for j, state in enumerate(line):
+            block = keep[i * 128 : (i + 1) * 128, j * 256 : (j + 1) * 256]
+            assert state >= int(block.any())
+            assert state < 2 or (block.all() and block.numel() == 128 * 256)
+    assert seqlens != (192, 512) or joined.state[0, 0, 0, 0] == 2 or joined.state[0, 0, 1, 1] == 0
+    assert flashtile.attention(q, k, k, mask=joined).shape == q.shape
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("function", [operator.and_, operator.or_])
+def test_joining_with_blocks_gives_blocks(function: Callable[..., Any], swap: bool) -> None:
+    """Also where the other mask differs from item to item, or head to head, and the blocks do not."""
+    ids, keep = (torch.arange(200) // 70).to(torch.int32), torch.rand(2, 200) < 0.6
+    listed = Blocks.build(Document(ids), 200, 200)
+    q, k, v = (torch.randn(2, 200, 2, 8) for _ in range(3))
+    prefix, stored = Prefix(torch.tensor([9, 140], dtype=torch.int32)), Stored(torch.rand(1, 2, 200, 200) < 0.5)
+    for other in (Dilated(3), Band(right=0), KeyPadding(keep), prefix, stored, Dilated(3) | KeyPadding(keep) & Band(right=0)):
+        joined = function(other, listed) if swap else function(listed, other)
+        assert isinstance(joined, Blocks)
+        mine = flashtile.attention(q, k, v, mask=joined)
+        torch.testing.assert_close(mine, flashtile.attention(q, k, v, mask=function(Document(ids), other)))
+        joined = function(other, joined)
+        assert isinstance(joined, Blocks)
+    three = Blocks.build(Document(ids), 200, 200, batch=3)
+    with pytest.raises(InvalidProblem, match="its first axis must be the batch, 3"):
+        function(KeyPadding(keep), three)
+    table = BlockTable(torch.rand(2, 2, 2, 2) < 0.5, 128, 128)
+    assert function(listed, table).state.shape == (2, 2, 2, 2)
+    with pytest.raises(InvalidProblem, match=r"block table has shape \(2, 2, 2, 2\); it must be .*, for \(3, 1\) or 1"):
+        function(three, table)
+    with pytest.raises(InvalidProblem, match=r"\(batch, heads\) meet blocks for \(\d, 1\); they must be alike, or 1"):
+        function(three, Blocks.build(KeyPadding(keep), 200, 200, batch=2))
+    with pytest.raises(InvalidProblem, match="its first axis must be the batch, 1"):
+        function(listed, KeyPadding(keep) & KeyPadding(keep[:1].expand(3, -1)))
