@@ -53,7 +53,7 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
 
 
 def test_a_goal_that_nobody_measured_is_not_reached(tmp_path: Path) -> None:
-    figures = [figure for section in goals.sections(tmp_path) for figure in section.figures]
+    figures = [figure for section in goals.sections(tmp_path, "h100") for figure in section.figures]
     assert len(figures) > 20
     assert [figure.what for figure in figures if figure.reached] == []
 
@@ -63,7 +63,7 @@ def test_a_goal_is_reached_from_its_bound_on(tmp_path: Path) -> None:
     rows += [f"{who},{what},{us},abc" for what, (mine, theirs) in {"forward": (12, 10), "forward+backward": (12.1, 10)}.items()
              for who, us in (("flashtile", mine), ("sdpa/flash", theirs))]  # fmt: skip
     (tmp_path / "host-h100.csv").write_text("\n".join(rows))
-    (host,) = (section for section in goals.sections(tmp_path) if section.files == ("host-h100.csv",))
+    (host,) = (section for section in goals.sections(tmp_path, "h100") if section.files == ("host-h100.csv",))
     assert [(figure.value, figure.reached) for figure in host.figures] == [(1.2, True), (1.21, False)]
     assert "1.210 | at most 1.200 | no | abc |" in goals.page(tmp_path)
 
