@@ -23,7 +23,8 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
     if not isinstance(return_lse, bool):
         raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
     if isinstance(score, Score) or not isinstance(score, (tuple, list)):
-        raise InvalidProblem(f"score is {score!r}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+        told = f"a {type(score).__name__}" if isinstance(score, (Score, torch.Tensor)) else repr(score)  # not its numbers
+        raise InvalidProblem(f"score is {told}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     for modifier in score:
         if not isinstance(modifier, Score):
             raise InvalidProblem(
