@@ -213,3 +213,26 @@ for text in ("norm(x=9x64:bf16,weight=64:bf16)", "cross_entropy(logits=9x64:bf16
 assert "torch" not in sys.modules, "planning loaded torch"
 """
     fresh(code)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ("import sys; sys.modules['triton.experimental.gluon'] = None", "halted"),
+    ("from triton.experimental.gluon.language.nvidia import hopper; del hopper.warpgroup_mma", "no attribute 'warpgroup_mma'"),
+])  # fmt: skip
+def test_a_gluon_that_differs_is_a_reason_and_no_crash(change: str, told: str) -> None:
+    code = f"""
+{change}
+from flashtile import AttentionProblem, NotSupported, dispatch
+from flashtile.plan.device import H100
+problem = AttentionProblem.parse("attention(q=2x1024x8x128,kv=1024x8x128,bf16)")
+print(dispatch.select(problem, H100).name, dispatch.select(problem, H100, None, "auto").name)
+try:
+    dispatch.select(problem, H100, "hopper")
+except NotSupported as refusal:
+    print(refusal)
+"""
+    pytest.importorskip("triton")
+    told_first, *rest = fresh(code).splitlines()
+    assert told_first == "triton triton"
+    assert "'s Gluon differs from the one these kernels are written in: " in rest[-1]
+    assert told in rest[-1]
