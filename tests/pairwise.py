@@ -81,13 +81,7 @@ IMPOSSIBLE: tuple[Pair, ...] = (
     *((("layout", "packed"), ("lengths", name)) for name in AXES["lengths"] if name != "equal"),
     *((("layout", "packed"), ("heads", name)) for name in AXES["heads"] if name != "mha"),
     *((("layout", "packed"), ("dims", name)) for name in AXES["dims"] if name != "16"),
-    # what triton refuses: lists of blocks are made for one length; under varlen a bias is one number per item and head
-    *(
-        (("items", items), ("where", f"{mask}-blocks"))
-        for items in AXES["items"]
-        if items != "alike"
-        for mask in ("document", "holes")
-    ),
+    # what triton refuses: under varlen a bias is one number per item and head
     *(
         (("items", items), ("score", score))
         for items in ("varlen", "varlen-used")

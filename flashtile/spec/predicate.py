@@ -34,6 +34,11 @@ class Joined:
     calls: dict[Any, Any] | None = None  # what calls found of it, by their shapes; None where it may become another mask
 
     @property
+    def unlisted(self) -> Band | Joined:
+        """The same mask without lists of its blocks."""
+        return self
+
+    @property
     def lists(self) -> Mapping[str, Any]:
         """The lists of its blocks, by the names of a plan's inputs; empty where it has none."""
         return {}

@@ -26,7 +26,7 @@ from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
 from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
 from flashtile.torch.lengths import Given, given_lengths
-from flashtile.torch.masks import call_mask, predicates_of
+from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.replay import Replay, addresses_of
 from flashtile.torch.run import DTYPES, Bound, device_of
@@ -298,6 +298,8 @@ def prepare(
     """
     sink, dropout = softmax_options(**softmax)
     captured: tuple[torch.Tensor, ...] = ()
+    if given is not None:
+        mask = mask_of_call(mask, q, k, True)
     plain_mask, masking = mask, None
     try:
         if isinstance(mask, Joined):
@@ -364,15 +366,13 @@ def make_problem(
             n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
         )
     where, blocks = (), None
+    mask = mask_of_call(mask, q, k, lengths.ragged)
     if not isinstance(mask, Joined):
         band = make_mask(causal, window, mask)
     else:
         predicates = predicates_of(causal, window, mask, batch, q.shape[2])
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
-        if blocks is not None and predicates.mask.seqlens != (q.shape[1], k.shape[1]):
-            made = " x ".join(map(str, predicates.mask.seqlens))
-            raise InvalidProblem(f"the mask's blocks are for {made} scores; they must be for {q.shape[1]} x {k.shape[1]}.")
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,

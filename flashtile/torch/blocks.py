@@ -36,6 +36,9 @@ class Blocks(Joined):
     that goes by `at.batch` or `at.head` without such a tensor is refused: it is built first, for as many as there are, by
     `Blocks.build(.., heads=8)`.
 
+    Where items differ in length (`attention_varlen`, seqused) a call asks the mask itself, everywhere: lists are made for one
+    length. `padded` hides padding by them.
+
     state: int8 (batch or 1, heads or 1, rows, columns); 0 hidden, 1 visible in part, 2 whole.
     """
 
@@ -47,6 +50,10 @@ class Blocks(Joined):
         self._lists, self.calls = _lists_of(state) if lists is None else lists, {}
         # Made once, and here: what a compiled forward makes cannot be kept.
         self._in_part = (state.clamp(max=PARTIAL), _in_part(self._lists)) if lists is None else (state, lists)
+
+    @property
+    def unlisted(self) -> Band | Joined:
+        return self.mask
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:

@@ -89,6 +89,23 @@ class Predicates:
                     )
 
 
+def mask_of_call(mask: Any, q: Any, k: Any, ragged: bool) -> Any:
+    """The mask of a call of q and k (batch, seqlen, heads, head_dim): what its blocks say where items may differ in length.
+
+    Lists are made for one length. Raises InvalidProblem for blocks of other sizes than those of q and k.
+    """
+    if (
+        not isinstance(mask, Joined)
+        or mask.spec is None
+        or not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (q, k))
+    ):
+        return mask
+    if mask.seqlens != (q.shape[1], k.shape[1]):
+        made = " x ".join(map(str, mask.seqlens))
+        raise InvalidProblem(f"the mask's blocks are for {made} scores; they must be for {q.shape[1]} x {k.shape[1]}.")
+    return mask.unlisted if ragged else mask
+
+
 MOST_REMEMBERED = 64  # shapes of calls, per mask
 
 

@@ -10,6 +10,7 @@ from flashtile.torch.distributed import attend_distributed, is_distributed
 from flashtile.torch.functional import attend_transformed, requires_grad_below
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given
+from flashtile.torch.masks import mask_of_call
 from flashtile.torch.operator import ATTENTION, spread
 from flashtile.torch.packing import Packing
 from flashtile.torch.request import write
@@ -55,6 +56,8 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
     varlen = given is not None and given.varlen
     parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
     check_tensors(parts["q"], parts["k"], parts["v"], given)
+    if given is not None:
+        arguments["mask"] = mask_of_call(arguments.get("mask"), parts["q"], parts["k"], True)
     text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
     transformed, wanted = not _is_compiling() and _transforms(), 0
     if torch.is_grad_enabled():

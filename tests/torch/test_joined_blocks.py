@@ -1,4 +1,4 @@
-"""Blocks joined with other masks by `&` and `|`."""
+"""Blocks joined with other masks by `&` and `|`, and beside lengths that differ."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
-from flashtile import Band, Dilated, Document, InvalidProblem, KeyPadding, Prefix, Stored
+from flashtile import Band, Dilated, Document, InvalidProblem, KeyPadding, Options, Prefix, Stored
 from flashtile.predicate.block_table import BlockTable
 from flashtile.spec.blocks import BlockSpec
+from flashtile.spec.options import Variant
 from flashtile.torch.blocks import Blocks
 from tests.cases import Case
 from tests.torch.test_masks import dense
@@ -69,3 +71,40 @@ def test_joining_with_blocks_gives_blocks(function: Callable[..., Any], swap: bo
         function(three, Blocks.build(KeyPadding(keep), 200, 200, batch=2))
     with pytest.raises(InvalidProblem, match="its first axis must be the batch, 1"):
         function(listed, KeyPadding(keep) & KeyPadding(keep[:1].expand(3, -1)))
+
+
+def test_items_of_unequal_lengths_ask_the_mask_itself(backend: str, place: torch.device, variant: Variant) -> None:
+    """Lists are made for one length: of a call without them nothing says otherwise than the mask does."""
+    ids = (torch.arange(40, device=place) // 9).to(torch.int32)
+    keep = torch.rand(1, 1, 40, 40, device=place) < 0.7
+    flex = create_block_mask(lambda b, h, q, k: keep[0, 0, q, k], None, None, 40, 40, device=str(place))
+    used, cu = (torch.tensor(n, dtype=torch.int32, device=place) for n in ([40, 23], [0, 0, 17, 38]))
+    q, k, v = (torch.randn(2, 40, 2, 16, device=place, requires_grad=True) for _ in range(3))
+    options = Options(backend=backend, backward=variant)
+    for blocks, mask in (
+        (Blocks.build(Document(ids), 40, 40), Document(ids)),
+        (Blocks.build(Document(ids), 40, 40) & Band(left=12), Document(ids) & Band(left=12)),
+        (Blocks.build(Band(right=3), 40, 40, device=place), Band(right=3)),
+        (Blocks.from_flex(flex), Stored(keep)),
+    ):
+        made = []
+        for some in (blocks, mask):
+            padded = flashtile.attention(q, k, v, causal=True, mask=some, seqused_k=used, options=options)
+            items = flashtile.attention_varlen(q[0], k[0], v[0], cu, mask=some, options=options)
+            grads = torch.autograd.grad(padded.square().sum() + items.square().sum(), (q, k, v))
+            made.append((padded, items, *grads))
+        for mine, other in zip(*made, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(InvalidProblem, match="blocks are for 40 x 40 scores; they must be for 2 x 2"):
+        flashtile.attention_varlen(q[0, :2], k[0, :2], v[0, :2], cu[:2], mask=blocks, options=options)
+
+
+def test_a_compiled_call_asks_it_too() -> None:
+    q, used = torch.randn(2, 40, 2, 16), torch.tensor([40, 23], dtype=torch.int32)
+    blocks = Blocks.build(Document((torch.arange(40) // 9).to(torch.int32)), 40, 40)
+
+    def attend(q: torch.Tensor, used: torch.Tensor) -> Any:
+        return flashtile.attention(q, q, q, mask=blocks, seqused_k=used)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, used), attend(q, used))

@@ -383,14 +383,6 @@ def test_joining_with_what_is_no_mask() -> None:
         _ = SMALL | "causal"
 
 
-def test_lists_and_lengths() -> None:
-    q = torch.zeros(2, 8, 4, 16)
-    used = torch.tensor([8, 3], dtype=torch.int32)
-    with pytest.raises(NotSupported, match="lists are made for one length"):
-        flashtile.attention(q, q, q, mask=SMALL, seqused_k=used, options=Options(backend="triton"))
-    assert flashtile.attention(q, q, q, mask=SMALL, seqused_k=used, options=Options(backend="cpu")).shape == q.shape
-
-
 class Formless(Predicate):
     name = "masks_formless"
 
