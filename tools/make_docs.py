@@ -12,10 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from flashtile import dispatch
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
 from flashtile.export.matrix import TARGETS
+from flashtile.plan.device import named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 from tools import companion_tables, evidence, goals
@@ -47,6 +49,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("sinks", "attention(q=1x2048x2x64,kv=2048x2x64,bf16,sink=2:fp32:grad)", "auto"),
     ("dropout", "attention(q=1x128x2x64,kv=128x2x64,bf16,dropout=0.1)", "auto"),
     ("bias, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x128x128:bf16:grad))", "auto"),
+    ("bias of keys, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x1x128:bf16:grad))", "auto"),
     ("varlen", "attention(q=4x128x2x64,kv=128x2x64,bf16,band=:0,varlen=300x300)", "auto"),
     (
         "varlen, gradient of a bias",
@@ -54,8 +57,16 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "auto",
     ),
     ("padding (seqused)", "attention(q=4x128x2x64,kv=128x2x64,bf16,used=qk)", "auto"),
+    (
+        "varlen, a bias of every score",
+        "attention(q=4x128x2x64,kv=128x2x64,bf16,score=bias(4x2x128x128:bf16),varlen=300x300)",
+        "auto",
+    ),
     ("predicates", "attention(q=2x128x2x64,kv=128x2x64,bf16,where=prefix(2:int32))", "auto"),
-    ("block lists", "attention(q=2x128x2x64,kv=128x2x64,bf16,where=prefix(2:int32),blocks=64x64)", "auto"),
+    ("predicates beside sinks", "attention(q=2x2048x2x64,kv=2048x2x64,bf16,sink=2:fp32,where=prefix(2:int32))", "auto"),
+    ("lists of blocks of 128 x 128", "attention(q=2x128x2x64,kv=128x2x64,bf16,where=prefix(2:int32),blocks=128x128)", "auto"),
+    ("lists of blocks of 64 x 64", "attention(q=2x128x2x64,kv=128x2x64,bf16,where=prefix(2:int32),blocks=64x64)", "auto"),
+    ("one query", "attention(q=4x1x2x64,kv=128x2x64,bf16)", "auto"),
     ("backward split", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "split"),
     ("backward fused", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "fused"),
     ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),
@@ -76,7 +87,7 @@ def support(proof: Iterable[Evidence]) -> str:
         "| feature | " + " | ".join(targets) + " |",
         "| --- |" + " --- |" * len(targets),
     ]
-    reasons: list[str] = []
+    reasons, left = list[str](), list[str]()
     for feature, spelling, variant in FEATURES:
         problem, cells = AttentionProblem.parse(spelling), list[str]()
         for target in targets:
@@ -86,8 +97,21 @@ def support(proof: Iterable[Evidence]) -> str:
                 told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
                 reasons.append(f"- {feature} on {target}: {told}")
                 cells.append("refused")
+            else:
+                left += [f"- {feature}, {why}" for why in left_by_hopper(problem, variant, target)]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(["Refusals:", "", *reasons, ""] if reasons else [])])
+    for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
+        lines += ["", title, "", *told]
+    return "\n".join([*lines, ""])
+
+
+def left_by_hopper(problem: AttentionProblem, variant: Variant, target: str) -> list[str]:
+    """Why Hopper's kernels do not run what another backend runs on their architecture: in the forward, or else the backward."""
+    hopper = dispatch.backend_named("hopper")
+    for way, passes in ((None, "forward and backward"), (variant, "backward")) if target == "sm90" else ():
+        if refusals := hopper.unsupported(problem, named(target), way):
+            return [f"{passes}: {', '.join(refusals)}"]
+    return []
 
 
 def is_bench(file: Path) -> bool:
