@@ -68,6 +68,15 @@ def test_a_goal_is_reached_from_its_bound_on(tmp_path: Path) -> None:
     assert "1.210 | at most 1.200 | no | abc |" in goals.page(tmp_path)
 
 
+def test_what_building_lists_takes_is_a_goal(tmp_path: Path) -> None:
+    (tmp_path / "varlen-h100.csv").write_text(
+        "section,name,direction,ms,ratio,of,note,failure,commit\nbuild,d,,19,62,MiB,,,abc\n"
+    )
+    (unequal,) = (section for section in goals.sections(tmp_path, "h100") if section.files == ("varlen-h100.csv",))
+    built = [(f.what.rpartition(" ")[2], f.reached) for f in unequal.figures if "64k x 64k" in f.what]
+    assert built == [("ms", True), ("MB", False)], "62 MiB are 65 MB"
+
+
 PLAIN = "attention(q=1x128x2x64,kv=128x2x64,bf16)"
 SINK = "attention(q=2x512x4x64,kv=512x4x64,bf16,band=:0,sink=4:fp32:grad)"
 MEASURED = dict(spelling=SINK, provider="flashtile/triton/split", direction="forward", device="NVIDIA H100 80GB", status="ok")

@@ -236,6 +236,10 @@ def unequal(rows: list[Row]) -> Iterator[Figure]:
             yield Figure(f"{what}: of the ideal speed-up", float(row["ratio"]), 0.85, _told([row]))
             times = float(flex["ms"]) / float(row["ms"]) if flex else None
             yield Figure(f"{what}: of FlexAttention", times, 1.2, _told([row, flex]))
+    built = next((row for row in rows if row["section"] == "build" and not row["failure"]), None)
+    what = "lists of 64k x 64k from a document predicate"
+    yield Figure(f"{what}, ms", built and float(built["ms"]), 20, _told([built]), True)
+    yield Figure(f"{what}, MB", built and float(built["ratio"]) * 2**20 / 1e6, 64, _told([built]), True)
     poison = [row for row in rows if row["section"] == "poison"]
     cases = sum(int(row["of"].rpartition(" ")[2]) for row in poison)
     yield Figure("cases beside NaN", cases if poison else None, 500, _told(poison))
