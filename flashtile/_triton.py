@@ -38,6 +38,12 @@ except ImportError:
     tl: Any = _Missing()
 
 
+if INTERPRETED:
+    from flashtile._interpreter import mend
+
+    mend()
+
+
 def shared(function: Any) -> Any:
     """A plain host function, callable from kernels too (the interpreter runs it as it is)."""
     return function if INTERPRETED else jit(function)

@@ -236,3 +236,21 @@ except NotSupported as refusal:
     assert told_first == "triton triton"
     assert "'s Gluon differs from the one these kernels are written in: " in rest[-1]
     assert told in rest[-1]
+
+
+def test_whoever_switches_triton_s_interpreter_on_gets_bfloat16() -> None:
+    """Whose arithmetic Triton's own is not: `flashtile._interpreter`."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from flashtile import Options, attention
+for dtype in (torch.bfloat16, torch.float32):
+    given = [torch.randn(1, 40, 2, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    def step(backend):
+        out = attention(*given, causal=True, options=Options(backend=backend, backward="split"))
+        return out, *torch.autograd.grad(out.float().square().sum(), given)
+    off = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    for a, b in zip(step("triton"), step("cpu")):
+        torch.testing.assert_close(a, b, rtol=off, atol=off)
+"""
+    fresh(code, TRITON_INTERPRET="1")

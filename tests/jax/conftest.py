@@ -28,9 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
     if _triton.INTERPRETED:
-        from tests.interpreter import mend
+        from tests.interpreter import hasten
 
-        mend()
+        hasten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -84,9 +84,9 @@ def _interpreter() -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
 
     from flashtile.jax import run
-    from tests.interpreter import mend
+    from tests.interpreter import hasten
 
-    mend()
+    hasten()
     patch = pytest.MonkeyPatch()
     patch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
     patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

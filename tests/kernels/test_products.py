@@ -40,7 +40,7 @@ def _terms_are_added_up_as_a_matrix_unit_does(monkeypatch: pytest.MonkeyPatch) -
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from tests.interpreter import factor
+    from flashtile._interpreter import factor
 
     multiply = InterpreterBuilder.create_dot
 
