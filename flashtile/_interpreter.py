@@ -32,11 +32,8 @@ def factor(tensor: Any) -> Any:
 
 
 def mend() -> None:
-    """Patch the interpreter of this process, for everybody's kernels; doing it twice is harmless."""
+    """Patch the interpreter of this process, for everybody's kernels."""
     builder: Any = interpreter.InterpreterBuilder
-    if getattr(builder, "mended", False):
-        return
-    builder.mended = True
     convert, multiply = builder.cast_impl, builder.create_dot
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:

@@ -125,4 +125,4 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.fixture
 def within_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch modes see what `flashtile.ops` do, not their operators."""
-    monkeypatch.setattr("flashtile.torch.companion._modes", lambda: 0)
+    monkeypatch.setattr("flashtile.torch.plain.modes", lambda: 0)

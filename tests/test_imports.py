@@ -254,3 +254,9 @@ for dtype in (torch.bfloat16, torch.float32):
         torch.testing.assert_close(a, b, rtol=off, atol=off)
 """
     fresh(code, TRITON_INTERPRET="1")
+
+
+def test_an_op_of_plain_tensors_imports_nothing_of_dtensors() -> None:
+    """Which takes a tenth of a second."""
+    code = "import sys, torch; from flashtile import ops; ops.layer_norm(torch.randn(4, 16), torch.ones(16))"
+    assert fresh(f"{code}; print('torch.distributed.tensor' in sys.modules)").strip() == "False"

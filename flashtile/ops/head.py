@@ -13,9 +13,10 @@ from flashtile.kernels.companions.cross_entropy import check_reduction
 from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
-from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, is_traced, prepare, rows
+from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
 from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.namespace import define
+from flashtile.torch.plain import is_watched
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
 STEP = 256  # classes to which parts are rounded: tiles of a product
@@ -117,7 +118,7 @@ def linear_cross_entropy(
     options = (float(label_smoothing), float(z_loss), float(logit_scale), ignore_index, logits_bytes)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     given = (rows(x), weight, labels.reshape(-1).contiguous())
-    if is_traced(x, weight, labels):
+    if is_watched(x, weight, labels):
         return HEAD(*given, reduction == "mean", *options, *wanted, backend or "")[0]
     if is_dual_level():
         refuse_tangents("linear_cross_entropy", backend or "torch", (("x", x), ("weight", weight)))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import AS_IT_IS, check_tensor, check_tensors, is_traced, make_problem, run
+from flashtile.torch.companion import AS_IT_IS, check_tensor, check_tensors, make_problem, run
+from flashtile.torch.plain import is_watched
 
 
 def rotary(
@@ -62,13 +63,14 @@ def rotary(
         raise InvalidProblem("offset and positions are given; offset must be 0 beside positions.")
     if positions is not None and positions.dim() == 1:
         positions = positions.expand(batch, -1)
-    traced = is_traced(*(t for t in (q, k) if t is not None))
+    traced = is_watched(*(t for t in (q, k) if t is not None))
     if inplace and torch.is_grad_enabled():
         for name, tensor in (("q", q), ("k", k)):
             _check_written(name, tensor)
     options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset, inplace=inplace and not traced)
     tensors = {"q": wide[0], "k": wide[1], "cos": cos, "sin": sin, "positions": positions}
     if options["inplace"] and torch.is_grad_enabled() and _one_by_one(wide):
+        # both are found right before one is written over
         make_problem("rotary", {name: t for name, t in tensors.items() if t is not None}, options, AS_IT_IS)
         made = tuple(run("rotary", {**tensors, "q": t, "k": None}, options, backend)[0] for t in wide)
     else:

@@ -17,23 +17,13 @@ from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import NOTHING, each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.distributed import is_distributed
 from flashtile.torch.namespace import define
+from flashtile.torch.plain import autocasts, is_compiling, is_watched, is_wrapped, transforms
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
 Maybe = torch.Tensor | None
 Given = Mapping[str, Maybe]
 AS_IT_IS: Mapping[str, str] = {}
-_is_compiling = torch.compiler.is_compiling
-_modes = torch._C._len_torch_dispatch_stack
-_autocasts = torch._C._is_any_autocast_enabled
-_transforms = torch._C._are_functorch_transforms_active
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
-_Plain = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
-def is_traced(*tensors: Any) -> bool:
-    """Whether somebody wants to see an operator: torch.compile, a dispatch mode, or what is more than a tensor's memory."""
-    return bool(_is_compiling() or _modes() or not _Plain.issuperset(map(type, tensors)))
 
 
 def run(
@@ -45,14 +35,14 @@ def run(
     called: the caller's names of tensors and options, where they are not the op's, which errors say.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if is_traced(*tensors.values()):
+    if is_watched(*tensors.values()):
         check_tensors(tensors, called)
         if any(t.dtype not in NAMES for t in tensors.values()):
             make_problem(op, tensors, options, called)  # which says what is wrong, before the operator
         return tuple(COMPANION(list(tensors.values()), *write(op, tensors, options, backend, called)))
     call = prepare(op, tensors, options, backend, called)
     if call.wanted:
-        made = (_Differentiable.apply if _transforms() else _apply)(call, *tensors.values())
+        made = (_Differentiable.apply if transforms() else _apply)(call, *tensors.values())
         return made[:-1] if call.hides else made
     made = call.forward(tensors)
     return tuple([made[name] for name in call.public])
@@ -79,10 +69,10 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
         if is_distributed(tensor):
             reason = "what shards make of each other is not known; give it to_local(), and DTensor.from_local what comes back"
             raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
-        if not _is_compiling() and _is_wrapped(tensor):
+        if not is_compiling() and is_wrapped(tensor):
             reason = "their tensors have no memory; use torch.autograd.grad, or call it outside of them"
             raise NotSupported(f"an op on {name} within torch.func's transforms", {"torch": [reason]})
-        if not _is_compiling() and tensor.is_neg():  # a compiled op resolves it
+        if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.device.type not in ("cpu", "cuda"):
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
@@ -98,7 +88,7 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
 def autocast(*factors: Maybe) -> tuple[Any, ...]:
     """What is multiplied, in autocast's dtype where it is enabled: by the rule of torch's own linear."""
     kind = next(t.device.type for t in factors if t is not None)
-    if not (_autocasts() and torch.is_autocast_enabled(kind)):  # the latter knows not every device
+    if not (autocasts() and torch.is_autocast_enabled(kind)):  # the latter knows not every device
         return factors
     dtype = torch.get_autocast_dtype(kind)
     casts = (t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in factors)

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from flashtile.errors import NotSupported
 from flashtile.plan.call import Problem
 from flashtile.torch.lasting import lasting
+from flashtile.torch.plain import is_wrapped, transforms
 
 NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to make than tensors
 
@@ -52,15 +53,13 @@ class _FirstDerivative(torch.autograd.Function):
         raise NotSupported(f"the second derivative of {what}", {ctx.backend: [reason]})
 
 
-_transforms = torch._C._are_functorch_transforms_active
 _holds: Any = torch._C._dispatch_tls_is_dispatch_key_included
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_mapped(grads: Iterable[torch.Tensor | None]) -> bool:
     """Whether these are gradients of a batch, without memory: within torch.func.vmap of torch.autograd.grad, or the like."""
-    return _holds(_VMAP_MODE) or (_transforms() and any(g is not None and _is_wrapped(g) for g in grads))
+    return _holds(_VMAP_MODE) or (transforms() and any(g is not None and is_wrapped(g) for g in grads))
 
 
 def each_gradient(
@@ -71,7 +70,7 @@ def each_gradient(
     reason = None
     if torch.is_grad_enabled():
         reason = "gradients of gradients are not implemented"
-    elif not _transforms():
+    elif not transforms():
         reason = "is_grads_batched and vectorize map in torch's old way; use torch.func.vmap of torch.autograd.grad"
     if reason is not None:
         raise NotSupported(f"a batch of gradients of {what if isinstance(what, str) else what.spell()}", {backend: [reason]})
@@ -102,7 +101,7 @@ class _EachGradient(torch.autograd.Function):
         (function, *grads), made = given, []
         for i in range(info.batch_size):
             some = [g if g is None or axis is None else g.select(axis, i) for g, axis in zip(grads, in_dims[1:], strict=True)]
-            made.append(_EachGradient.apply(function, *some) if _transforms() else function(*some))
+            made.append(_EachGradient.apply(function, *some) if transforms() else function(*some))
         stacked = tuple(torch.stack(each) for each in zip(*made, strict=True))
         return stacked, (0,) * len(stacked)
 

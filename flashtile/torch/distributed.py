@@ -15,6 +15,7 @@ from flashtile.spec.predicate import Joined, terms_of
 from flashtile.torch.lengths import Given
 from flashtile.torch.operator import ATTENTION, dense_strides, spread
 from flashtile.torch.packing import APART, KV, QKV, Packing
+from flashtile.torch.plain import is_more
 from flashtile.torch.request import write
 
 BATCH_FIRST = (Band, Document, KeyPadding, Prefix)  # masks whose tensors have the batch as their first axis
@@ -22,7 +23,7 @@ BATCH_FIRST = (Band, Document, KeyPadding, Prefix)  # masks whose tensors have t
 
 def is_distributed(*packs: Any) -> bool:
     """Whether one of these is a DTensor."""
-    if not torch.distributed.is_available():
+    if not (torch.distributed.is_available() and any(map(is_more, packs))):  # no import of a tenth of a second in vain
         return False
     from torch.distributed.tensor import DTensor
 

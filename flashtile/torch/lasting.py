@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from flashtile.torch.plain import is_watched
+
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
@@ -30,4 +32,4 @@ def keeps() -> bool:
 
     Not while a graph is traced, nor in a dispatch mode, such as that of fake tensors: its tensors are good for nothing outside.
     """
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return not is_watched()

@@ -161,8 +161,10 @@ class Bound:
                 self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
-            known = all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches)
-            if known and not _triton.INTERPRETED:  # where what launches nothing counts as prepared, too
+            # interpreted, only what launches nothing counts as prepared
+            if not _triton.INTERPRETED and all(
+                isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches
+            ):
                 self.replay = Replay(self)
         for name, source in self.shared:
             tensors[name] = tensors[source]

@@ -13,30 +13,18 @@ from flashtile.torch.lengths import Given
 from flashtile.torch.masks import mask_of_call
 from flashtile.torch.operator import ATTENTION, spread
 from flashtile.torch.packing import Packing
+from flashtile.torch.plain import autocasts, is_compiling, is_watched, transforms
 from flashtile.torch.request import write
-
-_is_compiling = torch.compiler.is_compiling
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-_Plain = frozenset({torch.Tensor})
-_autocasts = torch._C._is_any_autocast_enabled
 
 
 def is_plain(*packs: Any) -> bool:
     """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
-    if _is_compiling() or _autocasts() or _modes() or _transforms():
-        return False
-    return _Plain.issuperset(map(type, packs)) or not any(map(_is_more, packs))
+    return not (is_watched(*packs) or autocasts() or transforms())
 
 
 def is_traced(*packs: Any) -> bool:
     """Whether somebody wants to see an operator, or gave what is more than a plain tensor."""
-    return bool(_is_compiling() or _modes() or _transforms() or any(map(_is_more, packs)))
-
-
-def _is_more(tensor: Any) -> bool:
-    """Whether it is a DTensor, a fake one, or any other that is not just its memory."""
-    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return is_watched(*packs) or bool(transforms())
 
 
 def autocast(*packs: Any) -> tuple[Any, ...]:
@@ -59,7 +47,7 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
     if given is not None:
         arguments["mask"] = mask_of_call(arguments.get("mask"), parts["q"], parts["k"], True)
     text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
-    transformed, wanted = not _is_compiling() and _transforms(), 0
+    transformed, wanted = not is_compiling() and transforms(), 0
     if torch.is_grad_enabled():
         for i, tensor in enumerate((*packs, *captured)):
             if tensor.requires_grad or (transformed and requires_grad_below(tensor)):

@@ -1,0 +1,26 @@
+"""Whether a call's tensors are memory and nothing else, and who but kernels wants to see what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+is_compiling = torch.compiler.is_compiling
+modes = torch._C._len_torch_dispatch_stack
+transforms = torch._C._are_functorch_transforms_active
+autocasts = torch._C._is_any_autocast_enabled
+is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def is_more(tensor: Any) -> bool:
+    """Whether it is a DTensor, a fake one, or any other that is not just its memory."""
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in PLAIN
+
+
+def is_watched(*tensors: Any) -> bool:
+    """Whether somebody wants to see an operator: torch.compile, a dispatch mode, or what is more than a plain tensor."""
+    if is_compiling() or modes():
+        return True
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_more, tensors))
