@@ -14,6 +14,7 @@ from flashtile.score.softcap import Softcap
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import Band
 from flashtile.spec.options import DEFAULT, Options
+from flashtile.torch.dropout import random_words
 
 DETERMINISTIC = Options(deterministic=True)
 Window = tuple[int | None, int | None]
@@ -82,8 +83,8 @@ class Asked:
 
 
 def drawn_rng_state(device: torch.device) -> torch.Tensor:
-    """A new (seed, offset), int64 (2,), from PyTorch's generator of the device."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    """A new (seed, offset), int64 (2,), from PyTorch's generator of the device: what a call without one draws."""
+    return random_words(device).view(torch.int64)
 
 
 def blind_rows_positive(lse: torch.Tensor) -> torch.Tensor:

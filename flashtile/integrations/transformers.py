@@ -38,6 +38,7 @@ OTHERS = frozenset({
 
 
 _names: set[str] = set()
+_masks: Any = None  # transformers' masking_utils; the compiler of PyTorch 2.11 follows no import of it
 
 
 def register(name: str = NAME, options: Options | None = None) -> None:
@@ -46,7 +47,8 @@ def register(name: str = NAME, options: Options | None = None) -> None:
     transformers takes every implementation with "flash" in its name for a build of flash-attention: it looks for that on the
     hub, and for some models puts another in its place (5.23, `is_flash_attention_requested`). So it is told that this is none.
     """
-    theirs: Any = import_module("transformers")
+    global _masks
+    theirs, _masks = import_module("transformers"), import_module("transformers.masking_utils")
     theirs.AttentionInterface.register(
         name, attention_forward if options is None else partial(attention_forward, options=options)
     )
@@ -118,10 +120,8 @@ def make_mask(
     """`Mask`, or transformers' boolean (batch, 1, q_length, kv_length) where that cannot say it."""
     if isinstance(attention_mask, Mask):
         return attention_mask
-    from transformers import masking_utils as theirs  # pyright: ignore[reportAttributeAccessIssue] (it looks into this file)
-
-    mask_function = theirs.causal_mask_function if mask_function is None else mask_function
-    known = _known(mask_function, theirs)
+    mask_function = _masks.causal_mask_function if mask_function is None else mask_function
+    known = _known(mask_function)
     device = rest.get("device", "cpu")
     tail = None if known is None else _tail(known[0], batch_size, q_length, kv_length, q_offset, kv_offset, device)
     if known is None or tail is None:
@@ -130,9 +130,9 @@ def make_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask,
         )  # fmt: skip
-        return theirs.sdpa_mask(**given, **{**rest, **skips})
+        return _masks.sdpa_mask(**given, **{**rest, **skips})
     band, documents = known
-    keep = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    keep = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if keep is not None:
         keep = keep[:, kv_offset : kv_offset + kv_length]
     return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail)
@@ -159,32 +159,32 @@ def _tail(
     return None
 
 
-def _known(function: Any, theirs: Any) -> tuple[Band, Any] | None:
+def _known(function: Any) -> tuple[Band, Any] | None:
     """(band, documents) of one of transformers' mask functions; None for any other."""
-    if function is theirs.causal_mask_function:
+    if function is _masks.causal_mask_function:
         return CAUSAL, None
-    if function is theirs.bidirectional_mask_function:
+    if function is _masks.bidirectional_mask_function:
         return FULL, None
     if torch.compiler.is_compiling():  # which does not look into closures
         return None
-    parts = _closure(function, theirs.and_masks())
+    parts = _closure(function, _masks.and_masks())
     if parts is not None:
         band, documents = FULL, None
         for part in parts["mask_functions"]:
-            found = _known(part, theirs)
+            found = _known(part)
             if found is None or (found[1] is not None and documents is not None):
                 return None
             band, documents = band & found[0], found[1] if documents is None else documents
         return band, documents
-    window = _closure(function, theirs.sliding_window_overlay(1))
+    window = _closure(function, _masks.sliding_window_overlay(1))
     if window is not None:
         return Band(left=window["sliding_window"] - 1), None
-    packed = _closure(function, theirs.packed_sequence_mask_function(torch.zeros(1, 1)))
+    packed = _closure(function, _masks.packed_sequence_mask_function(torch.zeros(1, 1)))
     if packed is not None:
         return FULL, packed["packed_sequence_mask"].int()
-    remapped = _closure(function, theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.zeros(1, 1)))
+    remapped = _closure(function, _masks.remap_positions_for_packed_sequence(_masks.causal_mask_function, torch.zeros(1, 1)))
     if remapped is not None:  # within a document positions differ by as much as they did
-        return _known(remapped["mask_function"], theirs)
+        return _known(remapped["mask_function"])
     return None
 
 

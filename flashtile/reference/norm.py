@@ -54,7 +54,7 @@ def norm_reference(
             out = out + bias
         if "out_subset" in t:
             there = t["out_subset"] > 0
-            place = torch.zeros(out_rows or 0, out.shape[1], dtype=out.dtype)
+            place = out.new_zeros(out_rows or 0, out.shape[1])
             out = place.index_put((t["out_subset"][there].long() - 1,), out[there])
         made[f"out{tail}"] = out
     return made

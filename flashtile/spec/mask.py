@@ -36,14 +36,16 @@ class Band:
                 raise InvalidProblem(f"Band {name} is {bound}; it must lie within 32 bits.")
 
     def __and__(self, other: Band) -> Band:
-        if not isinstance(other, Band):
-            return NotImplemented
+        if not isinstance(other, Band):  # asked here: the compiler of PyTorch 2.11 asks no second operand
+            return other.__rand__(self) if hasattr(other, "__rand__") else NotImplemented
         return Band(_tighter(self.left, other.left), _tighter(self.right, other.right))
 
     def __or__(self, other: Band) -> Joined:
         from flashtile.spec.predicate import Terms
 
-        return Terms(((self,),)) | other if isinstance(other, Band) else NotImplemented
+        if not isinstance(other, Band):
+            return other.__ror__(self) if hasattr(other, "__ror__") else NotImplemented
+        return Terms(((self,),)) | other
 
     @property
     def unbounded(self) -> bool:

@@ -51,21 +51,26 @@ class Joined:
     def __and__(self, other: Any) -> Joined:
         theirs = self._terms_beside(other)
         if theirs is None:
-            return NotImplemented
+            return other & self if isinstance(other, Joined) else NotImplemented
         return Terms(tuple(_merged((*a, *b)) for a in self.terms for b in theirs))
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Joined:
         theirs = self._terms_beside(other)
-        return NotImplemented if theirs is None else Terms((*self.terms, *theirs))
+        if theirs is None:
+            return other | self if isinstance(other, Joined) else NotImplemented
+        return Terms((*self.terms, *theirs))
 
     def __ror__(self, other: Any) -> Joined:
         theirs = self._terms_beside(other)
         return NotImplemented if theirs is None else Terms((*theirs, *self.terms))
 
     def _terms_beside(self, other: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
-        """The terms of what this may join; None for no mask, and for one with blocks, whose own operator keeps them."""
+        """The terms of what this may join; None for no mask, and for one with blocks, whose own operator keeps them.
+
+        That is called, not left to NotImplemented: the compiler of PyTorch 2.11 asks no second operand.
+        """
         return None if isinstance(other, Joined) and other.spec is not None else terms_of(other)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from itertools import product
 from typing import Any
 
@@ -219,7 +220,7 @@ class Blocks(Joined):
                     f"{leaf.name} goes by at.{min(unsaid)} and no tensor of it says how many there are; its blocks must be "
                     "built first, by Blocks.build(mask, seqlen_q, seqlen_k, batch=.., heads=..)."
                 )
-        shapes = [t.shape for leaf in leaves for t in vars(leaf).values() if isinstance(t, torch.Tensor)]
+        shapes = [t.shape for leaf in leaves for t in _tensors_of(leaf)]
         sizes: list[list[int]] = []
         for axis, least in enumerate(AXES.values()):
             mine = self.state.shape[axis]
@@ -256,12 +257,18 @@ class _Noting(Position):
         return super().__getattribute__(name)
 
 
+def _tensors_of(leaf: Predicate) -> list[torch.Tensor]:
+    # The compiler of PyTorch 2.11 cannot follow vars() of a frozen dataclass.
+    values = [getattr(leaf, field.name) for field in fields(leaf)] if is_dataclass(leaf) else vars(leaf).values()
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _unsaid(leaf: Predicate, place: torch.device) -> set[str]:
     """Which of AXES a predicate goes by though no shape of its tensors can say how many there are.
 
     Found by evaluating its formula in PyTorch for one score; what cannot be evaluated says so where blocks are made.
     """
-    dims = max((value.dim() for value in vars(leaf).values() if isinstance(value, torch.Tensor)), default=0)
+    dims = max((tensor.dim() for tensor in _tensors_of(leaf)), default=0)
     at = _Noting(*torch.zeros((5, 1, 1, 1, 1), dtype=torch.int64, device=place))
     with suppress(Exception):
         leaf.apply(at, leaf.scalars(), leaf.tensors(1, 1))

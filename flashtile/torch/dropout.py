@@ -36,14 +36,19 @@ def dropout_mask(
 
 def draw_seed(dropout: Dropout, device: torch.device) -> torch.Tensor:
     """The words of (seed, offset) for one call, int32 (4,): a copy, so that the backward finds what the forward used."""
+    if dropout.seed is None:
+        return random_words(device)
     if isinstance(dropout.seed, torch.Tensor):
         state = dropout.seed.to(device, copy=True).contiguous()
-    elif dropout.seed is None:
-        state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
     else:
         state = torch.zeros(2, dtype=torch.int64, device=device)
         state[0] = dropout.seed
     return state.view(torch.int32)
+
+
+def random_words(device: torch.device) -> torch.Tensor:
+    """The words of a new (seed, offset), int32 (4,), from PyTorch's generator of the device."""
+    return torch.randint(-(2**31), 2**31, (4,), dtype=torch.int32, device=device)  # 2.11 views no int64 under vmap
 
 
 def check_dropout(dropout: Any, device: torch.device) -> None:

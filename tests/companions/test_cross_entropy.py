@@ -51,6 +51,19 @@ def test_blocks_of_minus_infinity(backend: str, eager: bool, place: torch.device
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eager", [False, True])
+def test_rows_that_are_sure_of_their_label(backend: str, eager: bool, dtype: torch.dtype, place: torch.device) -> None:
+    """Their losses are as exact as others', whatever the logits' size."""
+    logits = torch.full((8, 300), 100.0, dtype=dtype, device=place)
+    labels = torch.arange(8, device=place) * 37
+    logits[torch.arange(8, device=place), labels] += torch.arange(8, 16, device=place)
+    for row, label in zip(logits.split(1), labels.split(1), strict=True):
+        loss = ops.cross_entropy(row.clone().requires_grad_(), label, eager_gradient=eager, backend=backend)
+        torch.testing.assert_close(loss.double(), F.cross_entropy(row.double(), label), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("eager", [False, True])
 def test_ignored_rows_are_zero_whatever_they_hold(backend: str, eager: bool, place: torch.device) -> None:
     logits, labels = draw(place)

@@ -26,8 +26,8 @@ TRACED = [c for c in CASES if not any(c.problem.options().get(name) for name in 
 FULLEST = [max((c for c in TRACED if c.problem.op == op), key=lambda c: len(c.problem.given)) for op in OPS]
 
 
-def given(case: Case) -> Tensors:
-    tensors = case.tensors(HOST)
+def given(case: Case, place: torch.device = HOST) -> Tensors:
+    tensors = case.tensors(place)
     return {n: tensors[n].detach().requires_grad_(n in case.wanted) for n, _ in case.problem.given}
 
 
@@ -53,14 +53,14 @@ def test_opcheck_of_the_head() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
-def test_called_directly_it_is_the_eager_call(case: Case, backend: str) -> None:
+def test_called_directly_it_is_the_eager_call(case: Case, backend: str, place: torch.device) -> None:
     """Outputs and gradients, bit for bit."""
     made: list[list[torch.Tensor]] = []
     for call in (
         lambda t: list(run(case.problem.op, t, case.problem.options(), backend)),
         lambda t: through(case, t, backend)[: len(case.problem.public())],
     ):
-        tensors = given(case)
+        tensors = given(case, place)
         outputs = call(tensors)
         flowing = [o for o in outputs if o.requires_grad]
         grads = torch.autograd.grad([o.square().sum() for o in flowing], [tensors[name] for name in case.wanted])
@@ -101,11 +101,12 @@ def test_outputs_have_memory_of_their_own(case: Case) -> None:
 
 def every_op(x: torch.Tensor, backend: str | None = None) -> list[torch.Tensor]:
     """What the public functions make of x (6, 8), with labels, weights and angles that depend on nothing."""
-    labels, square, how = torch.arange(6), torch.ones(8, 8) / 8, {"backend": backend}
+    labels, square = torch.arange(6, device=x.device), torch.ones(8, 8, device=x.device) / 8
+    how = {"backend": backend}
     turned = (x * 1.0).view(1, 6, 1, 8)
     angles = torch.linspace(0, 1, 12).view(6, 2).to(x.device)
     return [
-        ops.rms_norm(x, torch.ones(8), **how), ops.softmax(x, scale=0.5, **how), ops.mlp(x, square, None, square, **how),
+        ops.rms_norm(x, square[0] * 8, **how), ops.softmax(x, scale=0.5, **how), ops.mlp(x, square, None, square, **how),
         ops.rotary(x.view(1, 6, 1, 8), None, angles.cos(), angles.sin(), **how),
         ops.rotary(turned, None, angles.cos(), angles.sin(), inplace=True, **how), turned,
         ops.cross_entropy(x, labels, inplace=True, **how), ops.linear_cross_entropy(x, square, labels, **how),
@@ -126,10 +127,10 @@ def test_fake_tensors() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_traced_by_make_fx(backend: str) -> None:
+def test_traced_by_make_fx(backend: str, place: torch.device) -> None:
     """The graph has the operators, and is as good for other numbers."""
-    x = torch.randn(6, 8)
-    graph = make_fx(lambda x: every_op(x, backend))(torch.randn(6, 8))
+    x = torch.randn(6, 8, device=place)
+    graph = make_fx(lambda x: every_op(x, backend))(torch.randn(6, 8, device=place))
     for made, expected in zip(graph(x), every_op(x, backend), strict=True):
         assert torch.equal(made, expected)
 

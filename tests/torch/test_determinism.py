@@ -12,6 +12,7 @@ import flashtile
 from flashtile import Alibi, Options
 from flashtile.spec.options import Variant
 from flashtile.torch import run as executor
+from flashtile.torch.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import Case
 from tests.judge import run
 
@@ -29,6 +30,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
         return original(self, tensors)
 
     monkeypatch.setattr(executor.Bound, "run", run_and_note)
+    _CALLS.clear()  # what ran before is replayed without it
     return seen
 
 

@@ -110,6 +110,7 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     "blocks": lambda t: attend(t, mask=BLOCKS),
     "blocks-narrowed": lambda t: attend(t, mask=BLOCKS, window=(9, None)),
     "blocks-joined": lambda t: attend(t, mask=KeyPadding(keep()) & BLOCKS | Document(ids()[:, :20], ids()) & Band(left=7)),
+    "band-first": lambda t: attend(t, mask=Band(left=9) & BLOCKS | Band(right=0) & Document(ids()[:, :20], ids())),
     "blocks-stored": lambda t: attend(t, mask=BLOCKS & Stored(torch.arange(2880).view(1, 4, 20, 36) % 3 != 0)),
     "options": partial(attend, mask=Band(left=7), options=Options(deterministic=True, precision="ieee", backend="cpu")),
     "seqused": lambda t: attend(t, causal=True, seqused_k=torch.tensor([30, 36], dtype=torch.int32)),

@@ -29,9 +29,13 @@ def _share(p: CrossEntropy, x: Any, index: Any, here: Any, counts: Any, labels: 
 
 def host_forward(p: CrossEntropy, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
     x, index, here, counts = _rows(p, t)
-    lse = x.logsumexp(1)
+    top = x.amax(1)
+    top = top.masked_fill(top.isinf(), 0.0)
+    rest = (x - top[:, None]).exp().sum(1).log()
+    lse = top + rest
     made = {"lse": lse, "share": _share(p, x, index, here, counts, t["labels"]), "count": counts.sum().float()[None]}
-    loss = (lse + made["share"] + p.z_loss * lse * lse).where(counts, 0.0)
+    # Of a row that is sure of its label lse would say little beyond the label's logit.
+    loss = (rest + (top + made["share"]) + p.z_loss * lse * lse).where(counts, 0.0)
     total = loss.sum()
     made["loss"] = {"none": loss, "sum": total, "mean": total / made["count"][0]}[p.reduction]
     if p.eager_gradient:

@@ -339,7 +339,11 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     natural = natural_of(lse, T)
     loss = share
     if T.loss:
-        loss = natural + share + z_loss * natural * natural
+        loss += natural
+        if not T.smooth:  # of a row that is sure of its label lse would say little beyond the label's logit
+            off = finite(state[0]) - number(x, T) * unit(scale, T) + logarithm(state[1], T)
+            loss = tl.where(known, natural_of(off, T), float("nan"))
+        loss += z_loss * natural * natural
     if piece == 0:
         tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
         tl.store(lse_ptr + row, natural)

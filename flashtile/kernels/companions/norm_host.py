@@ -114,7 +114,8 @@ def backward(p: Norm, t: Tensors, outputs: tuple[str, ...]) -> Tensors:
         grad = grad + (dout if weight is None else dout * (weight.float() + p.zero_centered))
     dh = grad - h * (grad * h).mean(1, keepdim=True)
     if p.kind == "layer":
-        dh = dh - grad.mean(1, keepdim=True)
+        for _ in range(2):  # the second takes what the first one's rounding left of equal gradients
+            dh -= dh.mean(1, keepdim=True)
     dh = dh * t["rstd"][:, None]
     if "dh" in t:
         dh = dh + t["dh"].float()
