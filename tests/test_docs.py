@@ -79,13 +79,15 @@ def test_what_building_lists_takes_is_a_goal(tmp_path: Path) -> None:
 
 PLAIN = "attention(q=1x128x2x64,kv=128x2x64,bf16)"
 SINK = "attention(q=2x512x4x64,kv=512x4x64,bf16,band=:0,sink=4:fp32:grad)"
-MEASURED = dict(spelling=SINK, provider="flashtile/triton/split", direction="forward", device="NVIDIA H100 80GB", status="ok")
+MEASURED = dict(
+    spelling=SINK, provider="flashtile/triton/split", direction="forward", device="NVIDIA A100-SXM4-80GB", status="ok"
+)
 
 
 def support_of_sinks(*rows: dict[str, str]) -> str:
     pytest.importorskip("triton")
     problem = AttentionProblem.parse("attention(q=1x128x4x64,kv=128x4x64,bf16,sink=4:fp32:grad)")
-    return evidence.cell(problem, "auto", "sm90", [seen for row in rows for seen in evidence.of_row(row, "features-h100")])
+    return evidence.cell(problem, "auto", "sm80", [seen for row in rows for seen in evidence.of_row(row, "features-a100")])
 
 
 def test_a_feature_has_run_where_a_row_measured_it() -> None:
@@ -102,7 +104,7 @@ def test_a_feature_has_run_where_a_row_measured_it() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"device": "NVIDIA A100"}, {"device": ""}, {"provider": "sdpa/cudnn"}, {"provider": "flashtile/hopper"},
+        {"device": "NVIDIA H100"}, {"device": ""}, {"provider": "sdpa/cudnn"}, {"provider": "flashtile/hopper"},
         {"status": "wrong"}, {"failure": "off by 1"}, {"breach": "out"}, {"spelling": PLAIN}, {"spelling": "norm(x=1x8:bf16)"},
         {"spelling": SINK.replace("bf16", "fp16")},
     ],

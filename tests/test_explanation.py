@@ -88,7 +88,7 @@ def test_errors_are_those_of_attention() -> None:
         flashtile.explain(PROBLEM, device=3)  # type: ignore[arg-type]
     deterministic = replace(PROBLEM, deterministic=True)
     with pytest.raises(NotSupported, match="fused backward adds dq atomically"):
-        flashtile.explain(deterministic, device=H100, options=Options(backward="fused"))
+        flashtile.explain(deterministic, device=A100, options=Options(backward="fused"))
 
 
 def test_sinks_dropout_and_bias_are_explained() -> None:
