@@ -1,8 +1,9 @@
-"""Mends bfloat16 and fma in Triton's interpreter, in which kernels run on a CPU where TRITON_INTERPRET is 1.
+"""Mends bfloat16, fma and integers in Triton's interpreter, in which kernels run on a CPU where TRITON_INTERPRET is 1.
 
 The interpreter holds bfloat16 as its 16 bits in numpy's uint16. Its `tl.dot` multiplies those integers, and its
 conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9). Its fused
 multiply-add rounds the product too, which in `kernels/lib/exponential.py` costs several units in the last place.
+Its numbers are arrays of one element, which numpy 2.4 and newer make no integers of.
 """
 
 from __future__ import annotations
@@ -51,4 +52,11 @@ def mend() -> None:
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor  # pyright: ignore[reportPrivateUsage]
     builder.cast_impl, builder.create_dot, builder.create_fma = cast_impl, create_dot, create_fma
