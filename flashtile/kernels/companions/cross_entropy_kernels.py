@@ -341,7 +341,8 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     if T.loss:
         loss += natural
         if not T.smooth:  # of a row that is sure of its label lse would say little beyond the label's logit
-            off = finite(state[0]) - number(x, T) * unit(scale, T) + logarithm(state[1], T)
+            exponent = tl.where(here, number(x, T) * unit(scale, T), 0.0)  # rounded, as the row's maximum is: no fma takes it
+            off = finite(state[0]) - exponent + logarithm(state[1], T)
             loss = tl.where(known, natural_of(off, T), float("nan"))
         loss += z_loss * natural * natural
     if piece == 0:
