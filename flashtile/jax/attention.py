@@ -132,6 +132,8 @@ def dot_product_attention(
     score = rest.modifiers(None if bias is None else Bias(_wide("bias", bias)))
     if pads is not None:
         query = _counted(query, pads)
+        if score:  # whatever modifiers make of rows that nobody has
+            attend_to = _both(attend_to, Stored(_counts(query.shape[1], pads)[:, None, :, None]))
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
     out, lse = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
     lse = jnp.swapaxes(lse, 1, 2)
@@ -363,9 +365,14 @@ def _lengths(name: str, given: Any, size: int | None = None) -> Any:
     return given
 
 
+def _counts(size: int, lengths: Any) -> Any:
+    """bool (B, size): what counts of items of these lengths."""
+    return jnp.arange(size) < lengths[:, None]
+
+
 def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
     """What counts of an array (B, T, ...), whose items have these lengths; `beyond` elsewhere."""
-    counts = jnp.arange(x.shape[1]) < lengths[:, None]
+    counts = _counts(x.shape[1], lengths)
     return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -87,13 +88,16 @@ def test_one_output_alone(which: str) -> None:
         np.testing.assert_allclose(got[name], want[name], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bias", ["", "bnts"])
 @pytest.mark.parametrize("name", ["lengths-bottom-right", "lengths-top-left"])
-def test_what_lies_in_padding_is_never_looked_at(name: str) -> None:
-    case = next(c for c in CASES if c.name == name)
+def test_what_lies_in_padding_is_never_looked_at(name: str, bias: str) -> None:
+    case = next(replace(c, bias=bias) for c in CASES if c.name == name)
     leaves, clean = case.leaves(), evaluate(case.ours, case.leaves(), case.cotangents())
     for b, (rows, keys) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         leaves["q"] = leaves["q"].at[b, rows:].set(jnp.nan)
         leaves["k"], leaves["v"] = (leaves[n].at[b, keys:].set(jnp.nan) for n in "kv")
+        if bias:
+            leaves["bias"] = leaves["bias"].at[b, :, rows:].set(jnp.nan).at[b, :, :, keys:].set(jnp.nan)
     spoiled = evaluate(case.ours, leaves, case.cotangents())
     for name, array in clean.items():
         np.testing.assert_array_equal(spoiled[name], array, err_msg=name)
