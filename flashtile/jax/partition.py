@@ -57,8 +57,10 @@ def run_partitioned(step: Forward | Backward, implementation: str | None, *given
         shard = lambda own: NamedSharding(mesh, PartitionSpec(*(axes.get(role) for role in own)))  # noqa: E731
 
         def part(*given: Any) -> tuple[Any, ...]:
-            made = run(step.fit(given), implementation, *given)
-            return tuple(_summed(step, axes, name, own, x) for (name, own), x in zip(outputs, made, strict=True))
+            # JAX traces this under the mesh around the program, whose axes may be explicit: a part has no sharding to state
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                made = run(step.fit(given), implementation, *given)
+                return tuple(_summed(step, axes, name, own, x) for (name, own), x in zip(outputs, made, strict=True))
 
         made = tuple(shard(own) for _, own in outputs)
         return mesh, part, made, tuple(shard(own) for _, own in inputs)

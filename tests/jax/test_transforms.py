@@ -145,6 +145,21 @@ def test_explicit_axes_of_a_mesh() -> None:
         )
 
 
+def test_auto_axes_of_an_explicit_mesh() -> None:
+    q, k, v, bias, *_ = leaves()
+    explicit = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    spec = PartitionSpec("data", None, "model")
+
+    def gradients(function: Any) -> Any:
+        return jax.jit(jax.grad(lambda *given: (function(*given) ** 2).sum(), tuple(range(4))))
+
+    with jax.set_mesh(explicit):
+        sharded = [jax.device_put(x, NamedSharding(explicit, spec)) for x in (q, k, v)]
+        automatic = jax.sharding.auto_axes(dot_product_attention, out_sharding=spec)
+        got = gradients(automatic)(*sharded, bias)
+    close(got, gradients(dot_product_attention)(q, k, v, bias))
+
+
 def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 
