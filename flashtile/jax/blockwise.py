@@ -239,7 +239,7 @@ class _Scene:
     def cut(self, i: int, j: int) -> bool:
         """Whether a captured tensor has an element for every key of a dense problem, and so is cut into blocks of those."""
         tensor = self.p.score[i].tensors[j]
-        return self.p.score[i].kind.captured[j].broadcast and tensor.shape[3] > 1
+        return self.p.score[i].kind.captured[j].broadcast and tensor.shape[3] != 1
 
     def cut_keys(self) -> _Block:
         def blocks(x: Any, axis: int) -> Any:
@@ -276,7 +276,7 @@ class _Scene:
             seen = seen & (at.k >= at.q - p.band.left)
         if p.band.right is not None:
             seen = seen & (at.k <= at.q + p.band.right)
-        if not p.where:
+        if not p.where or not p.span_k:  # tensors without keys answer nothing
             return seen
         leaves = iter(range(len(p.leaves)))
         terms = []

@@ -231,10 +231,11 @@ def test_dropout_that_drops_nothing_needs_no_seed() -> None:
     np.testing.assert_array_equal(dot_product_attention(q, k, v, dropout=Dropout(0.0)), dot_product_attention(q, k, v))
 
 
+@pytest.mark.parametrize("scores", ["", "bnts"])
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=str)
-def test_nothing_to_do(sizes: tuple[int, int, int]) -> None:
+def test_nothing_to_do(sizes: tuple[int, int, int], scores: str) -> None:
     batch, seqlen_q, seqlen_k = sizes
-    case = Case("", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    case = Case("", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=scores, mask=scores)
     got = evaluate(case.ours, case.leaves(), case.cotangents())
     assert not got["out"].any()
     assert (got["lse"] == -np.inf).all()
