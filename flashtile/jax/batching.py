@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from flashtile.errors import NotSupported
+from flashtile.jax.explicit import automatically
 from flashtile.jax.partition import run_partitioned
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.buffers import place_of
@@ -35,7 +36,11 @@ def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any
             return outputs, (True,) * len(outputs)
         return one_by_one(call)(size, batched, *given)
 
-    return tuple(undifferentiated(step.problem.spell(), call)(*given))
+    named = dict(zip((b.name for b in step.inputs()), given, strict=True))
+    batch, seqlen, heads, _ = jax.typeof(named["q"]).sharding.spec
+    specs = {"out": (batch, seqlen, heads), "lse": (batch, heads, seqlen), "stats": (batch, heads, None, seqlen)}
+    made = tuple(b.name for b in step.outputs())
+    return automatically(undifferentiated(step.problem.spell(), call), named, made, specs)
 
 
 def undifferentiated(what: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.jax.arrays import JAX_DTYPES, Arrays, promotes
 from flashtile.jax.batching import one_by_one, undifferentiated
+from flashtile.jax.explicit import Spec, automatically
 from flashtile.jax.formulas import FORMULAS
 from flashtile.jax.run import NAMES, run, varying_like
 from flashtile.jax.saved import Saved
@@ -222,7 +223,15 @@ def _run(step: Forward | Backward, implementation: str | None, *given: Any) -> t
         return tuple(run(step, implementation, *given))
 
     call.def_vmap(one_by_one(call))
-    return tuple(undifferentiated(step.problem.spell(), call)(*given))
+    named = dict(zip((b.name for b in step.inputs()), given, strict=True))
+    specs = {b.name: _spec_of(b.shape, given) for b in step.outputs()}
+    return automatically(undifferentiated(step.problem.spell(), call), named, tuple(specs), specs)
+
+
+def _spec_of(shape: tuple[int, ...], given: Sequence[Any]) -> Spec:
+    """How an output lies over explicit axes: as the first of the inputs whose axes begin with its own."""
+    alike = next((x for x in given if x.shape[: len(shape)] == shape), None)
+    return () if alike is None else tuple(jax.typeof(alike).sharding.spec)[: len(shape)]
 
 
 def _apply_op(

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from flashtile.errors import NotSupported
 from flashtile.jax.run import run
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.buffers import place_of
@@ -33,17 +32,7 @@ PREDICATES: dict[str, tuple[Roles, ...]] = {
 
 
 def run_partitioned(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
-    """The step's outputs; in a program over several devices those of each device's part of batch and heads.
-
-    Raises NotSupported for arrays that are sharded over a mesh's explicit axes, under which JAX partitions nothing of ours.
-    """
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        if any(any(jax.typeof(x).sharding.spec) for x in given):
-            reason = (
-                "arrays are sharded over explicit axes of the mesh; call it in jax.shard_map, or make the axes AxisType.Auto"
-            )
-            raise NotSupported(repr(step), {"jax": [reason]})
-        return tuple(run(step.fit(given), implementation, *given))
+    """The step's outputs; in a program over several devices those of each device's part of batch and heads."""
 
     @custom_partitioning
     def call(*given: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flashtile import InvalidProblem, NotSupported
 from flashtile.jax import cross_entropy, layer_norm, rms_norm, rotary, softmax, target
@@ -95,6 +96,20 @@ def test_op(name: str, dtype: Any) -> None:
         assert mine.shape == truth.shape
         scale = max(1.0, float(np.abs(truth).max()))
         np.testing.assert_allclose(np.asarray(mine, np.float64), np.asarray(truth), atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_explicit_axes_of_a_mesh(name: str) -> None:
+    function, _, shapes = OPS[name]
+    value = jax.value_and_grad(lambda *x: sum((m**2).sum() for m in jax.tree.leaves(function(*x))), range(len(shapes)))
+    leaves = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    specs = [PartitionSpec("data") if x.ndim > 1 else PartitionSpec() for x in leaves]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)]
+    got = jax.jit(value)(*placed)
+    assert [jax.typeof(x) for x in got[1]] == [jax.typeof(x) for x in placed]
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(value(*leaves)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1.0, float(jnp.abs(theirs).max())), rtol=1e-5)
 
 
 def test_vmap_of_grad_equals_the_loop() -> None:

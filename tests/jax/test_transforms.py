@@ -41,6 +41,12 @@ def close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1.0, float(jnp.abs(theirs).max())), rtol=1e-5)
 
 
+def moves(compiled: Any) -> dict[str, int]:
+    """How many collectives a program has that move whole arrays."""
+    text = compiled.as_text()
+    return {n: len(re.findall(rf" {n}[\w.-]*\(", text)) for n in COLLECTIVES}
+
+
 gradient = jax.grad(loss, tuple(range(6)))
 AXES = (0, 0, 0, None, None, None)
 
@@ -132,17 +138,24 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_explicit_axes_of_a_mesh() -> None:
-    given = leaves()[:3]
+    """Those of `jax.make_mesh`: types say how arrays lie, those of gradients too."""
+    given = leaves()
     explicit = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    spec = PartitionSpec("data", None, "model")
+    specs = (*(PartitionSpec("data", None, "model"),) * 3, PartitionSpec(None, "model"), *(PartitionSpec("model"),) * 2)
+    placed = [jax.device_put(x, NamedSharding(explicit, spec)) for x, spec in zip(given, specs, strict=True)]
+    want = gradient(*given)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*placed).compile()
+    assert moves(compiled) == dict.fromkeys(COLLECTIVES, 0)
+    got = jax.jit(gradient)(*placed)
+    close(got, want)
+    assert [jax.typeof(x) for x in got] == [jax.typeof(x) for x in placed]
     with jax.set_mesh(explicit):
-        close(jax.jit(dot_product_attention)(*given), dot_product_attention(*given))  # which lie on one device
-        sharded = [jax.device_put(x, NamedSharding(explicit, spec)) for x in given]
-        with pytest.raises(NotSupported, match=r"sharded over explicit axes of the mesh; call it in jax\.shard_map"):
-            jax.jit(dot_product_attention)(*sharded)
-        close(
-            jax.shard_map(dot_product_attention, in_specs=(spec,) * 3, out_specs=spec)(*sharded), dot_product_attention(*given)
-        )
+        close(gradient(*placed), want)
+        close(jax.jit(gradient)(*given), want)  # which lie on one device
+        call, spec = (lambda *x: dot_product_attention(*x, is_causal=True)), specs[0]
+        mapped = jax.shard_map(call, in_specs=(spec,) * 3, out_specs=spec)
+        close(mapped(*placed[:3]), call(*given[:3]))
+        close(jax.jit(jax.vmap(call, 1, 1))(*(x[:, None] for x in placed[:3])), call(*given[:3])[:, None])
 
 
 def test_auto_axes_of_an_explicit_mesh() -> None:
@@ -183,8 +196,7 @@ def test_automatic_sharding_gathers_nothing(name: str, padded: bool) -> None:
     specs = (for_q, for_k, for_k, *(PartitionSpec(),) * 3)
     placed = tuple(jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(given, specs, strict=True))
     compiled = function.lower(*placed).compile()
-    text = compiled.as_text()
-    assert {n: len(re.findall(rf" {n}[\w.-]*\(", text)) for n in COLLECTIVES} == dict.fromkeys(COLLECTIVES, 0)
+    assert moves(compiled) == dict.fromkeys(COLLECTIVES, 0)
     got = compiled(*placed)
     close(got, function(*given))
     for mine, theirs in zip(got[:3], placed, strict=False):
