@@ -145,10 +145,18 @@ class AttentionExport:
         drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
         for batch, seqlen_q, seqlen_k, heads in chain(_ordered(pairs), _drawn(drawn)):
             given = (batch, seqlen_q, heads) if self.layout == "llmc" else (batch, seqlen_q, seqlen_k, heads)
-            sizes = {**dict(zip(self.sizes, given, strict=True)), "sm_count": device.sm_count}
-            choices = schedule.feasible(self.at(sizes)) if self.scheduled and device.arch == 90 else [1]
-            found += [{**sizes, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
+            found += self.complete(dict(zip(self.sizes, given, strict=True)), device)
         return found
+
+    def complete(self, sizes: Sizes, device: Device) -> list[dict[str, int]]:
+        """Sizes that a caller gives, with all that the run-time may find for them; none where no problem has them."""
+        given = {**{name: sizes[name] for name in self.sizes}, "sm_count": device.sm_count}
+        try:
+            problem = self.at(given)
+        except InvalidProblem:
+            return []
+        choices = schedule.feasible(problem) if self.scheduled and device.arch == 90 else [1]
+        return [{**given, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
 
     def short(self) -> Iterator[int]:
         """Numbers of keys that are one whole tile of Hopper's forward, which then is another, as with fewer."""
@@ -221,6 +229,6 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
     scheduled = export.problem if export.scheduled else None
     return [
         Entry(f"{name}_{direction}", spelling, direction, export.sizes, export.derived, plan, export.strides, export.broadcast,
-              export.samples, export.derive(f"{name}_{direction}"), scheduled)
+              export.samples, export.complete, export.derive(f"{name}_{direction}"), scheduled)
         for direction, plan in (("forward", forward), ("backward", backward))
     ]  # fmt: skip

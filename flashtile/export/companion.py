@@ -51,7 +51,11 @@ class CompanionExport:
 
     def samples(self, device: Device) -> list[dict[str, int]]:
         """Rows at which plans are made."""
-        return [dict(rows=rows, sm_count=device.sm_count) for rows in (4096, *ROWS)]
+        return [sizes for rows in (4096, *ROWS) for sizes in self.complete(dict(rows=rows), device)]
+
+    def complete(self, sizes: Sizes, device: Device) -> list[dict[str, int]]:
+        """Rows that a caller gives, with what the run-time finds for them."""
+        return [dict(rows=sizes["rows"], sm_count=device.sm_count)]
 
     def forward(self, sizes: Sizes, device: Device) -> Plan:
         p = self.at(sizes)
@@ -93,7 +97,7 @@ def companion_entries(name: str, export: CompanionExport) -> list[Entry]:
     derive = "    sizes[1] = gpu->sm_count;\n    return FLASHTILE_OK;\n"
     return [
         Entry(f"{name}_{direction}", export.problem.spell(), direction, ("rows",), ("sm_count",), plan,
-              lambda b: contiguous(b.shape), lambda name: (), export.samples, derive)
+              lambda b: contiguous(b.shape), lambda name: (), export.samples, export.complete, derive)
         for direction, plan in (("forward", export.forward), ("backward", export.backward))
     ]  # fmt: skip
 

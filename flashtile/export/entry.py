@@ -50,7 +50,9 @@ class Entry:
     sizes: the names of those that the caller gives, each at least 1. derived: of those that the run-time finds, in order.
     plan(sizes, device): the plan, of Sizes or of integers alike. strides(buffer): those of a buffer of such a plan.
     broadcast(name): which axes of a captured tensor have one element whatever the sizes.
-    samples(device): sizes at which plans are made; together they must meet every plan that there is.
+    samples(device): sizes, derived ones too, at which plans are made; `explore` adds those that their guards ask for.
+    complete(sizes, device): sizes that a caller gives with all that the run-time may find for the derived ones; none where
+        no problem has them.
     derive: C statements that fill in the derived sizes.
     """
 
@@ -63,6 +65,7 @@ class Entry:
     strides: Callable[[Buffer], tuple[int, ...]]
     broadcast: Callable[[str], tuple[bool, ...]]
     samples: Callable[[Device], list[dict[str, int]]]
+    complete: Callable[[Sizes, Device], list[dict[str, int]]]
     derive: str
     schedule: AttentionProblem | None = None  # the problem whose tile is chosen at run time
 
@@ -126,31 +129,37 @@ def at(steps: Steps, sizes: Sizes) -> Steps:
     return Steps(laid, calls)
 
 
-def trace(entry: Entry, device: Device, sizes: Sizes) -> Path:
-    """The plan that these sizes get, as expressions."""
+def trace(entry: Entry, device: Device, sizes: Sizes) -> Path | None:
+    """The plan that these sizes get, as expressions; None where its numbers take more than 32 bits."""
     tracer = Trace()
     unknown = {name: tracer.size(name, sizes[name]) for name in (*entry.sizes, *entry.derived)}
     plan = entry.plan(unknown, device)
     steps = steps_of(entry, plan)
     guards = tuple(tracer.guards)
+    numbers: list[int] = []
     for call in steps.calls:
-        walk((call.args, call.grid), _within_32_bits)
+        walk((call.args, call.grid), numbers.append)
+    if not all(-(2**31) <= number < 2**31 for number in numbers):
+        return None
     return Path(guards, tuple(tracer.guards)[len(guards) :], plan.backend, steps)
 
 
-def _within_32_bits(number: int) -> int:
-    assert -(2**31) <= number < 2**31
-    return number
-
-
 def explore(entry: Entry, device: Device) -> list[Path]:
-    """Every plan that the samples meet. Each is checked against the plans that are made of numbers."""
+    """Every plan that there is: those of the samples, and of sizes at which a guard of one of them comes out otherwise.
+
+    Each is checked against the plans that are made of numbers.
+    """
     paths: list[Path] = []
-    for sizes in entry.samples(device):
+    pending = entry.samples(device)
+    for sizes in pending:  # which grows
         path = next((path for path in paths if path.fits(sizes)), None)
         if path is None:
             path = trace(entry, device, sizes)
+            if path is None:
+                continue
             paths.append(path)
+            others = (other for guard in path.guards for name in entry.sizes for other in guard.turned(sizes, name))
+            pending += [sizes for other in others for sizes in entry.complete(other, device)]
         if at(path.steps, sizes) != steps_of(entry, entry.plan(sizes, device)):
             raise AssertionError(f"{entry.name}: the plan of expressions is another one at {sizes}.")
     return paths

@@ -7,7 +7,7 @@ which the plan is the right one. (Concolic execution: every Size also has a valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -41,6 +41,20 @@ class Guard:
         """Whether it comes out so for these sizes."""
         value = evaluate(self.terms, values)
         return (value == 0 if self.kind == "==" else value < 0) == self.holds
+
+    def turned(self, values: Mapping[str, int], name: str) -> Iterator[dict[str, int]]:
+        """The sizes with another value of that name, near its own, with which the guard comes out otherwise."""
+        own = values[name]
+        others = [own + -own % step for step in _denominators(self.terms)]
+        for end in (1, MOST):
+            if self.met({**values, name: end}):
+                continue
+            same, other = own, end
+            while abs(other - same) > 1:
+                middle = (same + other) // 2
+                same, other = (middle, other) if self.met({**values, name: middle}) else (same, middle)
+            others.append(other)
+        yield from (found for n in dict.fromkeys(others) if not self.met(found := {**values, name: n}))
 
 
 class Trace:
@@ -242,6 +256,14 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 def divisor(terms: Terms) -> int:
     """The greatest number that divides it whatever the sizes."""
     return reduce(gcd, (c for _, c in terms), 0)
+
+
+def _denominators(terms: Terms) -> Iterator[int]:
+    """The numbers by which parts of it are divided."""
+    for quotient in (atom for monomial, _ in terms for atom in monomial if isinstance(atom, Floor)):
+        yield from _denominators(quotient.numerator)
+        if [monomial for monomial, _ in quotient.denominator] == [()]:
+            yield quotient.denominator[0][1]
 
 
 def bounds(terms: Terms) -> tuple[float, float]:

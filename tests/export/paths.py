@@ -22,8 +22,11 @@ def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -
     """How many plans the entry has."""
     paths = explore(entry, device)
     longest = 9000 if isinstance(export, AttentionExport) and any(export.long()) else 5000
-    for _ in range(60):
+    for _ in range(80):
         sizes = {name: draw.choice([1, 2, 128, 1024, draw.randint(1, longest)]) for name in entry.sizes}
+        for name in sizes:  # half of them short or long
+            if "seqlen" in name and draw.random() < 0.5:
+                sizes[name] = draw.choice([draw.randint(1, 20), 128 * draw.randint(1, 600), draw.randint(1, 70000)])
         sizes["sm_count"] = draw.choice([132, 114, 108])
         if isinstance(export, AttentionExport) and export.scheduled:
             choices = schedule.feasible(export.at(sizes)) if device.arch == 90 else [1]

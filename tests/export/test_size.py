@@ -122,3 +122,14 @@ def test_widths_are_not_to_be_had() -> None:
     assert isinstance(sizes["a"], Size)
     with pytest.raises(TypeError, match="width"):
         sizes["a"].bit_length()
+
+
+def test_a_guard_is_turned_by_the_nearest_sizes_and_by_multiples() -> None:
+    trace, sizes = traced({"a": 100, "b": 7})
+    assert not sizes["a"] * sizes["b"] > 5000
+    assert sizes["a"] % 64 != 0
+    larger, whole = trace.guards
+    assert list(larger.turned({"a": 100, "b": 7}, "a")) == [{"a": 715, "b": 7}]
+    assert list(larger.turned({"a": 100, "b": 7}, "b")) == [{"a": 100, "b": 51}]
+    assert list(whole.turned({"a": 100, "b": 7}, "a")) == [{"a": 128, "b": 7}]
+    assert not list(whole.turned({"a": 100, "b": 7}, "b"))
