@@ -48,4 +48,8 @@ def checked_out(revision: str) -> Generator[Path, None, None]:
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed: it knows nothing
+        return subprocess.CompletedProcess(command, 127, "", "git is not installed")

@@ -14,6 +14,7 @@ from flashtile.bench.cases import SUITES, suite_named
 from flashtile.bench.main import bench
 from flashtile.bench.result import read
 from flashtile.bench.revision import LIBRARY, checked_out, commit
+from flashtile.errors import InvalidProblem
 from tests.bench.fake_worker import FakeWorker
 
 IS_GIT = shutil.which("git") is not None and bool(commit(LIBRARY))
@@ -110,6 +111,13 @@ def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch, told) -> N
     assert result.exit_code == 0, result.output
     assert {row.commit for row in read(tmp_path / "r.csv")} == {told or ""}
     assert ("No git here" in result.output) == (told is None)
+
+
+def test_a_machine_without_git_knows_no_commit(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit(LIBRARY) == ""
+    with pytest.raises(InvalidProblem, match="base is 'HEAD'; it must be a revision that git knows"), checked_out("HEAD"):
+        pass
 
 
 @pytest.mark.skipif(not IS_GIT, reason="needs a git checkout")
