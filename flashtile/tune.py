@@ -19,7 +19,7 @@ import torch
 import triton
 
 from flashtile import _triton
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.triton.backend import BACKEND, broadcast_gradients
 from flashtile.kernels.triton.backward import attention_backward_keys, attention_backward_queries
 from flashtile.kernels.triton.broadcast import attention_backward_broadcast
@@ -60,15 +60,19 @@ class Measured:
 
 
 def tune(spellings: Iterable[str], output: Path, passes: Iterable[Pass] = PASSES, *, verbose: bool = True) -> dict[str, Any]:
-    """The tuning table measured for these problems, also written to `output` as JSON."""
+    """The tuning table measured for these problems, also written to `output` as JSON, anew after each of them.
+
+    Raises InvalidProblem and NotSupported before anything is measured.
+    """
     if not torch.cuda.is_available():
         raise InvalidProblem("tune needs a GPU; this machine has none that torch can use.")
     prepare(output)
     device = torch.device("cuda", torch.cuda.current_device())
     place = device_of(device)
+    problems = {spelling: tunable(spelling, place) for spelling in spellings}
     table: dict[str, Any] = {}
-    for spelling in spellings:
-        problem = AttentionProblem.parse(spelling)
+    result: dict[str, Any] = {}
+    for spelling, problem in problems.items():
         tensors = random_inputs(problem, device)
         for which in passes:
             if which == "pairs" and not broadcast_gradients(problem):
@@ -77,7 +81,19 @@ def tune(spellings: Iterable[str], output: Path, passes: Iterable[Pass] = PASSES
             if best is not None:
                 table[family(problem, which)] = {**asdict(best.launch), "ms": round(best.ms, 4), "problem": spelling}
         del tensors
-    return write_table(output, table, place)
+        result = write_table(output, table, place)  # an interrupted run leaves what it had
+    return result
+
+
+def tunable(spelling: str, place: Device) -> AttentionProblem:
+    """The problem. Raises InvalidProblem, and NotSupported for what cannot run here or has no meaning at random."""
+    problem = AttentionProblem.parse(spelling)
+    reasons = BACKEND.unsupported(problem, place, "split")
+    if problem.lengths.ragged or problem.blocks is not None:
+        reasons = [*reasons, "items differ in length, or the mask has block lists: tune draws tensors at random, those too"]
+    if reasons:
+        raise NotSupported(problem.spell(), {BACKEND.name: reasons})
+    return problem
 
 
 def write_table(output: Path, tiles: dict[str, Any], place: Device) -> dict[str, Any]:

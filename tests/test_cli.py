@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import flashtile
 from flashtile.cli import app
 from flashtile.errors import InvalidProblem
 from flashtile.output import prepare
+from flashtile.plan.device import H100
 
 PROBLEM = "attention(q=1x4096x16x128,kv=4096x16x128,bf16,band=:0,score=softcap(30.0))"
 
@@ -95,6 +97,40 @@ def test_tune_without_a_gpu_says_so() -> None:
     result = python(f"{blind}; from flashtile.cli import app; app(['tune', {PROBLEM!r}])")
     assert result.returncode == 2, result.stderr
     assert result.stderr == "InvalidProblem: tune needs a GPU; this machine has none that torch can use.\n"
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, output: Path, *spellings: str) -> Any:
+    """The answer of `flashtile tune` on an H100 that measures at once; the second problem is interrupted."""
+    tune = pytest.importorskip("flashtile.tune")
+    best = tune.Measured(tune.Launch(64, 64, 4, 2), None, 0, ms=1.0)
+    answers = iter([best] * 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune, "device_of", lambda device: H100)
+    monkeypatch.setattr(tune, "random_inputs", lambda problem, device: {})
+    monkeypatch.setattr(tune, "tune_pass", lambda *given: next(answers))
+    return call("tune", *spellings, "--output", str(output))
+
+
+def test_tune_reads_every_problem_before_it_measures_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, message in (
+        ("attention(", "InvalidProblem: spelling is 'attention('"),
+        (PROBLEM.replace("x128", "x520"), "triton: head_dim is 520; supported up to 512"),
+        ("attention(q=2x128x4x64,kv=128x4x64,bf16,varlen=200x200)", "triton: items differ in length, or"),
+        ("attention(q=2x128x4x64,kv=128x4x64,bf16,where=dilated(2),blocks=128x128)", "or the mask has block lists"),
+    ):
+        result = tuned(monkeypatch, tmp_path / "t.json", PROBLEM, wrong)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert not (tmp_path / "t.json").exists()
+
+
+def test_an_interrupted_tune_leaves_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tuned(monkeypatch, tmp_path / "t.json", PROBLEM, PROBLEM.replace("x128", "x64"))
+    assert result.exit_code != 0  # the fifth pass finds no answer
+    table = json.loads((tmp_path / "t.json").read_text())
+    assert {tile["problem"] for tile in table["tiles"].values()} == {PROBLEM}
+    assert len(table["tiles"]) == 4
 
 
 @pytest.mark.parametrize("place", ["taken", "taken/x", "/proc/x"])
