@@ -107,8 +107,11 @@ def read(path: Path) -> list[Result]:
             rows = csv.DictReader(file)
             missing = set(COLUMNS) - set(rows.fieldnames or ())
             kinds = get_type_hints(Result)
-            found = [Result(**{name: _read(kinds[name], row[name]) for name in COLUMNS}) for row in rows if not missing]
-    except (ValueError, TypeError, csv.Error) as error:  # no text, or a row that was cut off
+            whole = [row for row in rows if not missing]
+            if any(row[name] is None for row in whole for name in COLUMNS):
+                raise ValueError("a row was cut off.")
+            found = [Result(**{name: _read(kinds[name], row[name]) for name in COLUMNS}) for row in whole]
+    except (ValueError, csv.Error) as error:  # no text, no numbers, or a row that was cut off
         raise ValueError(f"{path} cannot be read as a CSV written by flashtile bench.") from error
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; it must be written by flashtile bench.")

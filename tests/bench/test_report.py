@@ -65,6 +65,16 @@ def test_a_foreign_csv_is_refused(tmp_path) -> None:
         read(tmp_path / "x.csv")
 
 
+def test_a_row_that_was_cut_off_is_refused_wherever(saved) -> None:
+    first, *rest = saved.read_text().splitlines()
+    row = rest[0]
+    places = [i for i, letter in enumerate(row) if letter == ","]
+    for place in [*places, *(i + 2 for i in places[:-1])]:
+        saved.write_text(f"{first}\n{row[:place]}")
+        with pytest.raises(ValueError, match=r"cannot be read as a CSV written by flashtile bench"):
+            read(saved)
+
+
 def test_speeds_have_the_best_bold_and_the_ratio(saved) -> None:
     grid = report.speeds(read(saved))
     assert grid.header == ("case", "pass", *SPEEDS, "fa4", "ours / best peer")  # who refused everything has no column
