@@ -22,6 +22,7 @@ from flashtile.output import prepare
 from flashtile.spec.attention import AttentionProblem
 
 MOST_COMPILERS = 8  # processes that compile ahead; each holds one case and a context of half a GiB on the device
+LONGEST_WAIT_S = 1e6  # for an answer: queues know no infinity
 LEAST_LEFT_S = 5.0  # with less of the budget left no further case is begun
 
 
@@ -93,7 +94,7 @@ def compile_ahead(
     if count < 2 or workers[0].greeting["kind"] == "cpu":
         return
     started = time.monotonic()
-    end = started + limit_s
+    end = started + min(limit_s, LONGEST_WAIT_S)
     backward = "backward" in settings.directions
     jobs = [(worker, problem) for problem in cases for worker in workers]
     compiling = {

@@ -1,6 +1,9 @@
 """Rotation, and what becomes of providers that are wrong, refuse, crash or hang: with made-up processes."""
 
+import queue
 from collections import Counter
+
+import pytest
 
 from flashtile.bench import run as runs
 from flashtile.bench.cases import DType, case
@@ -132,7 +135,8 @@ def test_patterns() -> None:
     assert not wanted("flashtile/triton/split", ("flash", "flex"))
 
 
-def test_compiling_ahead_covers_every_case(monkeypatch) -> None:
+@pytest.mark.parametrize("limit_s", [60, float("inf")])
+def test_compiling_ahead_covers_every_case(monkeypatch, limit_s) -> None:
     helpers: list[FakeWorker] = []
 
     class Helper(FakeWorker):
@@ -144,6 +148,9 @@ def test_compiling_ahead_covers_every_case(monkeypatch) -> None:
 
         def ask(self, verb, patience_s=None, **rest):
             assert rest["names"] == ["flashtile/a"]
+            replies = queue.SimpleQueue[str]()
+            replies.put("")
+            replies.get(timeout=patience_s)  # raises OverflowError where it cannot wait so long
             self.compiled.append(rest["spelling"])
             if len(self.compiled) == 1:
                 raise WorkerLostError("told when it is timed")
@@ -153,6 +160,6 @@ def test_compiling_ahead_covers_every_case(monkeypatch) -> None:
     worker = FakeWorker(["flashtile/a", "peer"])
     worker.greeting["compiling"] = ["flashtile/a"]
     cases = [case(1, 1, n, 16, DType.FP16, True) for n in (16, 32, 48, 64, 80)]
-    runs.compile_ahead(cases, [worker], Settings(), 60, lambda line: None)
+    runs.compile_ahead(cases, [worker], Settings(), limit_s, lambda line: None)
     assert sorted(s for h in helpers for s in h.compiled) == sorted(c.spell() for c in cases)
     assert all(h.process is None for h in helpers)
