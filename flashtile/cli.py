@@ -63,7 +63,7 @@ def flashtile(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 250,
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of weights, batches and sample.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the plot and the sample.")] = Path("demo-output"),
 ) -> None:
     """Train a small GPT with flashtile and with torch's SDPA; compare losses, step time and memory."""

@@ -192,6 +192,14 @@ def test_without_its_libraries_the_command_line_names_the_extra() -> None:
     assert result.stderr == "flashtile's command line needs typer: pip install 'flashtile[cli]'\n"
 
 
+@pytest.mark.parametrize("options", ["--steps 0", f"--seed {-(2**64)}", f"--seed {2**64}"])
+def test_the_demo_refuses_numbers_that_it_cannot_take(options: str, tmp_path: Path) -> None:
+    result = call("demo", *options.split(), "--output", str(tmp_path / "new"))
+    assert result.exit_code == 2
+    assert f"Invalid value for '{options.split()[0]}'" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_without_torch_a_command_names_the_extra() -> None:
     result = python("import sys; sys.modules['torch'] = None; from flashtile.cli import app; app(['demo'])")
     assert result.returncode == 2
