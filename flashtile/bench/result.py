@@ -86,18 +86,19 @@ def speed(problem: AttentionProblem, direction: Direction, ms: float) -> float:
 
 
 class Writer:
-    """A CSV that grows row by row, so that an interrupted run leaves what it had."""
+    """A CSV that grows row by row, so that an interrupted run leaves what it had; what a file held goes with the first rows."""
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerow(COLUMNS)
+        self.began = False
 
     def add(self, results: Iterable[Result]) -> None:
         """Append rows."""
-        with self.path.open("a", newline="") as file:
-            csv.writer(file).writerows([_write(getattr(result, name)) for name in COLUMNS] for result in results)
+        rows = [[_write(getattr(result, name)) for name in COLUMNS] for result in results]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a" if self.began else "w", newline="") as file:
+            csv.writer(file).writerows(rows if self.began else [COLUMNS, *rows])
+        self.began = True
 
 
 def read(path: Path) -> list[Result]:

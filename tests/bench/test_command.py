@@ -148,6 +148,22 @@ def test_a_pattern_that_means_nobody_is_refused(tmp_path, monkeypatch) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
+def test_a_run_that_is_interrupted_before_its_first_rows_leaves_the_results_of_another(tmp_path, monkeypatch) -> None:
+    def interrupted(*given) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a"], kind="cpu"))
+    assert invoke("smoke", "-o", tmp_path / "r.csv").exit_code == 0
+    before = read(tmp_path / "r.csv")
+    monkeypatch.setattr(runs, "compile_ahead", interrupted)
+    assert invoke("smoke", "-o", tmp_path / "r.csv").exit_code != 0
+    assert read(tmp_path / "r.csv") == before
+    monkeypatch.undo()
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["b"], kind="cpu"))
+    assert invoke("smoke", "-o", tmp_path / "r.csv").exit_code == 0
+    assert {row.provider for row in read(tmp_path / "r.csv")} == {"b"}
+
+
 def test_also_without_providers_is_said(tmp_path) -> None:
     (tmp_path / "also.py").write_text("x = 1\n")
     result = invoke("smoke", "-o", tmp_path / "r.csv", "--also", tmp_path / "also.py")
