@@ -90,13 +90,18 @@ class Mask:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def is_band(self) -> bool:
+        """Whether its band says all."""
+        return self.keep is self.documents is self.used is None
+
     def contiguous(self) -> Mask:
         """Itself: asked by transformers' generation."""
         return self
 
     def __add__(self, scores: Any) -> Any:
         """The scores, if it hides nothing. NotSupported otherwise: a model that adds masks computes attention itself."""
-        if self.band.unbounded and self.keep is self.documents is self.used is None:
+        if self.band.unbounded and self.is_band:
             return scores
         reason = "the model adds its mask to scores, and so has no use for another attention; take 'eager'"
         raise NotSupported(f"attn_implementation={NAME!r}", {NAME: [reason]})
@@ -202,8 +207,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """(out (batch, q_length, heads, head_dim_v), None) of query, key, value (batch, heads, length, head_dim).
 
-    named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k. Raises
-    NotSupported for a name that it does not know and that is not None or False.
+    named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k (the starts of
+    sequences packed in one row, beside any mask). Raises NotSupported for a name that it does not know and that is not None
+    or False.
     """
     window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
     sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
@@ -245,12 +251,20 @@ def attention_forward(
             f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: ["sliding_window without a mask"]}
         )
     arguments |= {"score": tuple(score), "sink": sinks[0] if sinks else None, "dropout": Dropout(dropout) if dropout else None}
-    if packed[0] is None or attention_mask is not None:
+    ours = isinstance(attention_mask, Mask)
+    if packed[0] is None or (ours and attention_mask.documents is not None):  # which are what is packed
         return attention(q, k, v, **arguments), None
     if q.shape[0] != 1:
         raise InvalidProblem(f"cu_seq_lens_q is given and the batch is {q.shape[0]}; packed sequences must be one row.")
-    out = attention_varlen(
-        q[0], k[0], v[0], packed[0].int(), None if packed[1] is None else packed[1].int(), max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1], **arguments,
-    )  # fmt: skip
+    starts = [packed[0].int(), packed[0 if packed[1] is None else 1].int()]
+    if attention_mask is not None and not (ours and attention_mask.is_band):
+        ids = (_documents(at, tokens.shape[1]) for at, tokens in zip(starts, (q, k), strict=True))
+        arguments["mask"] = Document(*ids) & arguments.get("mask", FULL)
+        return attention(q, k, v, **arguments), None
+    out = attention_varlen(q[0], k[0], v[0], *starts, max_seqlen_q=longest[0], max_seqlen_k=longest[1], **arguments)
     return out[None], None
+
+
+def _documents(starts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which of the sequences that start there each token is of, int32 (tokens,)."""
+    return torch.searchsorted(starts[1:], torch.arange(tokens, dtype=starts.dtype, device=starts.device), right=True).int()

@@ -182,6 +182,31 @@ def test_packed_sequences_by_cu_seq_lens() -> None:
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize(
+    ("name", "compiled", "given"),
+    [
+        ("qwen", False, {}),
+        ("qwen", True, {}),
+        ("mistral", False, {}),
+        ("mistral", False, {"attention_mask": torch.ones(1, 12)}),
+        ("qwen", False, {"attention_mask": torch.ones(1, 1, 12, 12).tril() > 0}),
+        ("qwen", False, {"attention_mask": torch.ones(1, 1, 12, 12).tril().log()}),
+    ],
+    ids=["cache", "compiled", "window", "mask of keys", "whole mask", "numbers"],
+)
+def test_packed_sequences_by_cu_seq_lens_beside_a_cache_or_a_mask(name: str, compiled: bool, given: dict[str, Any]) -> None:
+    """What transformers' collator of flattened batches gives; neither of those says it."""
+    ids, cu = tokens()[:1], torch.tensor([0, 5, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    eager, mine = models(name)
+    run = torch.compile(mine.forward, backend="aot_eager") if compiled else mine
+    packed = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=7, max_length_k=7)
+    with torch.no_grad():
+        expected = torch.cat([eager(input_ids=part).logits for part in ids.split([5, 7], 1)], 1)
+        got = run(input_ids=ids, position_ids=positions, **packed, **given).logits
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_token_for_token(name: str, cache_kind: str) -> None:
