@@ -33,7 +33,7 @@ NAME = "flashtile"
 # What models hand through to every attention and its mask has already, or concerns others.
 OTHERS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "num_items_in_batch",
-    "position_embeddings", "logits_to_keep", "output_router_logits",
+    "position_embeddings", "logits_to_keep", "output_router_logits", "seq_idx", "interpolate_pos_encoding",
 })  # fmt: skip
 
 

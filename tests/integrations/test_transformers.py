@@ -344,6 +344,7 @@ def test_unknown_keywords_raise() -> None:
     q = torch.randn(1, 2, 4, 8)
     module = torch.nn.Identity()
     attention_forward(module, q, q, q, None, position_ids=torch.arange(4), output_attentions=False, indexer=None)
+    attention_forward(module, q, q, q, None, interpolate_pos_encoding=True, seq_idx=torch.zeros(1, 4))  # DINOv2, Mamba's kin
     with pytest.raises(NotSupported, match="knows no indexer"):
         attention_forward(module, q, q, q, None, indexer=3)
     with pytest.raises(NotSupported, match="knows no cache"):
