@@ -108,14 +108,29 @@ class Mask:
 
     __radd__ = __add__
 
-    def arguments(self) -> dict[str, Any]:
-        """What `attention` is told."""
+    def repeat(self, *sizes: int) -> torch.Tensor:
+        """The boolean tensor, repeated, where padding is all it says: for SigLIP 2, which pools by torch's own attention."""
+        if self.keep is None or not self.band.unbounded or self.documents is not None or self.used is not None:
+            return self.__getattr__("repeat")
+        return self.keep[:, None, None].expand(self.shape).repeat(*sizes)
+
+    def __getattr__(self, name: str) -> Any:
+        reason = f"the model asks its mask for {name!r}, and it is no tensor; take another implementation"
+        raise _NoTensor(f"attn_implementation={NAME!r}", {NAME: [reason]})
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """What `attention` is told on a device, which differs between layers of a model that is spread over several."""
+        keep, documents, used = (None if t is None else t.to(device) for t in (self.keep, self.documents, self.used))
         mask: Any = self.band
-        if self.documents is not None:
-            mask = Document(self.documents) & mask
-        if self.keep is not None:
-            mask = KeyPadding(self.keep) & mask
-        return {"mask": mask, "seqused_k": self.used}
+        if documents is not None:
+            mask = Document(documents) & mask
+        if keep is not None:
+            mask = KeyPadding(keep) & mask
+        return {"mask": mask, "seqused_k": used}
+
+
+class _NoTensor(NotSupported, AttributeError):
+    """A refusal that `hasattr` understands."""
 
 
 def make_mask(
@@ -227,7 +242,7 @@ def attention_forward(
     if bias is not None:
         score.append(Bias(bias))
     if isinstance(attention_mask, Mask):
-        arguments |= attention_mask.arguments()
+        arguments |= attention_mask.arguments(q.device)
     elif isinstance(attention_mask, torch.Tensor):
         if attention_mask.dim() != 4:
             raise InvalidProblem(

@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers as hf
 
-from flashtile import Dropout, InvalidProblem, NotSupported, Options
+from flashtile import Band, Dropout, InvalidProblem, NotSupported, Options
 from flashtile.integrations import transformers as ours
 from flashtile.integrations.transformers import Mask, attention_forward, make_mask, register
 from tests.judge import FACTOR, FLOOR_ULP
@@ -273,6 +273,42 @@ def test_models_that_add_their_mask_to_scores() -> None:
     bloom = hf.AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
     with pytest.raises(NotSupported, match="adds its mask to scores"):
         bloom(tokens())
+
+
+def test_models_that_take_their_mask_for_a_tensor() -> None:
+    config = hf.MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
+    with pytest.raises(NotSupported, match="asks its mask for 'to', and it is no tensor"):
+        model(tokens())
+    mask = Mask((1, 1, 4, 4), Band(right=0), torch.ones(1, 4, dtype=torch.bool))
+    assert not hasattr(mask, "to")  # accelerate asks
+    assert deepcopy(mask).shape == mask.shape
+    with pytest.raises(NotSupported, match="asks its mask for 'repeat'"):
+        mask.repeat(1, 2, 1, 1)
+
+
+def test_siglip_2_pools_what_is_no_padding() -> None:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, patch_size=4, num_patches=16)
+    generator = torch.Generator().manual_seed(3)
+    given = dict(
+        pixel_values=torch.randn(2, 16, 48, generator=generator), spatial_shapes=torch.tensor([[4, 4], [2, 4]]),
+        pixel_attention_mask=torch.tensor([[1] * 16, [1] * 8 + [0] * 8]),
+    )  # fmt: skip
+    made = []
+    for implementation in ("eager", "flashtile"):
+        torch.manual_seed(0)
+        model = hf.Siglip2VisionModel._from_config(hf.Siglip2VisionConfig(**sizes), attn_implementation=implementation).eval()
+        made.append(step(model, lambda out: out.pooler_output, **given))
+    agree(made[1], made[0], unfelt="k_proj.bias")
+
+
+def test_masks_follow_layers_to_their_device() -> None:
+    ids, keep, used = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, 4, dtype=torch.bool), torch.ones(1, dtype=torch.int32)
+    made = Mask((1, 1, 4, 4), Band(right=0), keep, ids, used).arguments(torch.device("meta"))
+    leaves = [leaf for term in made["mask"].terms for leaf in term if not isinstance(leaf, Band)]
+    tensors = [made["seqused_k"], *(tensor for leaf in leaves for tensor in leaf.tensors(1, 1))]
+    assert len(tensors) == 4
+    assert {t.device.type for t in tensors} == {"meta"}
 
 
 def test_vit() -> None:
