@@ -54,12 +54,14 @@ class _FirstDerivative(torch.autograd.Function):
 
 
 _holds: Any = torch._C._dispatch_tls_is_dispatch_key_included
+_included: Any = torch._C._dispatch_tls_local_include_set  # tells the same slowly, and PyTorch 2.11's compiler does not fail
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_mapped(grads: Iterable[torch.Tensor | None]) -> bool:
     """Whether these are gradients of a batch, without memory: within torch.func.vmap of torch.autograd.grad, or the like."""
-    return _holds(_VMAP_MODE) or (transforms() and any(g is not None and is_wrapped(g) for g in grads))
+    old = _included().has(_VMAP_MODE) if torch.compiler.is_compiling() else _holds(_VMAP_MODE)
+    return old or (transforms() and any(g is not None and is_wrapped(g) for g in grads))
 
 
 def each_gradient(

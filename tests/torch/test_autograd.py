@@ -214,3 +214,13 @@ def test_gradients_take_the_dtype_and_order_of_their_inputs(backend: str, place:
     assert [g.dtype for g in grads] == [t.dtype for t in given.values()]
     assert [g.shape for g in grads] == [t.shape for t in given.values()]
     assert out.stride() == given["q"].stride(), "out keeps the memory order of q"
+
+
+def test_a_compiled_function_may_call_backward_of_an_eager_call() -> None:
+    """The compiler then meets the backward itself, in Python."""
+    q = torch.randn(2, 9, 2, 16, requires_grad=True)
+    out = flashtile.attention(q, q, q, options=Options(backend="cpu"))
+    (expected,) = torch.autograd.grad(out.sin().sum(), q, retain_graph=True)
+    torch._dynamo.reset()
+    torch.compile(lambda out: out.sin().sum().backward(), backend="aot_eager")(out)
+    torch.testing.assert_close(q.grad, expected)
