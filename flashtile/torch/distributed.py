@@ -7,18 +7,22 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
+from flashtile.predicate.dilated import Dilated
 from flashtile.predicate.document import Document
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.predicate.prefix import Prefix
+from flashtile.predicate.top_left import TopLeft
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, terms_of
+from flashtile.torch.inputs import check_tensors
 from flashtile.torch.lengths import Given
 from flashtile.torch.operator import ATTENTION, dense_strides, spread
 from flashtile.torch.packing import APART, KV, QKV, Packing
 from flashtile.torch.plain import is_more
 from flashtile.torch.request import write
 
-BATCH_FIRST = (Band, Document, KeyPadding, Prefix)  # masks whose tensors have the batch as their first axis
+# Masks that know nothing of heads, and of the batch what is the first axis of their tensors.
+SHARDED = (Band, Dilated, Document, KeyPadding, Prefix, TopLeft)
 
 
 def is_distributed(*packs: Any) -> bool:
@@ -61,13 +65,18 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
             tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return tensor.redistribute(mesh, placements).to_local(grad_placements=sums)
 
-    parts = [local(t, {"heads": t.dim() - 2} if varlen else {"batch": 0, "heads": t.dim() - 2}) for t in packs]
     whole = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
-    q, v = whole["q"], whole["v"]
-    for name in ("q", "k"):
+    q, k, v = whole["q"], whole["k"], whole["v"]
+    check_tensors(q, k, v, given)
+    shared = k.shape[2] == 1 and packing is not QKV  # one head of keys and values, whole on every rank
+    for name, tensor in (("q", q), ("k", k)):
         for size, role in zip(mesh.shape, roles, strict=True):
-            if role == "heads" and whole[name].shape[2] % size:
-                _refuse(f"{whole[name].shape[2]} heads of {name} over {size} ranks; they must be a multiple")
+            if role == "heads" and tensor.shape[2] % size and not (name == "k" and shared):
+                _refuse(f"{tensor.shape[2]} heads of {name} over {size} ranks; they must be a multiple")
+    parts: list[torch.Tensor] = []
+    for i, tensor in enumerate(packs):
+        heads = {} if i and shared else {"heads": tensor.dim() - 2}
+        parts.append(local(tensor, heads if varlen else {"batch": 0, **heads}))
     text, floats, ints, captured, others = write(packing, q, given, **arguments)
     kinds = [kind for modifier in arguments.get("score", ()) for kind in modifier.captured]
     for i, tensor in enumerate(captured):
@@ -110,7 +119,7 @@ def _check(packing: Packing, roles: list[str | None], arguments: dict[str, Any])
             _refuse(f"score modifier {modifier.name}, whose tensor is indexed in its own way")
     mask = arguments.get("mask")
     leaves = [leaf for term in terms_of(mask) or () for leaf in term]
-    if isinstance(mask, Joined) and (mask.spec is not None or not all(isinstance(leaf, BATCH_FIRST) for leaf in leaves)):
+    if isinstance(mask, Joined) and (mask.spec is not None or not all(isinstance(leaf, SHARDED) for leaf in leaves)):
         _refuse("a mask with blocks, or with a predicate that is not known to have the batch first")
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
-from flashtile import Alibi, Band, Dropout, KeyPadding, NotSupported, Softcap, ops
+from flashtile import Alibi, Band, Dilated, Dropout, InvalidProblem, KeyPadding, NotSupported, Softcap, TopLeft, ops
 from flashtile.nn import Attention
 
 
@@ -61,6 +61,24 @@ def check_dtensor(mesh: Any) -> None:
         laid = [distribute_tensor(t.detach(), mesh, [refused]) for t in leaves()[:3]]
         with pytest.raises(NotSupported, match="attention of DTensors"):
             step([*laid, *leaves()[3:]], **arguments)
+
+
+def check_shared_keys(mesh: Any) -> None:
+    """Queries sharded over heads, beside one head of keys and values; and masks that go by positions alone."""
+    q, k, v, slopes, sink = leaves()
+    whole: list[Any] = [q, *(t[:, :, :1].detach().requires_grad_() for t in (k, v)), slopes, sink]
+    expected = step(whole)
+    for keys in (Replicate(), Shard(0)):
+        placed = zip(whole[:3], (Shard(2), keys, keys), strict=True)
+        given = [distribute_tensor(t.detach(), mesh, [laid]).requires_grad_() for t, laid in placed]
+        for a, b in zip(step([*given, slopes, sink]), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    laid = [distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in (q, k, v)]
+    for mask in (TopLeft(), Dilated(2) | Band(1, 1)):
+        got = flashtile.attention(*laid, mask=mask).full_tensor()
+        torch.testing.assert_close(got, flashtile.attention(q, k, v, mask=mask))
+    with pytest.raises(InvalidProblem, match="v has heads 1 and k has 2"):
+        flashtile.attention(laid[0], laid[1], v[:, :, :1].detach())
 
 
 def check_companions(mesh: Any) -> None:
@@ -158,6 +176,7 @@ def main(rank: int, file: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_dtensor(mesh)
     check_packed(mesh)
+    check_shared_keys(mesh)
     check_companions(mesh)
     check_fsdp(mesh, rank)
     for causal in (False, True):
