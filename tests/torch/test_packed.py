@@ -149,6 +149,10 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: flashtile.attention_qkvpacked(zeros(1, 8, 3, 2, 16), seqused=ENDS_8),
         "seqused has 2 elements and the batch 1 items; it must have 1",
     ),
+    "used-mask": (
+        lambda: flashtile.attention_qkvpacked(zeros(1, 8, 3, 2, 16), seqused=torch.ones(1, 8, dtype=torch.bool)),
+        "seqused is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many tokens",
+    ),
     "only-k": (
         lambda: flashtile.attention_kvpacked(zeros(1, 8, 2, 16), zeros(1, 8, 2, 2, 16), cu_seqlens_k=ENDS_8),
         "cu_seqlens_k is given and cu_seqlens_q is None",
