@@ -8,7 +8,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.companion import AS_IT_IS, check_tensor, check_tensors, make_problem, run
-from flashtile.torch.plain import is_watched
+from flashtile.torch.plain import is_compiling, is_watched
 
 
 def rotary(
@@ -87,6 +87,14 @@ def _check_written(name: str, tensor: torch.Tensor | None) -> None:
     there = () if tensor is None else (tensor, tensor._base)
     if any(t is not None and t.is_leaf and t.requires_grad for t in there):
         raise InvalidProblem(f"{name} is a leaf of autograd's, or a view of one; with inplace it must not be.")
+    if tensor is None or is_compiling() or not (tensor.requires_grad and tensor._is_view()):
+        return
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
+        raise InvalidProblem(
+            f"{name} is a view that autograd lets nobody write over, such as one of several that unbind, split or chunk make; "
+            "with inplace it must be a tensor of its own or a view by an index, such as qkv[:, :, 0]."
+        )
 
 
 def _one_by_one(tensors: list[torch.Tensor | None]) -> bool:

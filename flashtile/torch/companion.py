@@ -45,6 +45,8 @@ def run(
         made = (_Differentiable.apply if transforms() else _apply)(call, *tensors.values())
         return made[:-1] if call.hides else made
     made = call.forward(tensors)
+    for source in call.overwritten.values():  # launches tell nobody what they write
+        torch.autograd.graph.increment_version(tensors[source])
     return tuple([made[name] for name in call.public])
 
 

@@ -100,6 +100,36 @@ def test_what_autograd_would_refuse_is_not_written_over(backend: str, place: tor
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_one_of_several_views_is_not_written_over(backend: str, place: torch.device) -> None:
+    """Autograd refuses that, and says so only after it is done; where it wants no gradient of them it does not mind."""
+    cos, sin = (torch.randn(5, 4, device=place) for _ in range(2))
+    packed = torch.randn(2, 5, 3, 2, 8, device=place, requires_grad=True) * 1.0
+    before = packed.detach().clone()
+    for q, k in (packed.unbind(2)[:2], (packed.split(1, 2)[0][:, :, 0], None), (before.clone()[:, :, 0], packed.unbind(2)[1])):
+        with pytest.raises(InvalidProblem, match="is a view that autograd lets nobody write over, such as one of several"):
+            ops.rotary(q, k, cos, sin, inplace=True, backend=backend)
+    assert torch.equal(packed, before)
+    q = before.unbind(2)[0]
+    expected = ops.rotary(q, None, cos, sin, backend=backend)
+    assert torch.equal(ops.rotary(q, None, cos, sin, inplace=True, backend=backend), expected)
+    assert torch.equal(before[:, :, 0], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_written_over_is_noticed(backend: str, place: torch.device) -> None:
+    """By a backward that kept it, also where nobody wants a gradient of it."""
+    cos, sin = (torch.randn(5, 4, device=place) for _ in range(2))
+    for learns in (False, True):
+        weight, q, k = (torch.randn(2, 5, 2, 8, device=place, requires_grad=True) for _ in range(3))
+        for i in range(2):
+            given = [t * 1.0 if learns else t.detach().clone() for t in (q, k)]
+            product = weight * given[i]
+            ops.rotary(*given, cos, sin, inplace=True, backend=backend)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_that_arrives_is_not_touched(backend: str, place: torch.device) -> None:
     """Also in place, also where it is shared or has stride 0."""
     leaf, (cos, sin) = torch.randn(1, 4, 2, 8, device=place, requires_grad=True), tables(10, 4, place)
