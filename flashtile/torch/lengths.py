@@ -55,8 +55,8 @@ class Given:
                 raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
             if tensor.dtype is torch.bool and key.startswith("seqused"):
                 raise InvalidProblem(
-                    f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many tokens "
-                    "of each item count, from its first one on. The mask KeyPadding(keep) hides keys where they stand."
+                    f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many "
+                    "tokens of each item count, from its first one on. The mask KeyPadding(keep) hides keys where they stand."
                 )
             if tensor.dtype is not torch.int32:
                 raise InvalidProblem(f"{name} is {tensor.dtype}; it must be int32.")

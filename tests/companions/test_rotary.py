@@ -124,7 +124,7 @@ def test_what_is_written_over_is_noticed(backend: str, place: torch.device) -> N
         for i in range(2):
             given = [t * 1.0 if learns else t.detach().clone() for t in (q, k)]
             product = weight * given[i]
-            ops.rotary(*given, cos, sin, inplace=True, backend=backend)
+            ops.rotary(given[0], given[1], cos, sin, inplace=True, backend=backend)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.sum().backward()
 
