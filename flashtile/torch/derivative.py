@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashtile.errors import NotSupported
@@ -35,6 +36,17 @@ def first_derivatives(
     return tuple(None if g is None else next(refusing) for g in given)
 
 
+def record_at_level(function: type[torch.autograd.Function], *given: Any) -> Any:
+    """`function.apply`, of the one level at which tensors have arrived within torch.func's transforms, where there are any.
+
+    For Functions with a `ctx` in their forward, which torch.func does not take apart by itself.
+    """
+    if not transforms():
+        return function.apply(*given)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*given)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _FirstDerivative(torch.autograd.Function):
     """The first `count` tensors, with a refusal for a gradient.
 
@@ -48,9 +60,13 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        reason = "gradients of gradients are not implemented"
-        what = ctx.what if isinstance(ctx.what, str) else ctx.what.spell()
-        raise NotSupported(f"the second derivative of {what}", {ctx.backend: [reason]})
+        raise second_derivative(ctx.what, ctx.backend)
+
+
+def second_derivative(what: str | Problem, backend: str) -> NotSupported:
+    """The refusal of it."""
+    reason = "gradients of gradients are not implemented"
+    return NotSupported(f"the second derivative of {what if isinstance(what, str) else what.spell()}", {backend: [reason]})
 
 
 _holds: Any = torch._C._dispatch_tls_is_dispatch_key_included

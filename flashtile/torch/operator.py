@@ -13,17 +13,19 @@ Eager calls of plain tensors go by here: dispatch costs more than all else that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
-from flashtile.torch.derivative import first_derivatives, is_dual_level, refuse_tangents
+from flashtile.torch.derivative import is_dual_level, record_at_level, refuse_tangents, second_derivative
 from flashtile.torch.inputs import check_tensors
 from flashtile.torch.namespace import define
 from flashtile.torch.packing import Packing
+from flashtile.torch.plain import transforms
 from flashtile.torch.request import Named, Request, read
 
 if TYPE_CHECKING:
@@ -251,6 +253,16 @@ def spread(packs: Sequence[Maybe]) -> tuple[Maybe, Maybe, Maybe]:
     return q, k, v
 
 
+@contextmanager
+def below_autograd() -> Generator[None]:
+    """Where a Function that records an operator runs it: below autograd, or at the next of torch.func's levels.
+
+    That one records too, if gradients are enabled, which a Function switches off.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(bool(transforms())):
+        yield
+
+
 class _Attention(torch.autograd.Function):
     """The operator, with its gradients by the other one."""
 
@@ -258,7 +270,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, asked: tuple[Any, ...], q: torch.Tensor, k: Maybe, v: Maybe, *others: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             made = ATTENTION(q, k, v, list(others), *asked)
         packs = [t for t in (q, k, v) if t is not None]
         ctx.asked, ctx.count = asked, len(packs)
@@ -276,21 +288,46 @@ class _Attention(torch.autograd.Function):
         if is_dual_level():
             refuse_tangents("attention", "autograd", (("dout", dout), ("dlse", dlse)))
         packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
-        made = BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked)
-        found = iter(first_derivatives("attention", "autograd", tuple(made), saved, arriving))
+        found = iter(BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked))
         grads = [next(found) if wanted >> i & 1 else None for i in range(count + len(others))]
         return None, *spread(grads[:count]), *grads[count:]
 
 
-def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
-    """The operator's outputs, with their gradients by `_Attention`, which refuses second derivatives."""
-    return _Attention.apply(asked, q, k, v, *others)
+def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *asked: Any) -> Any:
+    """The operator's outputs, with their gradients by `_Attention`.
+
+    Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient:
+    here, at the level of one of them, they say it.
+    """
+    packs = [t for t in (q, k, v) if t is not None]
+    for i, tensor in enumerate((*packs, *others[: read(text).captured])):
+        wanted |= int(tensor.requires_grad) << i
+    return record_at_level(_Attention, (wanted, text, *asked), q, k, v, *others)
+
+
+class _Gradients(torch.autograd.Function):
+    """The operator of gradients, with a refusal for theirs. Its inputs are there for their edges alone."""
+
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *_: Maybe) -> tuple[torch.Tensor, ...]:
+        with below_autograd():
+            return tuple(BACKWARD(*given))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        raise second_derivative("attention", "autograd")
+
+
+def record_gradients(*given: Any) -> list[torch.Tensor]:
+    """The gradients, for whoever differentiates them (create_graph, a transform of a transform): no zero but a refusal."""
+    dout, dlse, q, k, v, others, out, lse, residual, *_ = given
+    return list(record_at_level(_Gradients, given, dout, dlse, q, k, v, *others, out, lse, residual))
 
 
 ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, record)
 BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
-    run_backward, fake_backward,
+    run_backward, fake_backward, record_gradients,
 )  # fmt: skip
 
 

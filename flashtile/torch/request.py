@@ -137,6 +137,7 @@ class Request:
         asked = {"True": True, "False": False, "None": None}[deterministic]
         self.options = Options(backend or None, backward, asked, precision)  # pyright: ignore[reportArgumentType]
         self.score = [_counted(kind) for kind in parts["score"].split("+")] if "score" in parts else []
+        self.captured = sum(tensors for *_, tensors in self.score) + ("sink" in parts)  # tensors that may have a gradient
         terms = parts["where"].split("|") if "where" in parts else []
         self.where = [[_counted(leaf) for leaf in term.split("&")] for term in terms]
         self.lengths = parts["lengths"].split(",") if "lengths" in parts else []

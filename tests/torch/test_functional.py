@@ -69,6 +69,55 @@ def test_vmap_of_grad() -> None:
             close([g[i] for g in got], grad(function, argnums=slots)(many_q[i], *rest))
 
 
+def test_transforms_within_a_compiled_graph() -> None:
+    """Their gradients, and those of leaves outside that a mapped call shares, which were lost without a word."""
+    q, k, v, slopes, many_q, many_k, many_v = tensors()
+    everything = (0, 1, 2, 3)
+
+    def alone(*given: Any) -> Any:
+        return grad(loss, argnums=everything)(*given)
+
+    def mapped(many_q: Any, *rest: Any) -> Any:
+        return vmap(grad(loss, argnums=everything), (0, None, None, None))(many_q, *rest)
+
+    def pulled(q: Any, k: Any, v: Any) -> Any:
+        return vjp(plain, q, k, v)[1](q)
+
+    cases: list[tuple[Any, Any]] = [(alone, (q, k, v, slopes)), (mapped, (many_q, k, v, slopes)), (pulled, (q, k, v))]
+    for function, given in cases:
+        torch.compiler.reset()
+        close(torch.compile(function, fullgraph=True, backend="aot_eager")(*given), function(*given))
+
+    def outside(*given: Any) -> Any:
+        leaves = [t.clone().requires_grad_() for t in given]
+        one = torch.compile(vmap(plain), fullgraph=True, backend="aot_eager")(*leaves)
+        two = torch.compile(vmap(plain, (0, None, None)), fullgraph=True, backend="aot_eager")(
+            leaves[0], leaves[1][0], leaves[2][0]
+        )
+        return torch.autograd.grad(one.square().sum() + two.square().sum(), leaves)
+
+    torch.compiler.reset()
+    got = outside(many_q, many_k, many_v)
+    leaves = [t.clone().requires_grad_() for t in (many_q, many_k, many_v)]
+    sums = [
+        plain(a, b, c).square().sum() + plain(a, leaves[1][0], leaves[2][0]).square().sum()
+        for a, b, c in zip(*leaves, strict=True)
+    ]
+    close(got, torch.autograd.grad(torch.stack(sums).sum(), leaves))
+
+
+def test_second_derivatives_within_a_compiled_graph_are_refused() -> None:
+    q, k, v, *_ = tensors()
+
+    def first(q: Any, k: Any) -> Any:
+        return grad(lambda q: plain(q, k, v).square().sum())(q).square().sum()
+
+    for slot in (0, 1):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="gradients of gradients are not implemented"):
+            torch.compile(grad(first, argnums=slot), fullgraph=True, backend="aot_eager")(q, k)
+
+
 def test_holes_are_moved_in_transforms_too() -> None:
     _, _, _, _, many_q, many_k, many_v = tensors()
     keep_q, keep_k = torch.rand(3, 2, 20) < 0.6, torch.rand(3, 2, 36) < 0.6
