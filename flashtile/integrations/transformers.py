@@ -202,8 +202,9 @@ def _known(function: Any) -> tuple[Band, Any] | None:
     packed = _closure(function, _masks.packed_sequence_mask_function(torch.zeros(1, 1)))
     if packed is not None:
         return FULL, packed["packed_sequence_mask"].int()
-    remapped = _closure(function, _masks.remap_positions_for_packed_sequence(_masks.causal_mask_function, torch.zeros(1, 1)))
-    if remapped is not None:  # within a document positions differ by as much as they did
+    remap = getattr(_masks, "remap_positions_for_packed_sequence", None)  # since transformers 5.23
+    remapped = remap and _closure(function, remap(_masks.causal_mask_function, torch.zeros(1, 1)))
+    if remapped:  # within a document positions differ by as much as they did
         return _known(remapped["mask_function"])
     return None
 

@@ -70,7 +70,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind: str, case: Case) -> None:
     """The largest of so few errors is luck, their mean is not."""
     if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip("beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms")
+        pytest.skip(
+            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
+        )
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)
@@ -86,7 +88,9 @@ def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind:
 def test_a_table_s_elements_are_added_up_of_a_corrected_delta(device: torch.device, kind: str, backward: Any) -> None:
     case = Case("table", seqlen_q=150, seqlen_k=150, score=("table",), causal=True, upstream="out", backward=backward)
     if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip("beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms")
+        pytest.skip(
+            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
+        )
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)
@@ -100,7 +104,9 @@ def test_a_table_s_elements_are_added_up_of_a_corrected_delta(device: torch.devi
 def test_tf32_keeps_lse_and_two_parts_are_a_tenth_of_its_error(device: torch.device, kind: str, case: Case) -> None:
     case = replace(case, precision="tf32")
     if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip("beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms")
+        pytest.skip(
+            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
+        )
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)
