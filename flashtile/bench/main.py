@@ -96,6 +96,8 @@ def _show(results: list[Result], output: Path, console: Console) -> None:
     if output == OUTPUT:
         typer.echo(report.markdown(results), nl=False)
         return
+    if not output.suffix:  # matplotlib would add one
+        raise InvalidProblem(f"output is '{output}'; for --show it must end in .md, or in a plot's format, as .png.")
     prepare(output)
     if output.suffix == ".md":
         output.write_text(report.markdown(results))

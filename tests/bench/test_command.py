@@ -189,6 +189,10 @@ def test_what_is_shown_goes_into_a_new_folder_or_is_refused(smoke, tmp_path) -> 
         refused = invoke("--show", folder / "r.csv", "-o", output)
         assert (refused.exit_code, refused.output.count("\n")) == (2, 1)
         assert f"output is '{output}'" in refused.output
+    refused = invoke("--show", folder / "r.csv", "-o", tmp_path / "plot")
+    assert (refused.exit_code, refused.output.count("\n")) == (2, 1)
+    assert "it must end in .md, or in a plot's format" in refused.output
+    assert not list(tmp_path.glob("plot*"))
 
 
 def test_listing_and_wrong_requests() -> None:
