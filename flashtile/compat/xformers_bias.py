@@ -38,6 +38,12 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_left: int
     window_right: int
 
+    def __post_init__(self) -> None:
+        for name in ("window_left", "window_right"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise InvalidProblem(f"{name} is {size!r}; it must be an int, at least 0.")
+
     def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
         return Band(self.window_left, self.window_right)
 
@@ -113,6 +119,17 @@ class _SeqLenInfo:
     def seqstart(self) -> torch.Tensor:
         return _lengths(self.seqstart_py, torch.device("cpu"))
 
+    def split(self, tensor: torch.Tensor, batch_sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """(1, total, ...) in parts of so many items of one length each, by default one: (items, seqlen, ...)."""
+        total = self.seqstart_py[-1]
+        if tensor.shape[:2] != (1, total):
+            raise InvalidProblem(f"tensor has shape {tuple(tensor.shape)}; it must be (1, {total}, ...).")
+        tokens, parts, first = tensor[0].split(self.lengths), list[torch.Tensor](), 0
+        for size in batch_sizes or [1] * len(tokens):
+            parts.append(torch.stack(tokens[first : first + size]))
+            first += size
+        return parts
+
 
 class ItemsMask(AttentionBias):
     """Base of masks of items one after another in (1, total, heads, head_dim), each of which sees its own keys alone."""
@@ -145,8 +162,10 @@ class BlockDiagonalMask(ItemsMask):
         self._batch_sizes = batch_sizes
 
     @classmethod
-    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, **more: Any) -> Any:
-        """Items of these lengths; keys as many as queries by default."""
+    def from_seqlens(
+        cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None, **more: Any
+    ) -> Any:
+        """Items of these lengths; keys as many as queries by default. device is not needed."""
         if kv_seqlen is not None and len(kv_seqlen) != len(q_seqlen):
             raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
         q = _SeqLenInfo.from_seqlens(q_seqlen)
@@ -155,18 +174,33 @@ class BlockDiagonalMask(ItemsMask):
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """(the mask, the tensors (batch, seqlen, ...) one after another as (1, total, ...))."""
-        seqlens = [t.shape[1] for t in tensors for _ in range(t.shape[0])]
-        made = cls(*[_SeqLenInfo.from_seqlens(seqlens)] * 2, batch_sizes=[t.shape[0] for t in tensors])
-        return made, torch.cat([t.flatten(0, 1) for t in tensors])[None]
+        made = cls.from_seqlens(_seqlens(tensors), batch_sizes=[t.shape[0] for t in tensors])
+        return made, _joined(tensors)
 
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """(1, total, ...) in the parts that `from_tensor_list` was given, or by item, (1, seqlen, ...)."""
-        lengths, parts, first = self.q_seqinfo.lengths, list[torch.Tensor](), 0
-        tokens = tensor[0].split(lengths)
-        for size in self._batch_sizes or [1] * len(lengths):
-            parts.append(torch.stack(tokens[first : first + size]))
-            first += size
-        return parts
+    @classmethod
+    def from_tensor_lists_qkv(
+        cls, tensors_q: Sequence[torch.Tensor], tensors_k: Sequence[torch.Tensor],
+        tensors_v: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """(the mask, q, k, v), as `from_tensor_list` of each; v is None without tensors_v."""
+        sizes = [[t.shape[0] for t in tensors_q], [t.shape[0] for t in tensors_k]]
+        if sizes[0] != sizes[1]:
+            raise InvalidProblem(f"tensors_k have batches {sizes[1]} and tensors_q {sizes[0]}; they must be equal.")
+        if tensors_v is not None and [t.shape[:2] for t in tensors_v] != [t.shape[:2] for t in tensors_k]:
+            shapes = ([tuple(t.shape[:2]) for t in tensors] for tensors in (tensors_v, tensors_k))
+            raise InvalidProblem("tensors_v have batches and seqlens {} and tensors_k {}; they must be equal.".format(*shapes))
+        made = cls.from_seqlens(_seqlens(tensors_q), _seqlens(tensors_k), batch_sizes=sizes[0])
+        return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
+
+    def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """(1, total, ...) in the parts that the mask was made from, or by item, (1, seqlen, ...)."""
+        return self.q_seqinfo.split(tensor, self._batch_sizes)
+
+    split = split_queries
+
+    def split_kv(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The same of keys or values."""
+        return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """The same, causal, positions counted from each item's first key."""
@@ -242,9 +276,10 @@ class BlockDiagonalPaddedKeysMask(ItemsMask):
 
     @classmethod
     def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None
-    ) -> Any:
-        """causal_diagonal is not used, there neither."""
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, *,
+        device: Any = None,
+    ) -> Any:  # fmt: skip
+        """causal_diagonal is not used, there neither; device is not needed."""
         if len(kv_seqlen) != len(q_seqlen):
             raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
         return cls(_SeqLenInfo.from_seqlens(q_seqlen), _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding))
@@ -260,6 +295,14 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
         return CAUSAL
+
+
+def _seqlens(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t.shape[1] for t in tensors for _ in range(t.shape[0])]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.flatten(0, 1) for t in tensors])[None]
 
 
 @lasting

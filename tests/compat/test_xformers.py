@@ -92,6 +92,23 @@ def test_tensor_lists(place: torch.device) -> None:
     assert mask.to("cpu") is mask
 
 
+def test_tensor_lists_of_queries_and_keys(place: torch.device) -> None:
+    queries = [torch.randn(2, 3, 2, 16).to(place), torch.randn(1, 5, 2, 16).to(place)]
+    keys, values = ([torch.randn(2, 6, 2, 16).to(place), torch.randn(1, 4, 2, 16).to(place)] for _ in range(2))
+    mask, q, k, v = xb.BlockDiagonalMask.from_tensor_lists_qkv(queries, keys, values)
+    assert v is not None
+    assert mask.k_seqinfo.seqstart_py == (0, 6, 12, 16)
+    for split, joined, tensors in ((mask.split_queries, q, queries), (mask.split_kv, k, keys), (mask.split_kv, v, values)):
+        for made, true in zip(split(joined), tensors, strict=True):
+            assert torch.equal(made, true)
+    made = mask.split(memory_efficient_attention(q, k, v, attn_bias=mask))
+    for out, *one in zip(made, queries, keys, values, strict=True):
+        torch.testing.assert_close(out, attend(*one)[0].to(out.dtype))
+    assert xb.BlockDiagonalMask.from_tensor_lists_qkv(queries, keys)[3] is None
+    assert xb.BlockDiagonalMask.from_seqlens([3, 4], device="cuda").q_seqinfo.seqstart_py == (0, 3, 7)
+    assert xb.BlockDiagonalPaddedKeysMask.from_seqlens([3], 4, [2], device="cuda").k_seqinfo.seqstart_py == (0, 4)
+
+
 def test_masks_of_padded_keys_have_no_other_order() -> None:
     """A causal one of the same places would see the padding; there it has a class of its own, and these names neither."""
     mask = xb.BlockDiagonalPaddedKeysMask.from_seqlens([3, 4], 7, [5, 4])
@@ -120,6 +137,16 @@ def test_refusals() -> None:
             torch.randn(1, 14, 1, 16), *[torch.randn(1, 18, 1, 16)] * 2,
             attn_bias=CAUSAL.make_causal().make_local_attention(2),
         )  # fmt: skip
+    for window in ((-1, 2), (2, -1), (True, 2), (None, 2)):
+        with pytest.raises(InvalidProblem, match="it must be an int, at least 0"):
+            xb.LocalAttentionFromBottomRightMask(*window)  # pyright: ignore[reportArgumentType]
+    for wrong in (torch.randn(2, 14, 2), torch.randn(1, 13, 2)):
+        with pytest.raises(InvalidProblem, match=r"it must be \(1, 14, ...\)"):
+            SAME.split(wrong)
+    with pytest.raises(InvalidProblem, match=r"tensors_k have batches \[2\] and tensors_q \[1\]"):
+        xb.BlockDiagonalMask.from_tensor_lists_qkv([q], [k.expand(2, -1, -1, -1)])
+    with pytest.raises(InvalidProblem, match=r"seqlens \[\(1, 6\)\] and tensors_k \[\(1, 9\)\]"):
+        xb.BlockDiagonalMask.from_tensor_lists_qkv([q], [k], [q])
     for size in (0, True, 2.0):
         with pytest.raises(InvalidProblem, match="it must be a positive int"):
             xb.LowerTriangularFromBottomRightLocalAttentionMask(size)  # pyright: ignore[reportArgumentType]
