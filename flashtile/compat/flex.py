@@ -13,7 +13,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.torch.attention import attention
 from flashtile.torch.blocks import Blocks
 
-_BLOCKS: WeakKeyDictionary[Any, Blocks] = WeakKeyDictionary()  # of each BlockMask that was met
+_BLOCKS: WeakKeyDictionary[Any, tuple[Any, Blocks]] = WeakKeyDictionary()  # of each BlockMask its mask_mod, and what they say
 
 
 def flex_attention(
@@ -25,7 +25,8 @@ def flex_attention(
 
     query: (batch, heads, seqlen_q, head_dim); enable_gqa: key and value may have fewer heads.
     score_mod: a function that `score_mod` can read (factors, softcaps, sums with captured tensors), called at every call.
-    block_mask: a BlockMask, read once by `Blocks.from_flex`. kernel_options: of kernels that do not run here; None alone.
+    block_mask: a BlockMask, read by `Blocks.from_flex`, once until another mask_mod is set in it.
+    kernel_options: of kernels that do not run here; None alone.
     """
     refuse("flex_attention", {
         "kernel_options are given; they are those of other kernels": bool(kernel_options),
@@ -43,11 +44,7 @@ def flex_attention(
         factor, score = modifiers_of(score_mod, sizes, query.device)
     if factor != 1.0:
         scale = factor * (query.shape[3] ** -0.5 if scale is None else scale)
-    mask = None
-    if block_mask is not None:
-        mask = _BLOCKS.get(block_mask)
-        if mask is None:
-            mask = _BLOCKS[block_mask] = Blocks.from_flex(block_mask)
+    mask = None if block_mask is None else _blocks_of(block_mask)
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
     made = attention(
         *(t.transpose(1, 2) for t in (query, key, value)), mask=mask, score=score, scale=scale, return_lse=wants_lse,
@@ -60,3 +57,11 @@ def flex_attention(
 
         return out, AuxOutput(lse=lse)
     return (out, lse) if return_lse else out
+
+
+def _blocks_of(block_mask: Any) -> Blocks:
+    mask_mod, blocks = _BLOCKS.get(block_mask, (None, None))
+    if blocks is None or mask_mod is not block_mask.mask_mod:
+        blocks = Blocks.from_flex(block_mask)
+        _BLOCKS[block_mask] = block_mask.mask_mod, blocks
+    return blocks

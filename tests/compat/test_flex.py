@@ -123,6 +123,18 @@ def test_block_mask(through: str, place: torch.device) -> None:
         close(mine, other)
 
 
+def test_another_mask_mod_of_a_block_mask_that_was_met(place: torch.device) -> None:
+    """As decoding sets one at every step: what is visible in part goes by it, in the blocks that there are."""
+    (q,) = heads_first((1, 2, 140, 16), place=place)
+    block_mask = theirs.create_block_mask(lambda b, h, q, k: q >= k, None, None, 140, 140, device=str(place))
+    for reach in (140, 5):
+        block_mask.mask_mod = lambda b, h, q, k, reach=reach: (q >= k) & (q - k < reach)
+        seen = block_mask.mask_mod(0, 0, torch.arange(140)[:, None], torch.arange(140))
+        for _ in range(2):
+            out = flex_attention(q, q, q, block_mask=block_mask)
+            close(out, attend(*[q.transpose(1, 2)] * 3, seen)[0].transpose(1, 2))
+
+
 def test_refusals() -> None:
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 6, 16)
     with pytest.raises(InvalidProblem, match="key has 2 heads and query 4"):
