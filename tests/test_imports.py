@@ -218,6 +218,7 @@ assert "torch" not in sys.modules, "planning loaded torch"
 @pytest.mark.parametrize(("change", "told"), [
     ("import sys; sys.modules['triton.experimental.gluon'] = None", "halted"),
     ("from triton.experimental.gluon.language.nvidia import hopper; del hopper.warpgroup_mma", "no attribute 'warpgroup_mma'"),
+    ("import triton; triton.__version__ = '3.10.0+git1'", "it is newer than 3.9, the last release that has compiled them"),
 ])  # fmt: skip
 def test_a_gluon_that_differs_is_a_reason_and_no_crash(change: str, told: str) -> None:
     code = f"""

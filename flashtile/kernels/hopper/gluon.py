@@ -18,6 +18,10 @@ try:
 except ImportError:
     from triton.language.core import _aggregate
 
+NEWEST = (3, 9)  # the last release that has compiled these kernels (make compile); what a later one changed nobody knows yet
+if tuple(int(number) for number in triton.__version__.split(".")[:2]) > NEWEST:
+    raise ImportError(f"it is newer than {NEWEST[0]}.{NEWEST[1]}, the last release that has compiled them")
+
 # What these make is called in Gluon's language, not in Python's: to a type checker it is anything.
 gluon: Any = triton.experimental.gluon
 aggregate: Any = _aggregate
