@@ -203,7 +203,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "scale-text": ({"scale": "auto"}, "scale is 'auto'; it must be a number or None"),
     "scale-bool": ({"scale": True}, "scale is True; it must be a number or None"),
     "scale-complex": ({"scale": 1j}, "scale is 1j; it must be a number or None"),
-    "scale-tensor": ({"scale": torch.tensor(0.5)}, "scale is tensor(0.5000); it must be a number or None"),
+    "scale-tensor": ({"scale": torch.tensor(0.5)}, "scale is a Tensor; it must be a number or None"),
     "scale-huge": ({"scale": 10**400}, "it must be finite"),
     "return_lse-text": ({"return_lse": "no"}, "return_lse is 'no'; it must be True or False"),
     "return_lse-1": ({"return_lse": 1}, "return_lse is 1; it must be True or False"),

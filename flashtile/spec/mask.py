@@ -31,7 +31,7 @@ class Band:
             if bound is None:
                 continue
             if isinstance(bound, bool) or not isinstance(bound, int):
-                raise InvalidProblem(f"Band {name} is {bound!r}; it must be an int or None.")
+                raise InvalidProblem(f"Band {name} is {told(bound)}; it must be an int or None.")
             if abs(bound) >= 2**31:
                 raise InvalidProblem(f"Band {name} is {bound}; it must lie within 32 bits.")
 
@@ -113,12 +113,12 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
     band = CAUSAL if causal else FULL
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise InvalidProblem(f"window is {window!r}; it must be a pair (left, right) of ints or None.")
+            raise InvalidProblem(f"window is {told(window)}; it must be a pair (left, right) of ints or None.")
         for side, distance in zip(("left", "right"), window, strict=True):
             if distance is None:
                 continue
             if isinstance(distance, bool) or not isinstance(distance, int):
-                raise InvalidProblem(f"window {side} is {distance!r}; it must be an int or None.")
+                raise InvalidProblem(f"window {side} is {told(distance)}; it must be an int or None.")
             if distance < 0:
                 raise InvalidProblem(f"window {side} is {distance}; it must not be negative (None means unbounded).")
         band = band & Band(*window)
@@ -127,6 +127,11 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
             raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be a flashtile mask such as Band.")
         band = band & mask
     return band
+
+
+def told(value: object) -> str:
+    """The value, or what it is: torch.compile cannot print a tensor, nor an array of NumPy."""
+    return f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
 
 
 # No annotations: Triton reads them. pyright: ignore below, for that reason alone.

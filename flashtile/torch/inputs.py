@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.mask import told
 from flashtile.spec.options import Options
 from flashtile.spec.score import Score
 from flashtile.torch.lengths import Given
@@ -19,12 +20,12 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
     if not isinstance(options, Options):
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
     if scale is not None and not _is_number(scale):
-        raise InvalidProblem(f"scale is {scale!r}; it must be a number or None.")
+        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.")
     if not isinstance(return_lse, bool):
         raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
     if isinstance(score, Score) or not isinstance(score, (tuple, list)):
-        told = f"a {type(score).__name__}" if isinstance(score, (Score, torch.Tensor)) else repr(score)  # not its numbers
-        raise InvalidProblem(f"score is {told}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+        shown = f"a {type(score).__name__}" if isinstance(score, Score) else told(score)
+        raise InvalidProblem(f"score is {shown}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     for modifier in score:
         if not isinstance(modifier, Score):
             raise InvalidProblem(
