@@ -16,7 +16,7 @@ from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
 from flashtile.torch.derivative import NOTHING, each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.distributed import is_distributed
-from flashtile.torch.namespace import define
+from flashtile.torch.namespace import LIBRARY, NAMESPACE, define
 from flashtile.torch.plain import autocasts, is_compiling, is_watched, is_wrapped, transforms
 from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
 
@@ -72,14 +72,19 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
             reason = "what shards make of each other is not known; give it to_local(), and DTensor.from_local what comes back"
             raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
         if not is_compiling() and is_wrapped(tensor):
-            reason = "their tensors have no memory; use torch.autograd.grad, or call it outside of them"
-            raise NotSupported(f"an op on {name} within torch.func's transforms", {"torch": [reason]})
+            raise within_transforms(f"an op on {name}")
         if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.device.type not in ("cpu", "cuda"):
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
         if tensor.device != device:
             raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
+
+
+def within_transforms(what: str) -> NotSupported:
+    """The refusal of tensors of torch.func's transforms."""
+    reason = "their tensors have no memory; use torch.autograd.grad, or call it outside of them"
+    return NotSupported(f"{what} within torch.func's transforms", {"torch": [reason]})
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -452,6 +457,8 @@ class _Recorded(torch.autograd.Function):
 
 def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
     """The operator's outputs, with their gradients where any is wanted."""
+    if any(map(is_wrapped, tensors)):
+        raise within_transforms("an op")
     request = read(text)
     if request.wanted:
         return list(_Recorded.apply(request, (text, floats, ints), *tensors))[:-1]
@@ -465,6 +472,13 @@ BACKWARD = define(
     f"companion_backward(Tensor[] tensors, str held, str described, SymInt[] sizes, {ASKED}) -> Tensor[]",
     run_backward, fake_backward,
 )  # fmt: skip
+
+
+def _map(*_: Any) -> Any:
+    raise within_transforms("an op")
+
+
+torch.library.register_vmap(f"{NAMESPACE}::companion", _map, lib=LIBRARY)
 
 
 @register_flop_formula(COMPANION.overloadpacket, get_raw=True)

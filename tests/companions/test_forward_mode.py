@@ -123,3 +123,16 @@ def test_torch_func_is_refused_by_name() -> None:
             torch.func.jvp(call, (x,), (x,))
         with pytest.raises(NotSupported, match=r"x within torch.func.s transforms"):
             torch.func.grad(lambda x, call=call: call(x).sum())(x)
+
+
+def test_torch_func_within_a_compiled_graph_is_refused_by_reason() -> None:
+    x, weight = torch.randn(3, 4, 8), torch.randn(8, requires_grad=True)
+    calls: list[Any] = [
+        torch.func.vmap(lambda x: ops.rms_norm(x, weight)),
+        torch.func.grad(lambda x: ops.rms_norm(x, weight).sum()),
+        torch.func.vmap(torch.func.grad(lambda x: ops.rms_norm(x, weight).sum())),
+    ]
+    for call in calls:
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=r"(?s)an op within torch.func's transforms.*their tensors have no memory"):
+            torch.compile(call, backend="eager", fullgraph=True)(x)
