@@ -223,18 +223,21 @@ assert "torch" not in sys.modules, "planning loaded torch"
 def test_a_gluon_that_differs_is_a_reason_and_no_crash(change: str, told: str) -> None:
     code = f"""
 {change}
+import warnings
 from flashtile import AttentionProblem, NotSupported, dispatch
 from flashtile.plan.device import H100
 problem = AttentionProblem.parse("attention(q=2x1024x8x128,kv=1024x8x128,bf16)")
-print(dispatch.select(problem, H100).name, dispatch.select(problem, H100, None, "auto").name)
+with warnings.catch_warnings(record=True) as told:
+    print(dispatch.select(problem, H100).name, dispatch.select(problem, H100, None, "auto").name)
+print(len(told), "Slower ones take the place of Hopper's." in str(told[0].message))
 try:
     dispatch.select(problem, H100, "hopper")
 except NotSupported as refusal:
     print(refusal)
 """
     pytest.importorskip("triton")
-    told_first, *rest = fresh(code).splitlines()
-    assert told_first == "triton triton"
+    told_first, warned, *rest = fresh(code).splitlines()
+    assert (told_first, warned) == ("triton triton", "1 True")
     assert "'s Gluon differs from the one these kernels are written in: " in rest[-1]
     assert told in rest[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -375,9 +376,11 @@ def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
 
 @cache
 def gluon_refusal() -> str | None:
-    """Why this Triton's Gluon cannot build the kernels; None when it can."""
+    """Why this Triton's Gluon cannot build the kernels, which is said in a warning once; None when it can."""
     try:
         from flashtile.kernels.hopper import backward, forward, queries  # noqa: F401
     except Exception as error:  # whatever a release changed: a refusal, never a crash
-        return f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
+        reason = f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
+        warnings.warn(f"{reason}. Slower ones take the place of Hopper's.", stacklevel=2)
+        return reason
     return None
