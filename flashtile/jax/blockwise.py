@@ -13,7 +13,7 @@ from jax import lax
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
-from flashtile.kernels.lib.score import sums_per_head
+from flashtile.kernels.lib.score import sums_per_head, uneven_refusals
 from flashtile.plan.buffers import place_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -29,6 +29,7 @@ def unsupported(p: AttentionProblem) -> list[str]:
         for spec in p.score
         if spec.kind.apply_jax is Score.apply_jax
     ]
+    reasons += uneven_refusals(p)
     if p.blocks is not None:
         reasons.append("the mask has block lists; this path reads the mask alone")
     return reasons

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import Alibi, Dropout, InvalidProblem, KeyPadding, NotSupported, Score
+from flashtile import Alibi, Bias, Dropout, InvalidProblem, KeyPadding, NotSupported, Score
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, mha, target
 
 Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
@@ -79,6 +79,16 @@ def test_varlen_says_what_it_wants() -> None:
             dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), max_seqlen_k=longest)
     with pytest.raises(InvalidProblem, match="aligned 'bottom-right'"):
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), alignment="top-left")
+
+
+@pytest.mark.parametrize("scores", [(8, 8), (1, 8), (8, 1)], ids=str)
+def test_a_bias_of_every_score_where_items_lie_one_after_another(scores: tuple[int, int]) -> None:
+    items = jnp.array([0, 5, 8], jnp.int32)
+    for implementation in (None, "xla"):
+        with pytest.raises(NotSupported, match="bias's tensor has an element for every query or key; supported is one number"):
+            dot_product_attention_varlen(
+                Q[0], K[0], K[0], items, score=(Bias(jnp.zeros((2, 4, *scores))),), implementation=implementation
+            )
 
 
 @pytest.mark.parametrize("options", [{"backward_pass_impl": "cuda"}, {"block_q": 64}, {"interpret": True}, {"num_warps": 4}])
