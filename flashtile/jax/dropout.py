@@ -18,7 +18,8 @@ def seed_words(dropout: Dropout) -> Any:
         raise InvalidProblem("dropout seed is None; JAX draws nothing by itself: it must be an int or a jax.random key.")
     if isinstance(seed, int):
         return jnp.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 0, 0], jnp.uint32).view(jnp.int32)
-    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.shape == ():
+    of_today = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.shape == ()
+    if of_today or (seed.dtype == jnp.uint32 and seed.ndim == 1):  # or of jax.random.PRNGKey
         return jax.random.bits(seed, (4,), jnp.uint32).view(jnp.int32)
     raise InvalidProblem(f"dropout seed is {seed.dtype} of shape {seed.shape}; it must be an int or one jax.random key.")
 

@@ -216,6 +216,7 @@ def test_a_key_seeds_dropout() -> None:
     call = jax.jit(lambda key: dot_product_attention(q, k, v, dropout=Dropout(0.5, key)))
     first, again, other = call(jax.random.key(1)), call(jax.random.key(1)), call(jax.random.key(2))
     assert (first == again).all()
+    assert (first == call(jax.random.PRNGKey(1))).all()
     assert (first != other).any()
 
 
