@@ -11,7 +11,7 @@ import sys
 from flashtile.export import schedule
 from flashtile.export.attention import AttentionExport, entries
 from flashtile.export.companion import CompanionExport, companion_entries
-from flashtile.export.entry import Entry, at, explore, steps_of
+from flashtile.export.entry import Entry, at, explore, steps_of, trace
 from flashtile.plan.device import Device, named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.companion import Companion
@@ -32,6 +32,8 @@ def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -
             choices = schedule.feasible(export.at(sizes)) if device.arch == 90 else [1]
             sizes.update(choice=draw.choice(choices), swizzle=draw.choice([1, 4, 16]))
         fitting = [path for path in paths if path.fits(sizes)]
+        if not fitting and trace(entry, device, sizes) is None:  # numbers beyond 32 bits, which the run-time refuses
+            continue
         assert len(fitting) == 1, (entry.name, device.target, sizes, len(fitting))
         assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device)), (entry.name, device.target, sizes)
     return len(paths)
