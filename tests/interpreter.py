@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from flashtile import _triton
-from tests.quicken import quicken
+from tests.quicken import TRITON, quicken
 
 
 def hasten() -> None:
     """Patch the interpreter of this process, whose arithmetic flashtile itself mends."""
-    if str(_triton.VERSION).startswith("3.6."):  # others', which know -0.0, are left as slow as they are
+    if str(_triton.VERSION).startswith(TRITON):  # others' are left as slow as they are
         quicken()
     np.seterr(all="ignore")  # overflow to inf and 0 * inf are the business of the tests, not of numpy's warnings

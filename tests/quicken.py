@@ -18,6 +18,8 @@ from triton.runtime import interpreter
 
 from tests.operators import operators, quick_where
 
+TRITON = "3.6."  # the releases whose interpreter it answers as; newer ones know -0.0
+
 
 def quicken() -> None:
     """Patch the interpreter of this process."""

@@ -13,14 +13,16 @@ from flashtile import _triton
 
 if not _triton.INTERPRETED:
     pytest.skip("kernels are compiled here", allow_module_level=True)
-if not str(_triton.VERSION).startswith("3.6."):
-    pytest.skip("tests/quicken.py is for Triton 3.6", allow_module_level=True)
 
 import triton
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
 from tests.operators import operators, quick_where
+from tests.quicken import TRITON
+
+if not triton.__version__.startswith(TRITON):
+    pytest.skip(f"tests/quicken.py changes no interpreter but that of Triton {TRITON}*", allow_module_level=True)
 
 SEMANTIC = semantic.TritonSemantic(interpreter.interpreter_builder)
 ELEMENTS = (

@@ -13,7 +13,7 @@ import torch
 from flashtile import _triton
 from flashtile.kernels.triton import choose
 from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.tile import Launch, correction_of, products
+from flashtile.kernels.triton.tile import LONGEST_SUM, Launch, correction_of, products
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import A100, H100, RTX4090
@@ -69,10 +69,8 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind: str, case: Case) -> None:
     """The largest of so few errors is luck, their mean is not."""
-    if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip(
-            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
-        )
+    if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > LONGEST_SUM:
+        pytest.skip(f"`products` takes aligned parts alone beyond {LONGEST_SUM} columns: a matrix unit's truncation is a bias")
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)
@@ -87,10 +85,6 @@ def test_errors_stay_below_plain_pytorchs_on_average(device: torch.device, kind:
 @pytest.mark.parametrize("backward", ["split", "fused"])
 def test_a_table_s_elements_are_added_up_of_a_corrected_delta(device: torch.device, kind: str, backward: Any) -> None:
     case = Case("table", seqlen_q=150, seqlen_k=150, score=("table",), causal=True, upstream="out", backward=backward)
-    if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip(
-            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
-        )
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)
@@ -103,10 +97,6 @@ def test_a_table_s_elements_are_added_up_of_a_corrected_delta(device: torch.devi
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_tf32_keeps_lse_and_two_parts_are_a_tenth_of_its_error(device: torch.device, kind: str, case: Case) -> None:
     case = replace(case, precision="tf32")
-    if device.type == "cuda" and kind != "aligned" and max(case.head_dim, case.head_dim_v or 0) > 128:
-        pytest.skip(
-            "beyond head_dim 128 sums that a matrix unit cuts off are a bias: `choose.products` never takes these forms"
-        )
     tensors = case.tensors(device)
     result = evaluate(case.function, case, tensors, return_lse=True, options=case.options("triton"))
     truth, plain = expected(case, tensors)

@@ -191,11 +191,7 @@ def forward(p: CrossEntropy, device: Device, made: tuple[str, ...]) -> Steps:
         (Strides("logits"), Strides("gradient" if gradient else "logits")), *_numbers(p), p.rows,
     )  # fmt: skip
     grid = (min(p.rows, launch.groups or p.rows) * launch.pieces, 1, 1)
-    constants, contracts = (
-        (("T", tile(p, launch)),),
-        p["logits"].dtype == "fp32",
-    )  # else a label's exponent is its row's maximum
-    calls.append(KernelCall(cross_entropy_forward, grid, args, constants, launch.warps, 1, contracts))
+    calls.append(KernelCall(cross_entropy_forward, grid, args, (("T", tile(p, launch)),), launch.warps, 1))
     if reduced:
         args = (
             Pointer("losses"), Pointer("labels"), Pointer("count") if mean else None, Pointer("loss"), p.rows, p.ignore_index,

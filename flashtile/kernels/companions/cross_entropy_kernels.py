@@ -339,8 +339,9 @@ def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, 
     natural = natural_of(lse, T)
     loss = share
     if T.loss:
-        loss += natural
-        if not T.smooth:  # of a row that is sure of its label lse would say little beyond the label's logit
+        if T.smooth:
+            loss += natural
+        else:  # of a row that is sure of its label lse would say little beyond the label's logit
             exponent = tl.where(here, number(x, T) * unit(scale, T), 0.0)  # rounded, as the row's maximum is: no fma takes it
             off = finite(state[0]) - exponent + logarithm(state[1], T)
             loss = tl.where(known, natural_of(off, T), float("nan"))

@@ -142,14 +142,17 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     return columns, max(columns_v, 64) if fp32 and columns == 64 else columns_v
 
 
+LONGEST_SUM = 128  # columns of a head: beyond, the matrix units' truncation is a bias that no number of elements evens out
+
+
 def products(problem: AttentionProblem, device: Device, which: Pass) -> Products:
     """How a pass forms the products of an fp32 problem; "unit" says that Triton chooses (PRODUCTS), as in every other dtype.
 
     With few elements luck decides whether the largest error is 1.5 x plain PyTorch's, and a captured tensor's gradient that
     is one sum per head is few elements whatever the problem: these are float64 throughout, where there are matrix units for it.
     Else aligned parts keep errors of few terms to a rounding (lib/product.py). From 1,024 x 1,024 on the largest of many
-    errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory. Beyond
-    head_dim 128 the matrix units' truncation is a bias that no number of elements evens out.
+    errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory, up to
+    LONGEST_SUM.
 
     tf32 on sm90: three products of two parts, "short". One TF32 product has half the rate of a bf16 one there and takes
     operands in one layout only: it was no faster than "cut" (8 x 1024, 12 heads of 64, causal, H100: 0.269 ms, 0.249).
@@ -160,7 +163,7 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
         return "short" if device.target == "sm90" else "unit"
     if (is_small(problem) or (which == "queries" and sums_per_head(problem))) and device.multiplies_float64:
         return "float64"
-    if max(problem.head_dim, problem.head_dim_v) > 128 or min(problem.span_q, problem.span_k) < 1024:
+    if max(problem.head_dim, problem.head_dim_v) > LONGEST_SUM or min(problem.span_q, problem.span_k) < 1024:
         return "aligned"
     return "cut" if device.target == "sm90" else "unit"
 
