@@ -16,6 +16,7 @@ from flashtile.spec.options import Variant
 
 ALL = Gradients()
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, CPU)
+HOPPER.repairs = TRITON
 
 
 def backend_named(name: str) -> Backend:

@@ -25,6 +25,7 @@ from flashtile.dispatch import BACKENDS, backend_named
 from flashtile.export.barriers import idle_barriers
 from flashtile.export.compile import compile_and_read
 from flashtile.export.descriptors import suspicious_operands
+from flashtile.export.fragments import short_sums
 from flashtile.export.hazards import overwritten_operands
 from flashtile.export.sass import disassemble
 from flashtile.plan.backend import Gradients
@@ -96,6 +97,9 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{score}sink=4:fp32:grad,dropout=0.1,tf32x3)"
     narrow = "score=bias(2x4x90x90:bf16:grad),where=stored(1;1;1;1;2x4x90x90:bool)"  # loads beside products in float64
     yield f"attention(q=2x90x4x64,kv=90x2x64,fp32,{narrow},dropout=0.1,tf32x3)"
+    for dtype, size, n in (("fp32", 96, 700), ("fp32", 256, 700), ("fp16", 256, 96)):  # bytes and dropout (export/fragments.py)
+        asked = f"where=key_padding({n};2x{n}:bool),dropout=0.1" + (",tf32x3" if dtype == "fp32" else "")
+        yield f"attention(q=2x{n}x10x{size},kv={n}x2x{size},{dtype},{asked})"
     yield "attention(q=3x90x4x64,kv=90x2x64,fp32,band=9:3,sink=4:fp32:grad,tf32x3,varlen=150x150)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
     for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):
@@ -195,6 +199,9 @@ def compile_row(job: Job) -> Row:
     multiplies = "SCORE" in constants
     if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
         failures.append("has no matrix instructions")
+    short = short_sums(compiled.asm["ttgir"]) if device.kind == "cuda" else []
+    if short:
+        failures.append(f"products are shorter than their operands' fragments: {', '.join(short)}")
     if device.kind == "cuda" and device.arch == 90:
         sass = disassemble(compiled)
         suspicious = suspicious_operands(sass) if job.backend == "triton" else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from flashtile.spec.dtype import SIZES_BYTES
@@ -138,6 +138,16 @@ class Plan:
     calls: tuple[KernelCall | HostCall, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     optional: frozenset[str] = frozenset()
+
+    def followed_by(self, other: Plan | None) -> Plan:
+        """This plan, then the other's calls, which read and write the same inputs and outputs; scratch is each one's own."""
+        if other is None:
+            return self
+        mine = {buffer.name: buffer for buffer in self.buffers}
+        more = tuple(buffer for buffer in other.buffers if buffer.name not in mine)
+        assert all(buffer.role == "scratch" for buffer in more), [b.name for b in more]
+        used = {name for call in other.calls if isinstance(call, KernelCall) for name in call.buffers()}
+        return replace(self, buffers=(*self.buffers, *more), calls=(*self.calls, *other.calls), optional=self.optional - used)
 
     @property
     def described(self) -> frozenset[str]:

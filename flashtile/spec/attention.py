@@ -131,6 +131,16 @@ class AttentionProblem:
         return self.dtype is DType.FP32 and self.precision != "tf32"
 
     @property
+    def shares_offset(self) -> bool:
+        """Whether the scores of a row may share a large offset, below float32's grade: that of a tensor which is added to them.
+
+        A whole row of an additive mask's -1e9, or of the least float32, is one. Kernels then add up scores in their own units,
+        as plain attention does, and take the difference to a maximum or lse before anything is scaled, which is exact.
+        """
+        captured = [pair for spec in self.score for pair in zip(spec.kind.captured, spec.tensors, strict=True)]
+        return not self.float32_grade and any(one.broadcast for one, _ in captured)
+
+    @property
     def scale_value(self) -> float:
         assert self.scale is not None
         return self.scale

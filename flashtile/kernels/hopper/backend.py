@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from flashtile import _triton
 from flashtile._triton import JitTuple
@@ -48,10 +48,19 @@ FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delt
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 
 
+class Repairs(Protocol):
+    """A backend whose kernels may follow this one's."""
+
+    def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None: ...
+
+    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None: ...
+
+
 class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
+    repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         p = problem
@@ -153,7 +162,8 @@ class HopperBackend:
         )
         buffers = (*forward_buffers(p), *schedules.buffers)
         notes = (f"forward tile {launch.spell()}",)
-        return Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
+        plan = Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
+        return plan.followed_by(self.repairs and self.repairs.repair_forward(problem, device))
 
     def backward(
         self,
@@ -278,7 +288,8 @@ class HopperBackend:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
         buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
-        return Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
+        plan = Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
+        return plan.followed_by(self.repairs and self.repairs.repair_backward(problem, device, gradients))
 
 
 BACKEND = HopperBackend()

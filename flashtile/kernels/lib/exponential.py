@@ -6,6 +6,8 @@ from flashtile._triton import constexpr, jit, tl
 
 LOG2E = constexpr(1.4426950408889634)
 LN2 = constexpr(0.6931471805599453)
+# An lse beyond this, in natural units, is looked at for what its rounding lacks: below, probabilities are off by 2^-14 at most.
+FAR = constexpr(1024.0)
 LOG2E_REST = constexpr(1.925963033500e-08)  # what float32(LOG2E) lacks
 
 

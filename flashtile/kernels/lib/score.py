@@ -201,9 +201,15 @@ def stages(raw, at, scale, score_args, SCORE: tl.constexpr):
 
 @jit
 def probability(score, row, T: tl.constexpr):
-    """norm * exp(score - level) of scaled scores; row = (level, anything, norm), as for `probabilities`."""
+    """norm * exp(score - level) of scaled scores; row = (level, anything, norm), as for `probabilities`.
+
+    Where T.offset level is lse, rounded, and norm what it lacks, in units of the base-2 exponential: the difference to a score
+    nearby is exact, however large both are.
+    """
     if T.exact:
         return exp(score - row[0], T) * row[2]
+    elif T.offset:
+        return tl.exp2((score - row[0]) * LOG2E - row[2])
     else:
         return tl.exp2(score * LOG2E - row[0])
 

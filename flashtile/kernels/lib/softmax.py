@@ -12,7 +12,11 @@ from flashtile.kernels.lib.score import bent, unit
 
 
 class Rows(NamedTuple):
-    """Running state of a query tile: weighted values, running maximum, running sum."""
+    """Running state of a query tile: weighted values, running maximum, running sum.
+
+    The maximum is a score where T.prescale, otherwise in units of the base-2 exponential, rounded: what is subtracted and what
+    the next tile starts from are then one number, and where scores are large its rounding cancels between acc and total.
+    """
 
     acc: tl.tensor
     top: tl.tensor
@@ -45,6 +49,9 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
     else:
         top = bent(tl.max(score, 1), scale, score_args, T, SCORE)
         score = bent(score, scale, score_args, T, SCORE)
+    factor = unit(scale, score_args, T, SCORE) * LOG2E
+    if not T.prescale:
+        top = top * factor
     top = tl.maximum(rows.top, top)
     pivot = top
     if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
@@ -53,9 +60,7 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
         decay = exp(rows.top - pivot, T)
         p = exp(score - pivot[:, None], T)
     else:
-        factor = unit(scale, score_args, T, SCORE) * LOG2E
-        pivot = pivot * factor
-        decay = tl.exp2(rows.top * factor - pivot)
+        decay = tl.exp2(rows.top - pivot)
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
     p = dropped(p, survives, seed, T)
@@ -64,12 +69,18 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
 
 
 @jit
-def add_sink(rows, sink, factor, T: tl.constexpr):
-    """The state after one more key, whose logit is `sink` and whose value is zero.
+def scored(rows, T: tl.constexpr):
+    """The state, whose maximum is a score."""
+    if T.prescale:
+        return rows
+    else:
+        return Rows(rows.acc, rows.top * LN2, rows.total)
 
-    `factor` turns the maximum so far into a score; that of the new state is one.
-    """
-    top = rows.top * factor
+
+@jit
+def add_sink(rows, sink, T: tl.constexpr):
+    """The state, as `scored`, after one more key, whose logit is `sink` and whose value is zero."""
+    top = rows.top
     level = tl.maximum(top, sink)
     pivot = tl.where(level == float("-inf"), 0.0, level)
     decay = exp(top - pivot, T)
@@ -77,16 +88,16 @@ def add_sink(rows, sink, factor, T: tl.constexpr):
 
 
 @jit
-def finish(rows, factor, T: tl.constexpr):
-    """(out tile, lse in natural units); a row that saw nothing gives 0 and -inf. `factor` as in `add_sink`."""
+def finish(rows, T: tl.constexpr):
+    """(out tile, lse in natural units) of a state, as `scored`; a row that saw nothing gives 0 and -inf."""
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
     if T.wide:
         out = rows.acc / total[:, None]
-        lse = rows.top * factor + tl.log(total)
+        lse = rows.top + tl.log(total)
     else:
         if T.exact:  # a plain division may be two units off
             out = tl.div_rn(rows.acc, total[:, None])
         else:
             out = rows.acc / total[:, None]
-        lse = rows.top * factor + tl.log2(total) * LN2
+        lse = rows.top + tl.log2(total) * LN2
     return out, lse

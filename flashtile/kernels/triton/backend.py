@@ -18,8 +18,19 @@ from flashtile.kernels.triton import broadcast
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
+from flashtile.kernels.triton.repair import repairing
 from flashtile.kernels.triton.rows import attention_delta
-from flashtile.kernels.triton.tile import Correction, Launch, Pass, correction_of, forms_captured, is_mended, make_tile
+from flashtile.kernels.triton.tile import (
+    Correction,
+    Launch,
+    Pass,
+    correction_of,
+    form_in,
+    is_mended,
+    make_tile,
+    products,
+    reads_bytes_and_joins,
+)
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
@@ -109,13 +120,13 @@ class TritonBackend:
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         correction = correction_of(p, query_launch)
-        if captured or sink_sums or wide or is_mended(p) or (not fused and "q" in gradients.wanted):
+        if captured or sink_sums or wide or is_mended(p) or p.shares_offset or (not fused and "q" in gradients.wanted):
             schedule = _schedule(schedules, "queries", query_launch)
             capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.partials]
             elements += capture.elements
             dq = "dq" if "q" in gradients.wanted and not fused else None
-            slip = dlse if correction and not p.float32_grade else None
+            slip = dlse if (correction or p.shares_offset) and not p.float32_grade else None
             sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
                 bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
@@ -161,19 +172,33 @@ class TritonBackend:
             notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
         return Plan(p, self.name, variant, buffers, (*schedules.calls, *calls), tuple(notes))
 
+    def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None:
+        """What follows another backend's forward of a problem whose rows may share an offset; None where there is no need."""
+        repairs = problem.shares_offset and not self.unsupported(problem, device)
+        return repairing(self.forward(problem, device), device, True) if repairs else None
+
+    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None:
+        """Likewise after a backward."""
+        repairs = problem.shares_offset and not self.unsupported(problem, device, "split")
+        return repairing(self.backward(problem, device, gradients, "split"), device, False) if repairs else None
+
 
 BACKEND = TritonBackend()
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:
-    """Reasons against wide head dims: a pass whose smallest tile needs more shared memory than there is, or registers."""
+    """Reasons against wide head dims: a pass whose smallest tile needs more shared memory than there is, or registers.
+
+    Tiles that `reads_bytes_and_joins` made larger are looked at whatever the head dims.
+    """
     dims, fp32 = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}", p.dtype is DType.FP32
     if device.kind == "hip" and variant == "fused" and fp32 and p.precision != "ieee" and max(p.head_dim, p.head_dim_v) > 128:
         return [f"{dims}; in fp32 the smallest fused tile beyond 128 needs 70 KiB of shared memory, {device.target} has "
                 f"{device.smem_bytes // 1024} KiB; use 'split'"]  # fmt: skip
-    if max(p.head_dim, p.head_dim_v) <= 256:
+    wide = max(p.head_dim, p.head_dim_v) > 256
+    if not wide and not reads_bytes_and_joins(p, device, products(p, device, "fused")):
         return []
-    if fp32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
+    if wide and fp32:  # compiled for sm90, tiles of 16 x 16 spill 14 to 90 KB
         return [f"{dims}; fp32, whose operands are multiplied in parts, is supported up to 256"]
     if device.kind == "hip":  # operands wait in registers: what compiles fits
         return []
@@ -204,7 +229,7 @@ def _call(
     tile = make_tile(p, launch, which, slots, correction)
     constants: tuple[tuple[str, Any], ...] = (("T", tile if score else replace(tile, lonely=False)),)
     if score:
-        constants += (("SCORE", chain(p, device, form_of(p, forms_captured(p, which)))),)
+        constants += (("SCORE", chain(p, device, form_in(p, which))),)
     if "MASK" in kernel.arg_names:
         constants += (("MASK", predicates(p)),)
     if "CAPTURED" in kernel.arg_names:
@@ -366,5 +391,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if p.float32_grade else ()
-    rows = Buffer("rows", (p.slabs, p.heads_q, 4 if p.float32_grade else 2, padded), "fp32", "scratch")
+    count = 4 if p.float32_grade else 3 if p.shares_offset else 2
+    rows = Buffer("rows", (p.slabs, p.heads_q, count, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from flashtile._triton import PLAIN_INTEGERS, constexpr, jit, tl
 from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import dropped, kept, load_seed
-from flashtile.kernels.lib.exponential import LOG2E, exp
+from flashtile.kernels.lib.exponential import FAR, LOG2E, exp
 from flashtile.kernels.lib.grid import Sizes, assign
 from flashtile.kernels.lib.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.lib.memory import (
@@ -324,6 +324,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     far the two are apart; a sink's probability, which has no dp, is set off first. What is summed over many rows for a
     captured tensor is corrected by that; where T.exact dq too, and slip in `rows` for the pass over keys. (Plain PyTorch forms
     delta of the very dp: what has to cancel, cancels.) Where T.wide 1 / sum, which was rounded, is corrected likewise.
+    T.offset: where lse is large, a walk of its own adds up each row's probabilities first: what they are off 1 by is what lse
+    lacks, and goes into `rows`.
     T.twice: the same is found by a walk of its own first, and delta corrected in `rows`, before anything is formed of it. But
     where not T.exact out and lse may be of more keys than these, as a ring's are. Then p does not add up to 1, nor dp to delta.
     """
@@ -361,9 +363,14 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     sunk = none  # the probability that the sink takes
     if T.sink:
         sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
-        sunk = exp(sink - level, T) * norm if T.exact else tl.exp2(sink * LOG2E - level)
+        if T.exact:
+            sunk = exp(sink - level, T) * norm
+        elif T.offset:
+            sunk = tl.exp2((sink - level) * LOG2E)
+        else:
+            sunk = tl.exp2(sink * LOG2E - level)
     change = -(delta + slip)  # of lse, less what it averages to: what a sink's score receives
-    if T.corrects or T.twice:
+    if T.corrects or T.twice or T.offset:
         mean = delta
         if T.exact and T.corrects:
             off = (none, tl.zeros([BLOCK_Q, COLUMNS], tl.float32), totals, none)
@@ -375,15 +382,30 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
     walk = (lo, full_lo, full_hi, hi, region[2], row, ends)
+    found = off
+    if T.offset:
+        distance = tl.where(tl.abs(level) < float("inf"), tl.abs(level), 0.0)
+        if T.twice or tl.max(distance) > FAR:
+            _, _, found = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
+                                    score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            lacks = tl.log2(tl.where(found[3] > 0.0, found[3], 1.0))
+            # more than lse's rounding: out and lse are of other keys, too
+            lacks = tl.where(tl.abs(lacks) <= WHOLE + WHOLE_PER_LEVEL * distance, lacks, 0.0)
+            share = tl.exp2(-lacks)
+            norm, sunk = lacks, sunk * share
+            found = (found[0] * share, found[1], found[2], found[3] * share)
+            tl.store(rows_ptr + 2 * strides[5][2] + index, norm, mask=index < item.q)
+            row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
+    elif T.twice:
+        _, _, found = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
+                                score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.twice:
-        _, _, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
-                              score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
-        excess = off[0]
+        excess = found[0]
         if T.wide:
-            whole = tl.where(off[3] == 0.0, 1.0, off[3])
+            whole = tl.where(found[3] == 0.0, 1.0, found[3])
             excess, norm, sunk = excess / whole, norm / whole, sunk / whole
         if not T.exact:
-            excess = tl.where(tl.abs(off[3] - 1.0) <= WHOLE + WHOLE_PER_LEVEL * tl.abs(level), excess, 0.0)
+            excess = tl.where(tl.abs(found[3] - 1.0) <= WHOLE + WHOLE_PER_LEVEL * tl.abs(level), excess, 0.0)
         change -= excess
         if T.exact:
             slip += excess
@@ -395,7 +417,8 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             tl.store(rows_ptr + 3 * strides[5][2] + index, slip, mask=index < item.q)
         else:
             delta += excess
-            tl.store(rows_ptr + 2 * index + 1, delta, mask=index < item.q)
+            place_of_delta = index + strides[5][2] if T.offset else 2 * index + 1
+            tl.store(rows_ptr + place_of_delta, delta, mask=index < item.q)
         row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
     dq, totals, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
                                 score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip

@@ -77,6 +77,14 @@ def tile_contribution(queries, keys, sizes, band, batch, head, row, key, seed, s
 def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
                                  batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                  MASK: tl.constexpr):  # fmt: skip
+    """One program: `broadcast_tile` of its number."""
+    broadcast_tile(tl.program_id(0), ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
+                   batches, T, SCORE, CAPTURED, MASK)  # fmt: skip
+
+
+@jit
+def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region, batches,
+                   T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
@@ -89,7 +97,7 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
     out_ptr, band, seed = ptrs[5], (left, right, region[1]), load_seed(score_args, T)
-    program, tiles_q, tiles_k = tl.program_id(0), tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
+    tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1
     shared_heads = heads if CAPTURED[3] else 1
     own_heads = 1 if CAPTURED[3] else heads

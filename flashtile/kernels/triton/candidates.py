@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product as combinations
 
 from flashtile.kernels.lib.score import score_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, padded, products
+from flashtile.kernels.triton.tile import WHOLE_FRAGMENT, Launch, Pass, padded, products, reads_bytes_and_joins
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -77,6 +77,9 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
         resident = block_k if which in ("keys", "fused") else block_q
         streamed = block_q if which in ("keys", "fused") else block_k
         if resident < (4 if wide else 8) * warps or streamed < (16 if wide else 32):
+            continue
+        summed = min(resident, streamed) if which == "fused" else streamed
+        if which != "pairs" and summed < WHOLE_FRAGMENT and reads_bytes_and_joins(problem, device, launch.products):
             continue
         if warps == 8 and streamed == 16:  # 64 rows of 16 columns fault on an H100 (Triton 3.6.0, fp32)
             continue

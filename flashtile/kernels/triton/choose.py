@@ -13,7 +13,16 @@ from flashtile import _triton, plan
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.lib.score import score_bytes, sums_per_head
 from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, forms_captured, is_mended, padded, products
+from flashtile.kernels.triton.tile import (
+    WHOLE_FRAGMENT,
+    Launch,
+    Pass,
+    forms_captured,
+    is_mended,
+    padded,
+    products,
+    reads_bytes_and_joins,
+)
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -215,11 +224,27 @@ def plain_family(problem: AttentionProblem, which: Pass) -> str:
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     """The tile of a pass on a device; no larger than a block of the mask, where it has lists of them."""
     launch, blocks = _choose(problem, device, which), problem.blocks
+    if reads_bytes_and_joins(problem, device, launch.products):
+        launch = with_whole_fragments(problem, launch, which)
     if blocks is None:
         return launch
     launch = replace(launch, block_q=min(launch.block_q, blocks.block_q), block_k=min(launch.block_k, blocks.block_k))
     if device.kind == "hip" and which == "fused" and launch.block_q == launch.block_k == 32:
         return replace(launch, num_stages=1)  # of two Triton 3.6.0 makes a cast that it cannot translate
+    return launch
+
+
+def with_whole_fragments(problem: AttentionProblem, launch: Launch, which: Pass) -> Launch:
+    """The launch, whose products of probabilities have WHOLE_FRAGMENT terms or more."""
+    block_q, block_k = max(launch.block_q, WHOLE_FRAGMENT), max(launch.block_k, WHOLE_FRAGMENT)
+    if which == "queries" and launch.block_k < block_k and max(padded(problem)) == 256 and problem.dtype is not DType.FP32:
+        return replace(launch, block_q=16, block_k=block_k)  # 32 queries spill 1.1 KB on sm100, 0.9 on sm90, 16 none
+    if which in ("forward", "queries"):
+        return replace(launch, block_k=block_k)
+    if which == "keys":
+        return replace(launch, block_q=block_q)
+    if which == "fused" and (block_q, block_k) != (launch.block_q, launch.block_k):
+        return replace(launch, block_q=block_q, block_k=block_k, num_warps=8)  # in 4 warps dk, dv and dq's share spill 5.6 KB
     return launch
 
 

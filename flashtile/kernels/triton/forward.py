@@ -5,14 +5,14 @@ from __future__ import annotations
 from flashtile._triton import PLAIN_INTEGERS, jit, tl
 from flashtile.kernels.lib.blocks import block_list, block_start
 from flashtile.kernels.lib.dropout import kept, load_seed
-from flashtile.kernels.lib.exponential import exp
+from flashtile.kernels.lib.exponential import FAR, exp
 from flashtile.kernels.lib.grid import Sizes
 from flashtile.kernels.lib.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.lib.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.lib.product import aligned_parts, score_product, transposed
-from flashtile.kernels.lib.score import locate, logits, unit
-from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold
-from flashtile.kernels.lib.varlen import assign_tile, slab
+from flashtile.kernels.lib.score import locate, logits
+from flashtile.kernels.lib.softmax import add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.lib.varlen import slab, tile_of
 
 
 @jit
@@ -41,26 +41,41 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
+    """One program: `forward_tile` of its number."""
+    forward_tile(tl.program_id(0), tl.num_programs(0), in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left,
+                 right, scale, score_args, region, T, SCORE, MASK)  # fmt: skip
+
+
+@jit
+def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                 region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One query tile of one head, of all `tiles`.
+
+    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
 
     region = (the schedule where T.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
 
+    Where T.repairs out and lse are another forward's, of which rows are computed again whose lse is beyond FAR, or not finite.
     lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
     and sum, from which the backward forms probabilities without the rounding of a logarithm.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     band = (left, right, region[1])
-    tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
+    tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
     lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
 
+    index, per_head = row + tl.arange(0, BLOCK_Q), (batch * heads + head).to(tl.int64)
+    lse_tile, far = out_ptrs[1] + per_head * seqlen_q + item.first_q + index, index < item.span_q
+    if T.repairs:
+        made = tl.load(lse_tile, mask=index < item.q, other=0.0)
+        far = ((tl.abs(made) < FAR) == 0) & (index < item.q)  # infinite, or no number, too
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
     q = aligned_parts(load_tile(q_head, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
-    index = row + tl.arange(0, BLOCK_Q)
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v, T)
@@ -87,12 +102,11 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 True, T, SCORE, MASK)  # fmt: skip
 
-    factor = unit(scale, score_args, T, SCORE)
+    rows = scored(rows, T)
     if T.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
-        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, factor, T)
-        factor = 1.0
-    out, lse = finish(rows, factor, T)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)
+    out, lse = finish(rows, T)
     if T.dropout:
         out *= seed.factor
     top, total = rows.top, rows.total
@@ -105,10 +119,12 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         lse = tl.where(counts, lse, float("-inf"))
         top, total = tl.where(counts, top, float("-inf")), tl.where(counts, total, 0.0)
     out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(item.first_q + row, strides[3])
+    if T.repairs:
+        other = load_tile(out_head, strides[3], 0, item.span_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+        out = tl.where(far[:, None], out, other.to(out.dtype))
     store_tile(out_head, strides[3], out, item.span_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
     here = index < item.span_q
-    per_head = (batch * heads + head).to(tl.int64)
-    tl.store(out_ptrs[1] + per_head * seqlen_q + item.first_q + index, lse, mask=here)
+    tl.store(lse_tile, lse, mask=far)
     if T.exact:
         stats = out_ptrs[2] + per_head * (2 * seqlen_q) + item.first_q + index
         tl.store(stats, top, mask=here)

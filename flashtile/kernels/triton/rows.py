@@ -10,13 +10,13 @@ from flashtile.kernels.lib.varlen import assign_tile, first_padded, slab
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
-    """What the passes need of every query: rows = (lse, delta) or, where T.exact, (maximum, delta, 1 / sum, slip).
+    """What the passes need of every query: rows = (lse, delta), where T.exact (maximum, delta, 1 / sum, slip), where T.offset
+    (lse, delta, 0, which the pass over queries replaces by what lse lacks).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
-    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 or 4, padded),
+    which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 to 4, padded),
     padded to whole tiles by item, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
-    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two; the four others
-    lie in rows of their own.
+    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two; the others lie in rows of their own.
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -53,8 +53,13 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
         delta -= dlse
         level = tl.load(in_ptrs[2] + per_head * seqlen_q + token, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
-        tl.store(rows + 2 * index, level * LOG2E, mask=written)
-        tl.store(rows + 2 * index + 1, delta, mask=written)
+        if T.offset:
+            tl.store(rows + index, level, mask=written)
+            tl.store(rows + index + strides[3][2], delta, mask=written)
+            tl.store(rows + index + 2 * strides[3][2], tl.zeros_like(delta), mask=written)
+        else:
+            tl.store(rows + 2 * index, level * LOG2E, mask=written)
+            tl.store(rows + 2 * index + 1, delta, mask=written)
 
 
 @jit
@@ -91,14 +96,14 @@ def load_dlse(ptr, strides, batch, head, token, here):
 def rows_offset(item, head, strides, T: tl.constexpr):
     """Elements from the start of `rows` to those of an item and head; strides of rows."""
     padded = first_padded(item, T).to(tl.int64)
-    if not T.exact:
+    if not (T.exact or T.offset):
         padded = 2 * padded
     return slab(item, T).to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + padded
 
 
 @jit
 def load_rows(rows_ptr, strides, start, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or 1, slip or 0) of a tile of queries from `start`, a multiple of block_q.
+    """(lse or maximum, delta, 1 / sum or what lse lacks or 1, slip or 0) of the queries from `start`, a multiple of block_q.
 
     rows_ptr: those of an item and head; strides of rows.
     """
@@ -109,6 +114,10 @@ def load_rows(rows_ptr, strides, start, T: tl.constexpr):
         level, delta = tl.load(rows), tl.load(rows + strides[2])
         norm, slip = tl.load(rows + 2 * strides[2]), tl.load(rows + 3 * strides[2])
         return level, delta, norm, slip
+    elif T.offset:
+        rows = rows_ptr + start + index
+        level, delta, lacks = tl.load(rows), tl.load(rows + strides[2]), tl.load(rows + 2 * strides[2])
+        return level, delta, lacks, tl.zeros_like(level)
     else:
         # The hint is what lets a thread's neighbouring rows come in one load: `start` counts a loop and carries none.
         rows = tl.multiple_of(rows_ptr + 2 * start, 16)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flashtile._triton import INTERPRETED
 from flashtile.kernels.lib.mask import term_starts
-from flashtile.kernels.lib.score import adds_elements, captures, form_of, shares_items, sums_per_head
+from flashtile.kernels.lib.score import Form, adds_elements, captures, form_of, shares_items, sums_per_head
 from flashtile.kernels.lib.small import is_small
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
@@ -68,6 +68,9 @@ class Tile:
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     products: str  # as in Launch
+    offset: (
+        bool  # below it, the problem's `shares_offset`: the backward gets lse and what its rounding lacks, once that is known
+    )
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     makes_lse: bool
     lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
@@ -89,6 +92,7 @@ class Tile:
     together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     wave: int = 0  # tiles that go together at least
+    repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
 
     @property
     def wide(self) -> bool:
@@ -199,18 +203,41 @@ def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
     return which == "pairs" or (which == "queries" and bool(captures(problem.score)))
 
 
-def loads_narrowly(problem: AttentionProblem) -> bool:
-    """Whether scores depend on tensors with elements of less than 32 bits."""
+BYTES = frozenset({"bool", "int8", "uint8"})  # dtypes of 8 bits
+NARROW = BYTES | {"fp16", "bf16"}
+
+
+def form_in(problem: AttentionProblem, which: Pass) -> Form:
+    """How a pass applies modifiers."""
+    return Form(prescale=True) if problem.shares_offset else form_of(problem, forms_captured(problem, which))
+
+
+def narrow_loads(problem: AttentionProblem) -> set[str]:
+    """Dtypes of less than 32 bits that scores depend on: those of captured tensors and of predicates."""
     captured = [tensor.dtype for score in problem.score for tensor in score.tensors]
     asked = [dtype for leaf in problem.leaves for _, dtype in leaf.tensors]
-    return not {*captured, *asked}.isdisjoint({"fp16", "bf16", "bool", "int8", "uint8"})
+    return {*captured, *asked} & NARROW
+
+
+# The fewest terms of a product where `reads_bytes_and_joins`. Triton 3.6.0 to 3.7.1 then hold 8 neighbours of an operand row in
+# a thread (kWidth: 32 bits over the narrowest load's 8, twice that for a `tl.join`), the row in four threads. Of a product of
+# 16 terms mma.sync leaves half out and counts the others twice: on an H100 results are off by 1.2 to 2.3 of the largest; 32 and
+# 64 terms are right. 3.8.0 holds 4 at most. `export/fragments.py` finds such products in compiled kernels.
+WHOLE_FRAGMENT = 32
+
+
+def reads_bytes_and_joins(problem: AttentionProblem, device: Device, products: Products) -> bool:
+    """Whether probabilities depend on loads of 8 bits, and on dropout's words, which are joined, in products of mma.sync."""
+    if device.kind != "cuda" or problem.dropout is None or products == "float64" or problem.precision == "ieee":
+        return False
+    return not narrow_loads(problem).isdisjoint(BYTES)
 
 
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "") -> Tile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
-    form = form_of(problem, forms_captured(problem, which))
+    form = form_in(problem, which)
     grouped, backward = which in ("keys", "fused") and problem.group > 1, which != "forward"
     return Tile(
         block_q=launch.block_q,
@@ -228,11 +255,12 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         adds=form.adds,
         curved=form.curved,
         exact=problem.float32_grade,
+        offset=problem.shares_offset,
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         products=launch.products,
-        narrow=launch.products == "float64" and loads_narrowly(problem),
+        narrow=launch.products == "float64" and bool(narrow_loads(problem)),
         makes_lse=which == "forward",
         lone=backward and problem.lone and not is_mended(problem),
         sink=problem.sink is not None,
