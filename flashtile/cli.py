@@ -131,7 +131,9 @@ def fuzz(
     repeat: Annotated[list[str], typer.Option(help="Run this one case and no other; may be repeated.")] = [],  # noqa: B006
     replay: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Run the cases of such a file.")] = None,
     setup: Annotated[str, typer.Option(help="MODULE:FUNCTION that every process calls first.")] = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines, one for each failure.")] = Path("fuzz.jsonl"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines, one for each failure.")] = Path(
+        "fuzz-output/failures.jsonl"
+    ),
 ) -> None:
     """Is flashtile right here? Draw whole problems and judge every result against float64; exit code 1 if one is wrong."""
     main, console = import_module("flashtile.fuzz.main"), Console()

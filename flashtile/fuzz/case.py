@@ -156,6 +156,11 @@ class Case:
             raise InvalidProblem("case has data=offset:... beside a sink, which the offset does not reach.")
         if self.kind in ("offset", "huge") and math.frexp(self.scale)[0] != 0.5:
             raise InvalidProblem(f"case has data={self.data} and scale={self.scale}; it must be a power of two.")
+        by_token = any(set(BIASES.get(name, "")) & set("qk") for name in self.modifiers)
+        if self.holes and (self.where or by_token):
+            raise InvalidProblem(
+                "case has holes beside a mask or a bias that goes by the tokens' own places, which would move."
+            )
         if self.holes and self.layout in ("packed", "kvpacked"):
             raise InvalidProblem("case has holes beside packed tensors, which take none.")
 

@@ -216,7 +216,7 @@ def evaluate(
 
 
 def softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(softmax, logarithm of its denominator): the largest score and the logarithm of the sum stay apart as long as possible."""
+    """(softmax, logarithm of its denominator): largest score and logarithm of the sum stay apart as long as possible."""
     if not scores.shape[-1]:
         return scores, scores.sum(-1)
     most = scores.detach().amax(-1, keepdim=True)

@@ -34,7 +34,7 @@ def parse(text: str) -> dict[Pass, Launch]:
         found = [int(n) for n in numbers.split("x") if n.isdecimal()]
         if which not in PASSES or len(found) != 6:
             raise InvalidProblem(f"tile is {part!r}; it must be PASS:QxKxWARPSxSTAGESxSWIZZLExHELD, of {', '.join(PASSES)}.")
-        made[which] = Launch(*found[:5], held=found[5])
+        made[which] = Launch(*found[:5], held=found[5])  # pyright: ignore[reportArgumentType]
     return made
 
 
