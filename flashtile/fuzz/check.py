@@ -75,6 +75,10 @@ def check(case: Case, device: torch.device, backend: str = "", function: Call = 
         truth, plain = yardsticks(inputs, scene)
     except torch.OutOfMemoryError as error:
         return Result("refused", f"the formula does not fit into memory: {str(error)[:60]}")
+    except Exception as error:
+        if is_lost(error):
+            raise
+        return Result("wrong", f"the formula itself raised {type(error).__name__}: {str(error)[:300]}", math.inf)
     text, ratio = verdict(case, made, again, truth, plain, guards)
     status = "right" if not text else "close" if ratio <= CLEAR else "wrong"
     return Result(status, text, ratio, frozenset(kernels))
@@ -223,7 +227,7 @@ def watch_kernels() -> set[str]:
     launch_first, prepare = run.KernelLaunch.launch_first, run.KernelLaunch.prepare
 
     def note(self: Any, tensors: Tensors) -> None:
-        if _triton.INTERPRETED:
+        if self.device.type == "cpu":  # interpreted, or emulated
             told = repr((self.call.kernel.fn.__name__, self.call.constants, sorted(self.call.options.items())))
             seen.add(hashlib.sha256(re.sub(r" at 0x\w+", "", told).encode()).hexdigest())
         launch_first(self, tensors)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz import tiles
-from flashtile.fuzz.case import BIASES, SLOPES, Case
+from flashtile.fuzz.case import BIASES, Case
 from flashtile.kernels.triton.tile import Pass
 from flashtile.plan.device import H100, Device
 from flashtile.spec.attention import AttentionProblem
@@ -60,7 +60,7 @@ class Means:
 
 
 MEANS = {
-    "cpu": Means(1 << 18, {"tiny": 2, "short": 4, "middle": 1}, 20),
+    "cpu": Means(1 << 16, {"tiny": 3, "short": 4, "middle": 0.5}, 20),
     "interpreted": Means(1 << 14, {"tiny": 3, "short": 2}, 6, 0.25, 256),
     "gpu": Means(1 << 23, {"tiny": 1, "short": 3, "middle": 4, "long": 1.5}, 60, 0.25),
     "emulated": Means(1 << 15, {"short": 1}, 2, 0.0, 256),
@@ -121,8 +121,6 @@ def _variant(dice: random.Random, number: str, backend: str, means: Means) -> Va
     upstream = pick(dice, UPSTREAMS)
     backward = pick(dice, {"auto": 3, "split": 2, "fused": 0.01 if backend == "cpu" else 2})
     fixed = pick(dice, {"": 3, "score": 1.5, "sink": 0.3, "score+sink": 0.4})
-    if hopper and any(name in SLOPES for name in score.split("+")):
-        fixed = "score+sink"
     band = pick(dice, BANDS)
     if score == "" and dice.random() < 0.1:
         band = pick(dice, {"0:0": 1.0, ":0": 1.0, "1:1": 1.0})
@@ -138,12 +136,26 @@ def _variant(dice: random.Random, number: str, backend: str, means: Means) -> Va
         precision=pick(dice, {"tf32x3": 5, "tf32": 1, "ieee": 1 if max(dims) <= 128 else 0.2}) if dtype == "fp32" else "tf32x3",
         backend=backend,
     )  # fmt: skip
+    if hopper:
+        template = _for_hopper(template, dice)
     if layout in ("packed", "kvpacked") and template.wants != "qkv":
         template = replace(template, wants="qkv")
     grain = dice.choice((16, 1))
     made = Variant(template, means, pick(dice, means.spans), grain, dice.random() < 0.3, number)
     sized(made, random.Random(0)).check()
     return made
+
+
+def _for_hopper(case: Case, dice: random.Random) -> Case:
+    """The template without most of what Hopper's kernels refuse: gradients of captured tensors above all."""
+    names = case.modifiers
+    stored = names and all(name in ("bias", "bias-heads", "bias-plane", "bias-batch") for name in names) and len(names) == 1
+    stored = (
+        stored and max(case.head_dim, case.head_dim_v) <= 128 and not (case.items or case.used) and case.backward != "split"
+    )
+    sink = "" if case.where else case.sink
+    fixed = [name for name, keeps in (("score", stored), ("sink", dice.random() < 0.2)) if not keeps]
+    return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype)
 
 
 def draw(given: Variant, number: int) -> Case:

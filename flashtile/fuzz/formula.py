@@ -48,7 +48,7 @@ def places(tokens: tuple[tuple[int, ...], ...], span: int, slabs: bool, device: 
         [t + (item * span if slabs else 0) for t in found] + [total] * (most - len(found)) for item, found in enumerate(tokens)
     ]
     index = torch.tensor(rows, dtype=torch.long).view(len(tokens), most).to(device)
-    whole = slabs and all(found == tuple(range(span)) for found in tokens)
+    whole = slabs and bool(tokens) and all(found == tuple(range(span)) for found in tokens)
     return Places(index, index < total, total, whole)
 
 
@@ -70,6 +70,10 @@ class Scene:
         self.position = self.row + (counts_k - counts_q)  # (items, 1, rows, 1)
         self.keep = self.visible()
         self.sees, self.seen = self.keep.any(3), self.keep.any(2)
+        self.undropped: torch.Tensor | None = None  # what is left of each probability
+        if inputs.dropout is not None:
+            kept = dropout_mask(inputs.dropout, c.batch, c.heads_q, len(self.row), self.key.shape[1], device=device)
+            self.undropped = kept.double() / (1.0 - c.dropout)
 
     def visible(self) -> torch.Tensor:
         """Boolean (items, heads_q, rows, keys)."""
@@ -193,9 +197,8 @@ def evaluate(
     else:
         p, lse = softmax(scores.masked_fill(~s.sees[..., None], 0.0))
         p, lse = p.masked_fill(~s.keep, 0.0), lse.masked_fill(~s.sees, -math.inf)
-    dropout = inputs.dropout
-    if dropout is not None:
-        p = p * dropout_mask(dropout, c.batch, c.heads_q, len(s.row), keys, device=s.device) / (1.0 - c.dropout)
+    if s.undropped is not None:
+        p = p * s.undropped.to(wide)
     out = (p.to(dtype) @ v).transpose(1, 2)
     out = s.queries.put(out, 0.0).view(*inputs.leaves["q"].shape[:-1], c.head_dim_v)
     lse = s.queries.put(lse.transpose(1, 2), -math.inf)
