@@ -16,13 +16,14 @@ from flashtile import _triton, dispatch
 from flashtile.errors import NotSupported
 from flashtile.fuzz import guard
 from flashtile.fuzz.case import EPS, Case
-from flashtile.fuzz.formula import Scene, soil, yardsticks
+from flashtile.fuzz.formula import Scene, level, soil, yardsticks
 from flashtile.fuzz.make import Inputs, Tensors, apart, build, call
 from flashtile.fuzz.tiles import forced
 from flashtile.torch import attention, run
 
 FACTOR = 1.5  # of the error that plain PyTorch makes in the same dtype
 FLOOR_ULP = 2.0  # of a tensor's largest element: below that, errors are luck
+FLOAT32 = 2.0**-23  # what is summed is of about 1: below that a sum that should be 0 is 0
 LSE_TOLERANCE = 1e-5
 OTHER_SEEDS = 4
 CLEAR = 4.0  # times what is allowed: no luck makes such an error
@@ -51,6 +52,7 @@ def check(case: Case, device: torch.device, backend: str = "", function: Call = 
         case.check()
         inputs = build(case, device)
         scene = Scene(inputs)
+        level(inputs, scene)
         if case.dirty:
             soil(inputs, scene)
         with forced(case.tile), guard.watched() as guards:
@@ -191,7 +193,7 @@ def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype) -> t
     if odd:
         return f"{name} is not finite in {odd:.0f} elements", math.inf
     ulp = max(2.0**-10 if case.precision == "tf32" and case.dtype == "fp32" else EPS[case.dtype], torch.finfo(dtype).eps)
-    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest)
+    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, FLOAT32)
     if error <= allowed:
         return "", error / allowed if allowed else 0.0
     said = "nothing finite" if odd_plain else f"{plain:.3g}"

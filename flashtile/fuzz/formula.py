@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.fuzz.case import BIASES
-from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, offset_of
+from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, as_held, offset_of
 from flashtile.torch.dropout import dropout_mask
 
 
@@ -150,6 +150,22 @@ def soil(inputs: Inputs, scene: Scene) -> None:
     dlse.masked_fill_(~rows, math.nan)
 
 
+def level(inputs: Inputs, scene: Scene) -> None:
+    """Queries of zeros in float32 rows that see nothing but keys with a large negative bias.
+
+    Some rows of float32 inputs are computed in float64, where scores differ beside such a number, others in float32, where
+    they do not: both are right, and of such queries the same.
+    """
+    c = inputs.case
+    if c.kind != "masked" or c.dtype != "fp32" or c.value == -math.inf:
+        return
+    bias = scene.cut(inputs.leaves[f"score.{len(c.modifiers) - 1}"])
+    spared = (scene.keep & (bias != as_held(c))).any(3).transpose(1, 2)
+    kept = scene.queries.put(spared, 0.0)
+    q = inputs.leaves["q"]
+    q.masked_fill_(~kept.view(*q.shape[:-1], 1), 0.0)
+
+
 def evaluate(
     inputs: Inputs, scene: Scene, dtype: torch.dtype, loss: torch.Tensor | None = None
 ) -> tuple[Tensors, torch.Tensor | None]:
@@ -209,6 +225,9 @@ def evaluate(
     flowing = [(out, inputs.flows["dout"])] * (c.upstream in ("both", "out", "alone"))
     flowing += [(lse, inputs.flows["dlse"])] * (c.upstream in ("both", "lse"))
     names = inputs.wanted
+    flowing = [(tensor, flow) for tensor, flow in flowing if tensor.requires_grad]  # of v alone lse knows nothing
+    if names and not flowing and c.upstream != "none":
+        made |= {f"d{name}": torch.zeros_like(leaves[name]) for name in names}
     if names and flowing:
         outputs = [tensor for tensor, _ in flowing]
         arriving = [flow.to(tensor.dtype) for tensor, flow in flowing]
