@@ -125,10 +125,10 @@ def build(case: Case, device: torch.device) -> Inputs:
     if c.sink:
         made.leaves["sink"] = normal((c.heads_q,), f"{c.seed}-sink", device).mul(2.0).to(TORCH[c.sink])
     for i, name in enumerate(c.modifiers):
-        axes = BIASES.get(name, SLOPES.get(name))
-        if axes is not None:
-            made.leaves[f"score.{i}"] = _captured(c, i, name, axes, device)
-    made.where |= _where(c, device)
+        shape = captured_shape(c, name)
+        if shape is not None:
+            made.leaves[f"score.{i}"] = _captured(c, i, name, shape, device)
+    made.where |= where_of(c, device)
     return made
 
 
@@ -151,19 +151,27 @@ def _stress(c: Case, values: Tensors) -> None:
         values["q"].mul_(0.0)  # some rows of float32 inputs are computed in float64, which loses nothing beside an offset
 
 
-def _captured(c: Case, index: int, name: str, axes: str, device: torch.device) -> torch.Tensor:
+def captured_shape(c: Case, name: str) -> tuple[int, ...] | None:
+    """The shape of a modifier's tensor; None if it has none."""
+    if name in SLOPES:
+        return (c.batch, c.heads_q)[2 - len(SLOPES[name]) :]
+    if name not in BIASES:
+        return None
+    axes = BIASES[name]
+    sizes = dict(zip("bhqk", (c.batch, c.heads_q, c.seqlen_q, c.seqlen_k), strict=True))
+    first = min(map("bhqk".index, axes), default=4)  # leading axes that it lacks altogether
+    return tuple(sizes[axis] if axis in axes else 1 for axis in "bhqk"[first:])
+
+
+def _captured(c: Case, index: int, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A modifier's tensor."""
     key = f"{c.seed}-score.{index}"
     if name in SLOPES:
-        slopes = normal((c.batch, c.heads_q)[2 - len(axes) :], key, device).abs().mul(0.25)
+        slopes = normal(shape, key, device).abs().mul(0.25)
         slopes = slopes.mul(16.0).round().div(16.0) if c.kind == "offset" else slopes
         return slopes.to(TORCH[c.score_dtype])
-    sizes = dict(zip("bhqk", (c.batch, c.heads_q, c.seqlen_q, c.seqlen_k), strict=True))
-    shape = tuple(sizes[axis] if axis in axes else 1 for axis in "bhqk")
-    while axes and shape and "bhqk"[4 - len(shape)] not in axes:  # leading axes that it lacks altogether
-        shape = shape[1:]
     dtype = TORCH[c.score_dtype]
-    bias = normal(shape if axes else (), key, device).mul(0.5)
+    bias = normal(shape, key, device).mul(0.5)
     last = index == len(c.modifiers) - 1
     if c.kind == "offset" and last:
         bias = torch.where(_offset_rows(c, bias), as_held(c), bias)
@@ -226,7 +234,7 @@ def lay(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 # -- masks ----------------------------------------------------------------------------------------------------------
 
 
-def _where(c: Case, device: torch.device) -> Tensors:
+def where_of(c: Case, device: torch.device) -> Tensors:
     """The tensors of what masks beside the band."""
     made: Tensors = {}
     spans = {"q": max(c.seqlen_q, 1), "k": max(c.seqlen_k, 1)}
@@ -294,10 +302,9 @@ def modifier_of(name: str, tensor: torch.Tensor | None) -> Any:
     return kind(tensor)
 
 
-def call(inputs: Inputs, backend: str = "") -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
-    """(out, lse or None, the leaves that gradients are asked of) of flashtile; `backend` in the place of the case's."""
+def arguments(inputs: Inputs, leaves: Tensors, backend: str = "") -> dict[str, Any]:
+    """What a call takes by name beside q, k, v and lengths."""
     c = inputs.case
-    leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
     asked = c.mask_arguments()
     mask = mask_of(inputs)
     if mask is not None:
@@ -313,7 +320,15 @@ def call(inputs: Inputs, backend: str = "") -> tuple[torch.Tensor, torch.Tensor 
     how: dict[str, Any] = {"backward": c.backward, "precision": c.precision, "deterministic": c.deterministic or None}
     asked["options"] = Options(backend=backend or c.backend or None, **how)
     asked["return_lse"] = c.returns_lse
-    lengths = _lengths(inputs)
+    return asked
+
+
+def call(inputs: Inputs, backend: str = "") -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+    """(out, lse or None, the leaves that gradients are asked of) of flashtile; `backend` in the place of the case's."""
+    c = inputs.case
+    leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
+    asked = arguments(inputs, leaves, backend)
+    lengths = lengths_of(inputs)
     if c.layout == "packed":
         qkv = inputs.whole["qkv"].detach().requires_grad_(bool(inputs.wanted))
         given = {name.removesuffix("_q"): t for name, t in lengths.items() if name.endswith("_q")}
@@ -342,7 +357,7 @@ def apart(c: Case, name: str, gradient: torch.Tensor) -> Tensors:
     return dict(zip(name, gradient.unbind(-3), strict=True)) if name in ("qkv", "kv") else {name: gradient}
 
 
-def _lengths(inputs: Inputs) -> Tensors:
+def lengths_of(inputs: Inputs) -> Tensors:
     """The tensors of lengths by their arguments' names."""
     n, c, device, made = inputs.lengths, inputs.case, inputs.device, dict[str, torch.Tensor]()
     for side, span in (("q", c.seqlen_q), ("k", c.seqlen_k)):

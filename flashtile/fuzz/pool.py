@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SHRINKING_S = 60.0
-SILENT_S = 300.0  # after which a process hangs
+SILENT_S = 420.0  # after which a process hangs
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
             if not busy or time.monotonic() > ends:
                 return
             ready = wait([worker.pipe for worker in busy], min(max(0.0, ends - time.monotonic()), 1.0))
+            if not ready:
+                yield Event("waiting")
             for worker in list(busy):
                 lost = False
                 if worker.pipe in ready:
@@ -117,8 +119,6 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
                 elif time.monotonic() - worker.heard > SILENT_S:
                     yield worker.ended(f"its process said nothing for {SILENT_S:.0f} s")
                     lost = True
-                else:
-                    yield Event("waiting")
                 if lost:
                     worker.stop()
                     busy.remove(worker)
