@@ -17,7 +17,7 @@ from flashtile.errors import NotSupported
 from flashtile.fuzz import guard
 from flashtile.fuzz.case import EPS, Case
 from flashtile.fuzz.formula import Scene, level, soil, yardsticks
-from flashtile.fuzz.make import Inputs, Tensors, apart, build, call
+from flashtile.fuzz.make import HUGE, Inputs, Tensors, apart, build, call
 from flashtile.fuzz.tiles import forced
 from flashtile.torch import attention, run
 
@@ -193,7 +193,8 @@ def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype) -> t
     if odd:
         return f"{name} is not finite in {odd:.0f} elements", math.inf
     ulp = max(2.0**-10 if case.precision == "tf32" and case.dtype == "fp32" else EPS[case.dtype], torch.finfo(dtype).eps)
-    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, FLOAT32)
+    unit = FLOAT32 * (16.0 * HUGE if case.kind == "huge" else 1.0)
+    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, unit)
     if error <= allowed:
         return "", error / allowed if allowed else 0.0
     said = "nothing finite" if odd_plain else f"{plain:.3g}"
