@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz import tiles
 from flashtile.fuzz.case import BIASES, Case
-from flashtile.kernels.triton.tile import Pass
+from flashtile.kernels.triton.tile import Launch, Pass, products
 from flashtile.plan.device import H100, Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
@@ -62,7 +61,7 @@ class Means:
 MEANS = {
     "cpu": Means(1 << 16, {"tiny": 3, "short": 4, "middle": 0.5}, 20),
     "interpreted": Means(1 << 14, {"tiny": 3, "short": 2}, 6, 0.25, 256),
-    "gpu": Means(1 << 23, {"tiny": 1, "short": 3, "middle": 4, "long": 1.5}, 60, 0.25),
+    "gpu": Means(1 << 23, {"tiny": 1, "short": 3, "middle": 4, "long": 1.5}, 60, 0.15),
     "emulated": Means(1 << 15, {"short": 1}, 2, 0.0, 256),
 }
 
@@ -237,16 +236,19 @@ def with_data(case: Case, dice: random.Random) -> Case:
     return replace(case, data=kind)
 
 
-def with_tiles(case: Case, device: Device, dice: random.Random) -> Case:
-    """The case with other tiles of the portable backend than those that are chosen for it."""
+def with_tiles(case: Case, device: Device, key: str) -> Case:
+    """The case with other tiles of the portable backend than those that are chosen for it.
+
+    Cases of one key whose products are formed alike get the same: they share their kernels.
+    """
     left, right = case.bounds
     problem = AttentionProblem(
         max(case.batch, 1), case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_kv, case.head_dim, case.head_dim_v,
         DType(case.dtype), mask=Band(left, right), precision=case.precision,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    passes: Sequence[Pass] = tiles.PASSES
-    made: dict[Pass, Any] = {}
-    for which in passes:
+    made: dict[Pass, Launch] = {}
+    for which in tiles.PASSES:
+        dice = random.Random(f"{key}-{which}-{products(problem, device, which)}")
         found = tiles.choosable(problem, device, which)
         if found:
             made[which] = dice.choice(found)
@@ -256,9 +258,8 @@ def with_tiles(case: Case, device: Device, dice: random.Random) -> Case:
 def cases(given: Variant, device: Device | None) -> list[Case]:
     """All cases of a variant; with `device`, now and then of other tiles."""
     made = [draw(given, number) for number in range(given.means.cases)]
-    dice = random.Random(f"{given.number}-tiles")
-    if device is None or dice.random() >= given.means.tiles:
+    key = f"{given.number}-tiles"
+    if device is None or given.template.backend in ("cpu", "hopper") or random.Random(key).random() >= given.means.tiles:
         return made
     place = device if device.kind != "cpu" else H100
-    chosen = with_tiles(max(made, key=lambda c: c.batch * c.seqlen_q * c.seqlen_k), place, dice).tile
-    return [replace(case, tile=chosen) for case in made]
+    return [with_tiles(case, place, key) for case in made]
