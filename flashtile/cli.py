@@ -1,4 +1,4 @@
-"""The command line: flashtile demo | bench | explain | export | tune. Each command imports what it needs when it is called."""
+"""The command line: flashtile demo | bench | explain | export | tune | fuzz. Each command imports what it needs when called."""
 
 from __future__ import annotations
 
@@ -118,3 +118,27 @@ def bench(ctx: typer.Context) -> None:
     inner.command()(import_module("flashtile.bench.main").bench)
     code = typer.main.get_command(inner)(ctx.args, prog_name="flashtile bench", standalone_mode=False)
     raise typer.Exit(code if isinstance(code, int) else 0)
+
+
+@app.command()
+def fuzz(
+    budget: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Another seed draws other cases.")] = 0,
+    backend: Annotated[list[str], typer.Option(help="hopper, triton or cpu; may be repeated.")] = [],  # noqa: B006
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
+    variants: Annotated[int | None, typer.Option(min=1, help="End after so many, each of which is compiled once.")] = None,
+    without: Annotated[list[str], typer.Option(help="Leave out cases whose line holds this; may be repeated.")] = [],  # noqa: B006
+    repeat: Annotated[list[str], typer.Option(help="Run this one case and no other; may be repeated.")] = [],  # noqa: B006
+    replay: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Run the cases of such a file.")] = None,
+    setup: Annotated[str, typer.Option(help="MODULE:FUNCTION that every process calls first.")] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines, one for each failure.")] = Path(
+        "fuzz-output/failures.jsonl"
+    ),
+) -> None:
+    """Is flashtile right here? Draw whole problems and judge every result against float64; exit code 1 if one is wrong."""
+    main, console = import_module("flashtile.fuzz.main"), Console()
+    lines = [*repeat, *(main.lines_of(replay) if replay is not None else ())]
+    if lines or replay is not None:
+        raise typer.Exit(1 if main.repeat(lines, console, backend[0] if backend else "", setup) else 0)
+    request = main.Request(budget, seed, tuple(backend), jobs, variants, without=tuple(without), setup=setup)
+    raise typer.Exit(1 if main.fuzz(request, output, console).wrong else 0)

@@ -35,6 +35,11 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
     "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
     "host --cross": (["--cross"], dict(CROSS=TINY, CALLS=1, ROUNDS=1, WARM_CALLS=1), 2),
+    "tiles": (
+        ["--backend", "triton", "--dtype", "bf16", "--only", "plain"],
+        dict(DIMS=((16, 16),), MASKS={"full": {}, "causal": {"band": ":0"}},
+             SIZES={"small": dict(batch=1, seqlen_q=20, seqlen_k=20, heads_q=2, heads_kv=2)}), 4,
+    ),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 
@@ -172,3 +177,22 @@ def test_processes_outlive_what_happens_to_one(capsys) -> None:
         "a": "A", "b": "B", "c": "C", "d": "D", "raises": "ValueError: raises", "dies": "its process ended with 3",
         "loses": "RuntimeError: CUDA error: misaligned address",
     }  # fmt: skip
+
+
+def test_tiles_are_listed_for_a_gpu_that_is_not_there(tmp_path, monkeypatch) -> None:
+    from benchmarks import tiles
+
+    output = tmp_path / "tiles.csv"
+    monkeypatch.setattr(tiles, "in_processes", lambda function, jobs, ends: ((job, function(*job)) for job in jobs))
+    monkeypatch.setattr(tiles, "DIMS", ((192, 128),))
+    monkeypatch.setattr(tiles, "SIZES", {"small": tiles.SIZES["small"]})
+    monkeypatch.setattr(record, "STARTED", time.monotonic())
+    monkeypatch.setattr(
+        sys, "argv", ["tiles", "--list", "sm90", "--backend", "triton", "--dtype", "fp16", "--output", str(output)]
+    )
+    assert tiles.main() == 0
+    rows = list(csv.DictReader(output.open()))
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+    assert {row["features"] for row in rows} == set(tiles.IN_EVERY_MASK)
+    assert all(row["tile"].startswith("block_q=") and row["case"].startswith("q=") for row in rows)

@@ -221,9 +221,13 @@ def plain_family(problem: AttentionProblem, which: Pass) -> str:
     return f"{which}/{kind}/{columns}x{columns_v}/{mask}"
 
 
+FORCED: dict[Pass, Launch] = {}  # what `flashtile.fuzz` asks for in the place of every rule
+
+
 def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     """The tile of a pass on a device; no larger than a block of the mask, where it has lists of them."""
-    launch, blocks = _choose(problem, device, which), problem.blocks
+    launch, blocks = FORCED.get(which), problem.blocks
+    launch = _choose(problem, device, which) if launch is None else replace(launch, products=products(problem, device, which))
     if reads_bytes_and_joins(problem, device, launch.products):
         launch = with_whole_fragments(problem, launch, which)
     if blocks is None:

@@ -1,0 +1,265 @@
+"""Every tile that the planner can choose, in every pass and beside every feature, once on a GPU against float64.
+
+    python benchmarks/tiles.py [--list sm90] [--backend triton hopper] [--dtype bf16 ...] [--together] [--only TEXT]
+                               [--part 1/4] [--budget 1200] [--output benchmarks/results/tiles.csv]
+
+Problems of every dtype, precision, pair of padded head dims, size class and feature, alone and in the pairs that rules ask
+about, are planned for the GPU at hand, and the first one that meets a new (pass, tile, class of features) is run: so the list
+comes from the planner, and from its rules and tuned tables whatever they become. A row is such a meeting, with the line that
+`flashtile fuzz --repeat` runs again. Tiles that rules or tables have for this GPU and that no problem met are named at the end.
+--list: only write the rows, for a GPU that need not be there. --part: every fourth of the cases to run, from the first.
+The exit status is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.processes import Failure, in_processes
+from benchmarks.record import Record, machine, need_gpu, options
+from flashtile import NotSupported, dispatch
+from flashtile.fuzz import tiles as choosable
+from flashtile.fuzz.case import Case
+from flashtile.fuzz.check import forget, place, settled
+from flashtile.fuzz.planned import plans_of, problem_of
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import NAMED, Device, named
+from flashtile.torch.run import device_of
+
+# Pairs of head dims, one for each pair that they are padded to, and two that are no multiple of 16.
+DIMS = (
+    (16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (192, 128), (64, 128), (128, 64), (40, 24), (100, 8),
+    (96, 96),
+)  # fmt: skip
+# Sizes by name: from what is small for the planner to what fills a GPU, and what is no multiple of any tile.
+SIZES: dict[str, dict[str, int]] = {
+    "small": dict(batch=2, seqlen_q=90, seqlen_k=90, heads_q=4, heads_kv=4),
+    "middle": dict(batch=4, seqlen_q=528, seqlen_k=528, heads_q=24, heads_kv=24),
+    "long": dict(batch=1, seqlen_q=2300, seqlen_k=2300, heads_q=8, heads_kv=8),
+}
+GROUPED = dict(heads_q=8, heads_kv=2)
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": dict(band=":0"), "left": dict(band="64:"), "window": dict(band="64:9"),
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {}, "grouped": GROUPED, "lse": dict(upstream="both"), "softcap": dict(score="softcap30"),
+    "alibi": dict(score="alibi", fixed="score"), "alibi gradient": dict(score="alibi"),
+    "softcap, alibi": dict(score="softcap30+alibi", fixed="score"),
+    **{f"{name} gradient": dict(score=name, score_dtype="dtype")
+       for name in ("bias", "bias-plane", "bias-keys", "bias-rows", "bias-each-head")},
+    "bias": dict(score="bias", fixed="score", score_dtype="dtype"), "sink": dict(sink="fp32", fixed="sink"),
+    "sink gradient": dict(sink="fp32"), "dropout": dict(dropout=0.1), "predicate": dict(where="holes"),
+    "documents": dict(where="document"), "stored": dict(where="stored"), "blocks": dict(where="document", blocks="128x128"),
+    "small blocks": dict(where="holes", blocks="32x32"), "varlen": dict(items="varlen"), "used": dict(used="qk"),
+    "scale < 0": dict(scale=-0.3), "dq": dict(wants="q"), "dk, dv": dict(wants="kv"),
+}  # fmt: skip
+# What rules ask about together, or what a pass pays for twice; all of TOGETHER with --together.
+MOST_ASKED = (
+    ("predicate", "dropout"), ("predicate", "grouped"), ("predicate", "lse"), ("predicate", "bias gradient"),
+    ("predicate", "sink gradient"), ("dropout", "grouped"), ("dropout", "lse"), ("dropout", "bias gradient"),
+)  # fmt: skip
+TOGETHER = (
+    *MOST_ASKED, ("predicate", "softcap"), ("predicate", "varlen"), ("dropout", "softcap"), ("dropout", "sink gradient"),
+    ("dropout", "varlen"), ("dropout", "blocks"), ("dropout", "alibi gradient"), ("grouped", "varlen"), ("lse", "softcap"),
+    ("grouped", "bias gradient"), ("grouped", "lse"), ("blocks", "softcap"), ("blocks", "grouped"), ("blocks", "bias gradient"),
+    ("varlen", "sink gradient"), ("varlen", "alibi gradient"), ("stored", "dropout"), ("documents", "dropout"),
+)  # fmt: skip
+PLAIN_KINDS = ("fp16", "tf32", "ieee")  # of which pairs are left out
+BACKWARDS: dict[str, dict[str, Any]] = {
+    "split": dict(backward="split"), "fused": dict(backward="fused"), "deterministic": dict(deterministic=True),
+}  # fmt: skip
+KINDS = ("bf16", "fp16", "tf32x3", "tf32", "ieee")  # 16-bit dtypes, and fp32's precisions
+IN_EVERY_MASK = ("plain", "dropout", "predicate")
+ROWS = ("attention_delta", "attention_convert", "attention_rows", "attention_dq")  # passes whose tile is not chosen
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A pass in a tile, beside a class of features, of a dtype or precision."""
+
+    backend: str
+    kernel: str
+    tile: str
+    kind: str
+    columns: str
+    mask: str
+    features: str
+
+
+def classes(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every feature, and these pairs, with what they change in a case."""
+    yield from FEATURES.items()
+    for one, other in pairs:
+        yield f"{one}, {other}", {**FEATURES[one], **FEATURES[other]}
+
+
+def grid(backend: str, kind: str, dims: tuple[int, int], together: bool) -> Iterator[tuple[str, str, Case]]:
+    """(mask, features, case) of everything of these head dims that is planned."""
+    half = kind in ("bf16", "fp16")
+    dtype = kind if half else "fp32"
+    base = Case(
+        head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, backend=backend, precision="tf32x3" if half else kind, upstream="out"
+    )
+    pairs = () if kind in PLAIN_KINDS else TOGETHER if together else MOST_ASKED
+    for size in SIZES.values():
+        for features, changes in classes(pairs):
+            if kind == "fp16" and features not in IN_EVERY_MASK:  # whose tiles are bf16's
+                continue
+            changes = {k: dtype if v == "dtype" else v for k, v in changes.items()}
+            for mask in MASKS if features in IN_EVERY_MASK else ("causal",):
+                for how in BACKWARDS.values():
+                    yield mask, features, replace(base, **{**size, **MASKS[mask], **changes, **how})
+
+
+def meetings(kind: str, mask: str, features: str, case: Case, device: Device) -> list[Meeting]:
+    """What a case meets; nothing where it is refused."""
+    try:
+        plans = plans_of(case, device)
+    except NotSupported:
+        return []
+    columns = f"{case.head_dim}x{case.head_dim_v}"
+    found = []
+    for plan in plans:
+        for call in (call for call in plan.calls if isinstance(call, KernelCall)):
+            tile = dict(call.constants).get("T")
+            if tile is None or call.kernel.fn.__name__ in ROWS:
+                continue
+            found.append(Meeting(case.backend, call.kernel.fn.__name__, spelled(tile, call), kind, columns, mask, features))
+    return found
+
+
+def spelled(tile: Any, call: KernelCall) -> str:
+    """A tile as its kernel sees it, as far as it is a choice."""
+    words = []
+    for name in ("block_q", "block_k", "groups", "stages", "stages_dout", "products", "correction", "held", "adds_dq", "pieces",
+                 "helps", "converts", "joined", "parted", "apart", "turns", "staged", "resident"):  # fmt: skip
+        value = getattr(tile, name, None)
+        if value not in (None, False, "", "unit"):
+            words.append(name if value is True else f"{name}={value}")
+    return " ".join([*words, f"warps={call.num_warps}", f"stages={call.num_stages}"])
+
+
+def listed(backend: str, kind: str, dims: tuple[int, int], device: Device, together: bool) -> list[tuple[str, list[Meeting]]]:
+    """The lines of cases of these head dims that meet something new, with that."""
+    met: set[Meeting] = set()
+    made: list[tuple[str, list[Meeting]]] = []
+    for mask, features, case in grid(backend, kind, dims, together):
+        new = [meeting for meeting in meetings(kind, mask, features, case, device) if meeting not in met]
+        if new:
+            met.update(new)
+            made.append((case.spell(), new))
+    forget()
+    return made
+
+
+def chosen_cases(
+    backends: list[str], kinds: list[str], device: Device, ends: float, together: bool
+) -> dict[Case, list[Meeting]]:
+    """The same of all head dims, planned in parallel processes."""
+    jobs = [
+        (backend, kind, dims, device, together)
+        for backend in backends
+        for kind in kinds
+        for dims in DIMS
+        if backend != "hopper" or (kind in ("bf16", "fp16") and max(dims) <= 256)
+    ]
+    made: dict[Case, list[Meeting]] = {}
+    for job, found in in_processes(listed, jobs, ends):
+        if isinstance(found, Failure):
+            raise RuntimeError(f"{job}: {found.text}")
+        made |= {Case.parse(line): new for line, new in found}
+    return made
+
+
+def unmet(made: dict[Case, list[Meeting]], device: Device) -> list[str]:
+    """Tiles of the portable backend that a rule or a tuned table has for this device, and that no case was planned with."""
+    known: set[tuple[str, str]] = set()
+    wanted: set[tuple[str, str]] = set()
+    names = {"forward": "attention_forward", "keys": "attention_backward_keys", "queries": "attention_backward_queries",
+             "fused": "attention_backward_keys", "pairs": "attention_backward_broadcast"}  # fmt: skip
+    for found in made.values():
+        known |= {(m.kernel, _size(m.tile)) for m in found if m.backend == "triton"}
+    for case in {replace(case, score="", where="", blocks="", fixed="", sink="") for case in made if case.backend == "triton"}:
+        problem = problem_of(case)
+        for which in choosable.PASSES:
+            wanted |= {
+                (names[which], f"{launch.block_q}x{launch.block_k} warps={launch.num_warps} stages={launch.num_stages}")
+                for launch in choosable.choosable(problem, device, which)
+            }
+    return [" ".join(pair) for pair in sorted(wanted - known)]
+
+
+def _size(tile: str) -> str:
+    words = dict(word.split("=") for word in tile.split() if "=" in word)
+    return f"{words['block_q']}x{words['block_k']} warps={words['warps']} stages={words['stages']}"
+
+
+def judged(line: str) -> tuple[str, str, float]:
+    """(status, what is wrong or refused, error over what is allowed) of a case, on this process's GPU."""
+    case = Case.parse(line)
+    result = settled(case, place(case.backend))
+    forget()
+    return result.status, result.text, result.ratio
+
+
+def row_of(meeting: Meeting, case: Case) -> dict[str, Any]:
+    return {"section": "tiles", **asdict(meeting), "case": case.spell()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=[n for n in NAMED if n != "cpu"], help="plan for it and write the rows, run nothing")
+    parser.add_argument("--backend", nargs="+", choices=[b.name for b in dispatch.BACKENDS if b.name != "cpu"],
+                        default=["triton", "hopper"])  # fmt: skip
+    parser.add_argument("--dtype", nargs="+", choices=KINDS, default=list(KINDS), help="16-bit dtypes, fp32's precisions")
+    parser.add_argument("--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about")
+    parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
+    parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
+    options(parser, "benchmarks/results/tiles.csv", 1200)
+    chosen = parser.parse_args()
+    part, _, parts = chosen.part.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--part is {chosen.part}; it must be like 1/4")
+    if chosen.list is None:
+        need_gpu(parser)
+    device = device_of(torch.device("cuda", 0)) if chosen.list is None else named(chosen.list)
+    about = machine(torch.device("cuda", 0), chosen.commit) if chosen.list is None else {"device": device.name}
+    record, begun = Record(chosen.output, chosen.budget, about), time.monotonic()
+    made = chosen_cases(chosen.backend, chosen.dtype, device, record.ends, chosen.together)
+    print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
+    missing = unmet(made, device)
+    print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
+    made = {case: [m for m in found if chosen.only in str(row_of(m, case))] for case, found in made.items()}
+    cases = [case for case, found in made.items() if found][int(part) - 1 :: int(parts)]
+    if chosen.list is not None:
+        for case in cases:
+            for meeting in made[case]:
+                record.add(row_of(meeting, case))
+        return record.end()
+    left = {case.spell(): case for case in cases}
+    for (line,), answer in in_processes(judged, [(case.spell(),) for case in cases], record.ends):
+        case = left.pop(line)
+        status, text, ratio = ("wrong", answer.text, float("inf")) if isinstance(answer, Failure) else answer
+        if status == "wrong":
+            print(f'FAILED flashtile fuzz --repeat "{line}": {text}', flush=True)
+        for meeting in made[case]:
+            note = "" if status in ("right", "wrong") else text
+            record.add({**row_of(meeting, case), "status": status, "ratio": f"{ratio:.3g}", "note": note,
+                        "failure": text if status == "wrong" else ""})  # fmt: skip
+    for line in left:
+        record.leave(line)
+    return record.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""`flashtile fuzz`: is flashtile right here?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from flashtile import _triton, dispatch
+from flashtile.errors import InvalidProblem
+from flashtile.fuzz.case import Case
+from flashtile.fuzz.check import place, settled
+from flashtile.fuzz.pool import SHRINKING_S, Event, Order, in_processes, prepare
+from flashtile.output import prepare as prepare_output
+
+SHOWN = 20  # reasons of refusals
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a session. backends: by name, "" for the planner's own choice; none: what this machine has.
+
+    variants: how many, if not as many as the budget allows. without: cases whose line holds one of these words are left out.
+    setup: MODULE:FUNCTION that every process calls first.
+    """
+
+    budget_s: float
+    seed: int = 0
+    backends: tuple[str, ...] = ()
+    jobs: int | None = None
+    variants: int | None = None
+    first: int = 0
+    cases: int | None = None
+    without: tuple[str, ...] = ()
+    setup: str = ""
+    shrinking_s: float = SHRINKING_S
+
+    def __post_init__(self) -> None:
+        known = ("", *(backend.name for backend in dispatch.BACKENDS))
+        for name in self.backends:
+            if name not in known:
+                raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(known[1:])}.")
+        if not self.budget_s > 0:
+            raise InvalidProblem(f"budget is {self.budget_s}; it must be above 0 seconds.")
+
+    @property
+    def backends_here(self) -> tuple[str, ...]:
+        if self.backends:
+            return self.backends
+        if torch.cuda.is_available() and not _triton.INTERPRETED:
+            hopper = torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
+            return ("triton", "hopper", "triton", "") if hopper else ("triton", "")
+        return ("triton",) if _triton.INTERPRETED else ("cpu",)
+
+
+@dataclass
+class Counts:
+    """What a session found. Reasons are without numbers."""
+
+    status: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    kernels: set[str] = field(default_factory=set)
+    variants: int = 0
+    close: list[tuple[float, str, str]] = field(default_factory=list)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        return sum(self.status.values())
+
+    def line(self) -> str:
+        """How far a session is."""
+        refused, wrong = self.status["refused"], len(self.wrong)
+        return f"{self.cases} cases, {len(self.kernels)} kernels, {refused} refused, {wrong} wrong"
+
+    def add(self, event: Event) -> None:
+        self.kernels |= event.kernels
+        if event.kind == "variant":
+            self.variants += 1
+        if event.kind != "done":
+            return
+        self.status[event.status] += 1
+        if event.status == "refused":
+            self.reasons[re.sub(r"\d+", "N", event.text)[:160]] += 1
+        if event.status == "close":
+            self.close.append((event.ratio, event.case, event.text))
+
+
+def fuzz(request: Request, output: Path, console: Console) -> Counts:
+    """Draw, run and judge cases until the budget is spent. Failures are printed and written to `output` as they are found."""
+    prepare_output(output)
+    backends, counts, begun = request.backends_here, Counts(), time.monotonic()
+    order = Order(request.seed, means_of(backends[0]), request.setup, request.without, request.shrinking_s, request.cases)
+    numbers = islice(count(request.first), request.variants)
+    variants: Iterator[tuple[int, str]] = ((number, backends[number % len(backends)]) for number in numbers)
+    jobs = request.jobs or len(os.sched_getaffinity(0))
+    console.print(Text(f"{machine()}; backends {', '.join(name or 'chosen' for name in backends)}; {jobs} processes"))
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, redirect_stdout=False) as progress:
+        bar = progress.add_task("", total=request.budget_s)
+        for event in in_processes(order, variants, begun + request.budget_s, jobs):
+            counts.add(event)
+            elapsed = time.monotonic() - begun
+            progress.update(bar, completed=elapsed, description=counts.line())
+            if event.kind == "failed":
+                keep(event, counts, output, progress.console)
+    summarize(counts, time.monotonic() - begun, console)
+    return counts
+
+
+def means_of(backend: str) -> str:
+    if backend == "cpu":
+        return "cpu"
+    if _triton.INTERPRETED:
+        return "interpreted"
+    return "gpu" if torch.cuda.is_available() else "emulated"
+
+
+def machine() -> str:
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    return f"{where}, torch {torch.__version__}, triton {_triton.VERSION}{' interpreted' if _triton.INTERPRETED else ''}"
+
+
+def keep(event: Event, counts: Counts, output: Path, console: Console) -> None:
+    """Print a failure and write it down."""
+    if not event.case:
+        console.print(Text(f"LOST between cases: {event.text}"))
+        counts.wrong.append({"case": "", "text": event.text})
+        return
+    found = {
+        "case": event.shrunk or event.case, "text": (event.shrunk_text or event.text)[:600], "of": event.case,
+        "of_text": event.text[:600], "ratio": event.ratio if event.ratio < float("inf") else "inf", "machine": machine(),
+    }  # fmt: skip
+    counts.wrong.append(found)
+    with output.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+    console.print(Text(f'WRONG flashtile fuzz --repeat "{found["case"]}"\n      {found["text"][:300]}'), soft_wrap=True)
+
+
+def summarize(counts: Counts, seconds: float, console: Console) -> None:
+    """Print the counts."""
+
+    def say(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
+
+    say(
+        f"{counts.cases} cases of {counts.variants} variants, {len(counts.kernels)} distinct kernels, in {seconds:.0f} s "
+        f"({counts.cases / max(seconds, 1e-9):.1f} a second)"
+    )
+    say(", ".join(f"{number} {status}" for status, number in sorted(counts.status.items())) or "no case was done")
+    for reason, number in counts.reasons.most_common(SHOWN):
+        say(f"  refused {number}: {reason}")
+    for ratio, case, text in sorted(counts.close, reverse=True)[:5]:
+        say(f'  close, {ratio:.2f} times what is allowed, right with other seeds: --repeat "{case}": {text[:160]}')
+    say(f"{len(counts.wrong)} wrong")
+
+
+def repeat(lines: Sequence[str], console: Console, backend: str = "", setup: str = "") -> int:
+    """Run single cases here and say what becomes of each; how many are wrong. backend: in the place of the cases' own."""
+    prepare(setup)
+    wrong = 0
+    for line in lines:
+        case = Case.parse(line)
+        case = case.smaller(backend=backend) if backend else case
+        result = settled(case, place(case.backend))
+        wrong += result.status == "wrong"
+        console.print(Text(f"{result.status.upper()} {case.spell()}\n      {result.text}".rstrip()), soft_wrap=True)
+    return wrong
+
+
+def lines_of(file: Path) -> list[str]:
+    """The cases of a file that a session wrote."""
+    try:
+        return [json.loads(line)["case"] for line in file.read_text().splitlines() if line.strip()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidProblem(f"{file} holds no failures of `flashtile fuzz`: {error}.") from error

@@ -1,0 +1,51 @@
+"""The plans of a case on a device that need not be there: nothing is computed, and no tensor of its size is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashtile import dispatch
+from flashtile.fuzz.case import Case
+from flashtile.fuzz.make import TORCH, Inputs, arguments, captured_shape, lengths_of, where_of
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import Plan
+from flashtile.plan.device import Device
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+from flashtile.torch.attention import make_problem
+from flashtile.torch.lengths import given_lengths
+
+
+def problem_of(case: Case) -> AttentionProblem:
+    """What a case asks for. Raises InvalidProblem."""
+    c, place = replace(case, layout="bshd"), torch.device("cpu")
+    inputs = Inputs(c, place, c.lengths(), where=where_of(c, place))
+    slabs = 1 if c.items else c.batch
+    shapes = {
+        "q": (slabs, c.seqlen_q, c.heads_q, c.head_dim),
+        "k": (slabs, c.seqlen_k, c.heads_kv, c.head_dim),
+        "v": (slabs, c.seqlen_k, c.heads_kv, c.head_dim_v),
+    }
+    inputs.leaves |= {name: torch.zeros((), dtype=TORCH[c.dtype]).expand(shape) for name, shape in shapes.items()}
+    if c.sink:
+        inputs.leaves["sink"] = torch.zeros((c.heads_q,), dtype=TORCH[c.sink])
+    for i, name in enumerate(c.modifiers):
+        shape = captured_shape(c, name)
+        if shape is not None:
+            inputs.leaves[f"score.{i}"] = torch.empty(shape, dtype=TORCH[c.score_dtype])
+    leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
+    asked = {"causal": False, "window": None, "mask": None, "score": (), "scale": None, **arguments(inputs, leaves)}
+    return make_problem(*(leaves[n] for n in "qkv"), **asked, given=given_lengths(**lengths_of(inputs)))[0]
+
+
+def plans_of(case: Case, device: Device) -> list[Plan]:
+    """The plans of its forward and, if it has one, its backward. Raises NotSupported."""
+    problem, backend, variant = problem_of(case), case.backend or None, case.backward
+    made = [dispatch.plan_forward(problem, device, backend)]
+    if case.upstream != "none":
+        wanted = Gradients(frozenset(case.wants), case.upstream in ("both", "lse"))
+        how: Variant = variant  # pyright: ignore[reportAssignmentType] (checked by Case)
+        made.append(dispatch.plan_backward(problem, device, wanted, backend, how))
+    return made
