@@ -17,7 +17,7 @@ from flashtile.plan.device import H100
 from flashtile.spec.attention import AttentionProblem
 from flashtile.torch.run import Bound, device_of
 
-PLACE = torch.device("cpu")
+PLACE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPELLINGS = {
     "plain": "attention(q=1x40x4x16,kv=40x2x16,fp16,score=bias(1x1x40x40:fp32:grad))",
     "sink": "attention(q=2x24x2x16,kv=40x1x16,fp16,band=:0,score=bias(2x1x24x40:fp32:grad),sink=2:fp32:grad,dropout=0.2)",
@@ -37,7 +37,7 @@ def inputs(p: AttentionProblem, offset: float) -> dict[str, torch.Tensor]:
         given["sink"] = torch.randn(p.heads_q) + min(offset, 0.0)
     if p.dropout is not None:
         given["seed"] = torch.tensor([7, 0, 0, 0], dtype=torch.int32)
-    return given
+    return {name: tensor.to(PLACE) for name, tensor in given.items()}
 
 
 def run(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def test_gradients_are_all_computed_again_or_none(spelling: str, offset: float) 
     p, place = AttentionProblem.parse(spelling), device_of(PLACE)
     given = inputs(p, offset)
     made = run(BACKEND.forward(p, place), given)
-    given |= {"out": made["out"], "lse": made["lse"], "dout": torch.randn(made["out"].shape).half()}
+    given |= {"out": made["out"], "lse": made["lse"], "dout": torch.randn(made["out"].shape).half().to(PLACE)}
     plan = BACKEND.backward(p, place, Gradients(), "split")
     right = run(plan, given)
     outputs = [b.name for b in plan.named("output")]

@@ -90,6 +90,7 @@ class ForwardTile:
     votes: bool  # then a warp asks in every step whether it is careful, otherwise once a tile
     mixes: int  # of so many exponentials one is a polynomial; 0 where none is
     exact: bool  # float32 (never here; the device library asks)
+    offset: bool  # likewise: where a row's scores are large the portable kernels follow
     last_first: bool
     zigzag: bool  # turns go to and fro over the blocks
     skips: bool  # a warpgroup passes over key tiles that only others of its block see
@@ -225,6 +226,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         draws_ahead=p.dropout is not None and watched and parts == 1 and columns != 128,  # there products hide more
         mixes=mixes(p, form),
         exact=False,
+        offset=False,
         last_first=band.right is not None,
         zigzag=launch.resident and (band.right is not None or p.blocks is not None),
         skips=skips(p, launch) and not once,

@@ -91,6 +91,7 @@ class BackwardTile:
     pairs_ds: bool = False  # two batch entries share it: the second's is added to the first's, a group of heads later
     resident: bool = True
     exact: bool = False  # as the portable tile has it: no fp32 here
+    offset: bool = False  # likewise
     helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
     pieces: int = 1  # in which long tiles are taken, where any are: see `helping`
     wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
