@@ -211,7 +211,9 @@ def with_data(case: Case, dice: random.Random) -> Case:
     modifiers = case.modifiers
     biased = bool(modifiers) and modifiers[-1] in BIASES
     kinds: Weighted[str] = {"normal": 6, "peaked": 0.8, "equal": 0.2, "mean": 0.2, "channel": 0.2}
-    if not modifiers and not case.sink:
+    if case.precision == "tf32":  # whose errors plain PyTorch shows on some GPUs alone
+        kinds = {"normal": 6, "equal": 0.2}
+    elif not modifiers and not case.sink:
         kinds["huge"] = 0.6
     if biased and not case.sink:
         values = {"-1e9": 1, "1e9": 1, "lowest": 0.6}
