@@ -32,7 +32,8 @@ SHOWN = 20  # reasons of refusals
 class Request:
     """What is asked of a session. backends: by name, "" for the planner's own choice; none: what this machine has.
 
-    variants: how many, if not as many as the budget allows; cases: of each. without: cases whose line holds one of these words are left out.
+    variants: how many, if not as many as the budget allows; cases: of each.
+    without: cases whose line holds one of these words are left out.
     setup: MODULE:FUNCTION that every process calls first.
     """
 

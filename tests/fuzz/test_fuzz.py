@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from flashtile import InvalidProblem, NotSupported, dispatch
+from flashtile.cli import app
 from flashtile.fuzz import check as checks
 from flashtile.fuzz import draw, guard, tiles
 from flashtile.fuzz.case import Case
@@ -241,11 +243,12 @@ def test_a_session_counts(tmp_path: Path) -> None:
 
 
 def test_a_case_is_repeated() -> None:
-    done = command("--repeat", BASE.spell(), "--repeat", replace(BASE, head_dim=600, backend="triton").spell())
-    assert done.returncode == 0, done.stdout + done.stderr
+    lines = BASE.spell(), replace(BASE, head_dim=600, backend="triton").spell()
+    done = CliRunner().invoke(app, ["fuzz", "--repeat", lines[0], "--repeat", lines[1]])
+    assert done.exit_code == 0, done.output
     assert "RIGHT " + BASE.spell() in done.stdout
     assert "REFUSED" in done.stdout
-    assert command("--repeat", "q=1").returncode == 2
+    assert CliRunner().invoke(app, ["fuzz", "--repeat", "q=1"]).exit_code == 2
 
 
 def test_files_of_failures_are_read(tmp_path: Path) -> None:
