@@ -1,7 +1,8 @@
 """Mends bfloat16, fma and integers in Triton's interpreter, in which kernels run on a CPU where TRITON_INTERPRET is 1.
 
 The interpreter holds bfloat16 as its 16 bits in numpy's uint16. Its `tl.dot` multiplies those integers, and its
-conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9). Its fused
+conversion from float32 cuts the low bits off where hardware rounds to nearest even (Triton 3.6 and 3.9), and float64 becomes
+the integer that is its value, whose bits mean something else. Its fused
 multiply-add rounds the product too, which in `kernels/lib/exponential.py` costs several units in the last place.
 Its numbers are arrays of one element, which numpy 2.4 and newer make no integers of.
 """
@@ -21,7 +22,7 @@ def widen(bits: np.ndarray) -> np.ndarray:
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """The bfloat16 bits of float32 values, rounded to nearest even; NaN stays NaN."""
+    """The bfloat16 bits of float32 or float64 values, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -39,9 +40,10 @@ def mend() -> None:
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         kinds = src.dtype.scalar, dst_type.scalar
-        if kinds == (tl.bfloat16, tl.float32):
-            return interpreter.TensorHandle(widen(src.data), tl.float32)
-        if kinds == (tl.float32, tl.bfloat16):
+        if kinds in ((tl.bfloat16, tl.float32), (tl.bfloat16, tl.float64)):
+            values = widen(src.data)
+            return interpreter.TensorHandle(values if kinds[1] == tl.float32 else values.astype(np.float64), kinds[1])
+        if kinds in ((tl.float32, tl.bfloat16), (tl.float64, tl.bfloat16)):
             return interpreter.TensorHandle(narrow(src.data), tl.bfloat16)
         return convert(self, src, dst_type)
 

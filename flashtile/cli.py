@@ -127,6 +127,7 @@ def fuzz(
     backend: Annotated[list[str], typer.Option(help="hopper, triton or cpu; may be repeated.")] = [],  # noqa: B006
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
     variants: Annotated[int | None, typer.Option(min=1, help="End after so many, each of which is compiled once.")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="Cases of each variant: as many as pay for compiling it.")] = None,
     without: Annotated[list[str], typer.Option(help="Leave out cases whose line holds this; may be repeated.")] = [],  # noqa: B006
     repeat: Annotated[list[str], typer.Option(help="Run this one case and no other; may be repeated.")] = [],  # noqa: B006
     replay: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Run the cases of such a file.")] = None,
@@ -140,5 +141,5 @@ def fuzz(
     lines = [*repeat, *(main.lines_of(replay) if replay is not None else ())]
     if lines or replay is not None:
         raise typer.Exit(1 if main.repeat(lines, console, backend[0] if backend else "", setup) else 0)
-    request = main.Request(budget, seed, tuple(backend), jobs, variants, without=tuple(without), setup=setup)
+    request = main.Request(budget, seed, tuple(backend), jobs, variants, cases, tuple(without), setup)
     raise typer.Exit(1 if main.fuzz(request, output, console).wrong else 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flashtile import _triton
 
@@ -120,3 +121,15 @@ def test_choices_are_tritons() -> None:
         for choice in ((tensor, number), (number, tensor)):
             given = SEMANTIC, condition, *choice
             assert told(quick, *given) == told(own, *given), (shape, element, x, number)
+
+
+def test_float64_and_bfloat16_become_each_other() -> None:
+    """Triton's own interpreter takes bfloat16's bits for an integer."""
+    numbers = [1.0, -2.5, 3.0078125, 0.0, 1e30, 1.00390625 + 2.0**-30]
+    doubles = torch.tensor(numbers, dtype=torch.float64)
+    wide = core.tensor(interpreter.TensorHandle(doubles.numpy(), core.float64), core.block_type(core.float64, [6]))
+    narrow = wide.to(core.bfloat16, _semantic=SEMANTIC)
+    bits = torch.from_numpy(narrow.handle.data.astype("int32")).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(bits, doubles.to(torch.bfloat16))
+    back = narrow.to(core.float64, _semantic=SEMANTIC)
+    assert torch.equal(torch.from_numpy(back.handle.data), doubles.to(torch.bfloat16).double())

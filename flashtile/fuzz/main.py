@@ -32,7 +32,8 @@ SHOWN = 20  # reasons of refusals
 class Request:
     """What is asked of a session. backends: by name, "" for the planner's own choice; none: what this machine has.
 
-    variants: how many, if not as many as the budget allows. without: cases whose line holds one of these words are left out.
+    variants: how many, if not as many as the budget allows; cases: of each.
+    without: cases whose line holds one of these words are left out.
     setup: MODULE:FUNCTION that every process calls first.
     """
 
@@ -41,7 +42,6 @@ class Request:
     backends: tuple[str, ...] = ()
     jobs: int | None = None
     variants: int | None = None
-    first: int = 0
     cases: int | None = None
     without: tuple[str, ...] = ()
     setup: str = ""
@@ -103,7 +103,7 @@ def fuzz(request: Request, output: Path, console: Console) -> Counts:
     prepare_output(output)
     backends, counts, begun = request.backends_here, Counts(), time.monotonic()
     order = Order(request.seed, means_of(backends[0]), request.setup, request.without, request.shrinking_s, request.cases)
-    numbers = islice(count(request.first), request.variants)
+    numbers = islice(count(), request.variants)
     variants: Iterator[tuple[int, str]] = ((number, backends[number % len(backends)]) for number in numbers)
     jobs = request.jobs or len(os.sched_getaffinity(0))
     console.print(Text(f"{machine()}; backends {', '.join(name or 'chosen' for name in backends)}; {jobs} processes"))

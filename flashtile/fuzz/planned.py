@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ def problem_of(case: Case) -> AttentionProblem:
             inputs.leaves[f"score.{i}"] = torch.empty(shape, dtype=TORCH[c.score_dtype])
     leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
     asked = {"causal": False, "window": None, "mask": None, "score": (), "scale": None, **arguments(inputs, leaves)}
-    return make_problem(*(leaves[n] for n in "qkv"), **asked, given=given_lengths(**lengths_of(inputs)))[0]
+    lengths: dict[str, Any] = lengths_of(inputs)
+    given = given_lengths(**lengths)
+    return make_problem(*(leaves[n] for n in "qkv"), **asked, given=given)[0]
 
 
 def plans_of(case: Case, device: Device) -> list[Plan]:
