@@ -35,7 +35,7 @@ def cross_entropy(p: Any, t: Arrays) -> Arrays:
     loss = lse - (1.0 - p.smoothing) * at_label + p.z_loss * lse * lse
     if p.smoothing:
         loss = loss - p.smoothing * x.mean(1)
-    loss = jnp.where(counts, jnp.where(known, loss, jnp.nan), 0.0)
+    loss = jnp.where(counts, loss * jnp.where(counts & ~known, jnp.nan, 1.0), 0.0)  # a factor: gradients are NaN too
     if p.reduction != "none":
         loss = loss.sum() / (counts.sum() if p.reduction == "mean" else 1)
     whole = jax.nn.logsumexp(t["logits"].astype(jnp.float32) * p.logit_scale, axis=1)

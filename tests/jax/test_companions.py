@@ -130,6 +130,22 @@ def test_ignored_rows_and_strange_labels() -> None:
     assert jnp.isnan(cross_entropy(normal(1, 5), jnp.array([7], jnp.int32)))
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("label", [5, -1, 2**31 - 1, -(2**31)])
+def test_the_gradient_beside_a_label_that_is_no_class(label: int, reduction: str) -> None:
+    """NaN in that row, as the kernels give; right in the others; nothing of rows that are ignored."""
+    logits, flow = normal(5, 5), jnp.arange(1.0, 6.0) if reduction == "none" else 1.0
+    labels = jnp.array([0, 1, 2, label, -100], jnp.int32)
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.7}):
+        loss = lambda x, labels: (flow * cross_entropy(x, labels, reduction=reduction, **options)).sum()  # noqa: B023, E731
+        value, grad = jax.value_and_grad(loss)(logits, labels)
+        assert jnp.isnan(value)
+        assert jnp.isnan(grad[3]).all()
+        known = jax.grad(loss)(logits, labels.at[3].set(3))
+        np.testing.assert_allclose(grad[:3], known[:3], atol=1e-6)
+        assert not grad[4].any()
+
+
 def test_none_and_lse() -> None:
     logits, labels = normal(2, 3, 9), jnp.ones((2, 3), jnp.int32)
     loss, lse = cross_entropy(logits, labels, reduction="none", return_lse=True)
