@@ -19,7 +19,7 @@ from flashtile.jax.batching import one_by_one, undifferentiated
 from flashtile.jax.explicit import Spec, automatically
 from flashtile.jax.formulas import FORMULAS
 from flashtile.jax.run import NAMES, run, varying_like
-from flashtile.jax.saved import Saved
+from flashtile.jax.saved import Saved, under_names
 from flashtile.kernels.companions.catalogue import OPS, unsupported
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.companion import plan_backward, plan_forward
@@ -260,7 +260,7 @@ def _apply(call: tuple[Companion, str | None], *given: Any) -> tuple[Any, ...]:
 
 @promotes
 def _save(call: tuple[Companion, str | None], *primals: Any) -> Any:
-    made = _run(Forward(call[0]), call[1], *(primal.value for primal in primals))
+    made = under_names((f"flashtile_{call[0].op}",), _run(Forward(call[0]), call[1], *(primal.value for primal in primals)))
     return made[: len(call[0].public())], Saved.of(primals, made)
 
 
