@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flashtile.errors import InvalidProblem
 from flashtile.jax.run import NAMES
@@ -22,7 +23,7 @@ def number(name: str, given: Any, remedy: str = "pass a Python number, or name t
 
     Anything else as it is. Raises InvalidProblem for what a program is traced for, whose value nobody knows.
     """
-    if isinstance(given, jax.core.Tracer):
+    if isinstance(given, Tracer):
         raise InvalidProblem(f"{name} is traced, {given.aval.str_short()}; it must be known when a program is made: {remedy}.")
     if isinstance(given, (np.generic, np.ndarray, jax.Array)) and not given.shape:
         return given.item()
@@ -34,15 +35,13 @@ def numbers(**given: Any) -> dict[str, Any]:
     return {name: number(name, value) for name, value in given.items()}
 
 
-def scaled(query: Any, scale: Any) -> tuple[Any, Any]:
-    """(query, scale): one whose value nobody knows yet, such as a learned one, multiplies the query, and is then 1."""
-    if not isinstance(scale, jax.core.Tracer):
-        return query, number("scale", scale)
-    if scale.shape:
-        raise InvalidProblem(
-            f"scale has shape {scale.shape}; it must be one number: multiply query by what differs among heads, and pass 1.0."
-        )
-    return (query.astype(jnp.float32) * scale.astype(jnp.float32)).astype(query.dtype), 1.0
+def scaled(name: str, given: Any, x: Any) -> tuple[Any, Any]:
+    """(scale, x): a scale whose value nobody knows yet, such as a learned one, multiplies the array, and is then 1."""
+    if not isinstance(given, Tracer):
+        return number(name, given), x
+    if given.shape:
+        raise InvalidProblem(f"{name} has shape {given.shape}; it must be one number: scale the array itself by several.")
+    return 1.0, (x.astype(jnp.float32) * given.astype(jnp.float32)).astype(x.dtype)
 
 
 def array(name: str, given: Any) -> Any:
@@ -103,20 +102,20 @@ def lengths_of(name: str, given: Any, size: int | None = None) -> Any:
     """int32 (size,), or of at least one number where the size is not known; from integers of any kind, also as a list."""
     if given is None:
         return None
-    if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
-        given = np.clip(given, *_ends(given.dtype)).astype(np.int32)  # before JAX cuts off upper bits
-    given = array(name, given)
+    given = array(name, within_32_bits(given))
     fits = given.shape == (size,) if size is not None else given.ndim == 1 and given.shape[0] > 0
-    if not jnp.issubdtype(given.dtype, jnp.integer) or not fits:
+    if given.dtype != jnp.int32 or not fits:
         wanted = "of one axis, not empty" if size is None else f"of shape ({size},)"
         raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, {wanted}.")
-    return given if given.dtype == jnp.int32 else jnp.clip(given, *_ends(given.dtype)).astype(jnp.int32)
+    return given
 
 
-def _ends(dtype: Any) -> tuple[int, int]:
-    """What of int32's range a dtype of integers has."""
-    own, narrow = np.iinfo(dtype), np.iinfo(np.int32)
-    return max(int(own.min), int(narrow.min)), min(int(own.max), int(narrow.max))
+def within_32_bits(given: Any) -> Any:
+    """Integers of JAX or NumPy as int32, larger ones as the largest: JAX by itself cuts off upper bits. Others as they are."""
+    if not isinstance(given, (np.ndarray, jax.Array)) or not jnp.issubdtype(given.dtype, jnp.integer):
+        return given
+    own, narrow = np.iinfo(given.dtype), np.iinfo(np.int32)
+    return given.clip(max(int(own.min), int(narrow.min)), min(int(own.max), int(narrow.max))).astype(np.int32)
 
 
 def described(given: Any) -> TensorSpec:

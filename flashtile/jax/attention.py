@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = (None, "triton", "hopper", "xla")
 BACKWARDS = (*VARIANTS, "xla")
 ALIGNMENTS = ("top-left", "bottom-right")
+LOWEST = float(jnp.finfo(jnp.float32).min)
 OUT_AND_LSE = ("flashtile_out", "flashtile_lse")  # names for policies of jax.checkpoint
 
 FLAX = {"broadcast_dropout", "dropout_rate"}
@@ -133,7 +134,7 @@ def dot_product_attention(
         "q": lengths_of("query_seq_lengths", query_seq_lengths, query.shape[0]),
         "k": lengths_of("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
     }
-    query, scale = scaled(query, scale)
+    scale, query = scaled("scale", scale, query)
     band = shifted_band(is_causal, local_window_size)
     attend_to = rest.attend_to
     pads = None
@@ -193,7 +194,7 @@ def dot_product_attention_varlen(
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_operands(query, key, value)
-    query, scale = scaled(query, scale)
+    scale, query = scaled("scale", scale, query)
     band = make_band(is_causal, local_window_size)
     if extras.get("alignment", "bottom-right") != "bottom-right":
         raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
@@ -299,6 +300,7 @@ class Call:
     problem: AttentionProblem
     implementation: str | None
     backward: str
+    debugs: bool = False  # whether JAX searches results for infinities, and the lse that is kept must have none
 
 
 def attend(
@@ -317,7 +319,7 @@ def attend(
     arrays, problem = _describe(q, k, v, band, attend_to, score, scale, returns_lse, rest, lengths, longest)
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
-    call = Call(problem, implementation, rest.backward)
+    call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
     given = [arrays[b.name] for b in input_buffers(problem)]
     return _compiled(call, *varying_like(given, given))
 
@@ -383,7 +385,7 @@ def _both(mask: Any, other: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *given: Any) -> tuple[Any, Any]:
-    return _forward(call, given)[:2]
+    return _marked(call, _forward(call, given))[:2]
 
 
 def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -391,9 +393,14 @@ def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return run_mapped(Forward(call.problem, named), call.implementation, *given)
 
 
+def _marked(call: Call, made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a forward made, out first; where JAX searches it for infinities, LOWEST stands for -inf in the rest."""
+    return (made[0], *(jnp.where(x == -jnp.inf, LOWEST, x) for x in made[1:])) if call.debugs else made
+
+
 @promotes
 def _save(call: Call, *primals: Any) -> Any:
-    made = under_names(OUT_AND_LSE, _forward(call, tuple(primal.value for primal in primals)))
+    made = under_names(OUT_AND_LSE, _marked(call, _forward(call, tuple(primal.value for primal in primals))))
     if call.backward == "xla":  # of kernels' rows that knows nothing
         made = made[:2]
     return made[:2], Saved.of(primals, made)
@@ -408,15 +415,17 @@ def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...
         return (None,) * len(names)
     problem = _wanting(call.problem, perturbed)
     gradients = Gradients(frozenset("qkv") & perturbed, dlse is not None)
-    out = saved.made[0]
+    out, *kept = saved.made
+    if call.debugs:
+        kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
     if dout is None:
         dout = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
     plain = "xla" in (call.implementation, call.backward)
     backward = "auto" if call.backward == "xla" else call.backward
     keeps = call.backward != "xla"
     step = Backward(problem, gradients, None if plain else call.implementation, backward, keeps)  # pyright: ignore[reportArgumentType]
-    known = dict(zip(names, saved.given, strict=True), out=out, lse=saved.made[1], dout=dout, dlse=dlse)
-    known |= dict(zip(("stats",), saved.made[2:], strict=False))
+    known = dict(zip(names, saved.given, strict=True), out=out, lse=kept[0], dout=dout, dlse=dlse)
+    known |= dict(zip(("stats",), kept[1:], strict=False))
     made = run_mapped(step, "xla" if plain else call.implementation, *(known[b.name] for b in step.inputs()))
     found = dict(zip((b.name for b in step.outputs()), made, strict=True))
     grads = (found.get(f"d{name}") for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -121,7 +122,7 @@ class SymbolicProblem(AttentionProblem):
         for name in ("scale", "precision", "dropout"):
             object.__setattr__(self, name, getattr(checked, name))
 
-    @property
+    @cached_property
     def band(self) -> Band:
         return self.mask
 
