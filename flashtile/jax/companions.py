@@ -73,7 +73,7 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, options: dict[str, Any]
     flat = {name: None if a is None else jnp.reshape(a, (rows, x.shape[-1])) for name, a in wide.items()}
     made = _apply_op("norm", {**flat, "weight": weight, "bias": bias}, options, implementation)
     shaped = tuple(m.reshape(x.shape) for m in made)
-    return shaped if options["prenorm"] else shaped[0]
+    return shaped if number("prenorm", options["prenorm"]) else shaped[0]
 
 
 @promotes
@@ -114,7 +114,7 @@ def cross_entropy(
         reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, ignore_index=ignore_index
     )
     arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1)}
-    called, results = {"smoothing": "label_smoothing"}, 2 if return_lse else 1
+    called, results = {"smoothing": "label_smoothing"}, 2 if number("return_lse", return_lse) else 1
     loss, *lse = _apply_op("cross_entropy", arrays, options, implementation, called, results)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
     return (loss, lse[0].reshape(labels.shape)) if return_lse else loss

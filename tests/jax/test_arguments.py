@@ -76,20 +76,18 @@ def test_a_number_that_is_traced_works_or_says_what_to_do(name: str) -> None:
     if name in SCALES:
         same(jax.jit(call)(value), call(value), 1e-6)
         return
-    with pytest.raises(
-        (InvalidProblem, jax.errors.TracerBoolConversionError), match=r"is traced|traced array with shape bool\[\]"
-    ):
+    with pytest.raises(InvalidProblem, match=r"is traced, .*; it must be known when a program is made"):
         jax.jit(call)(value)
 
 
 def test_what_is_traced_is_named() -> None:
     with pytest.raises(InvalidProblem, match=r"^softcap is traced, float32\[\]; .* Python number, or .* static_argnames"):
         jax.jit(CALLS["softcap"][0])(2.0)
-    with pytest.raises(InvalidProblem, match="^label_smoothing is traced"):
+    with pytest.raises(InvalidProblem, match=r"^label_smoothing is traced"):
         jax.grad(CALLS["label_smoothing"][0])(0.1)
     with pytest.raises(InvalidProblem, match=r"^scale has shape \(4,\); it must be one number"):
         jax.jit(CALLS["scale"][0])(jnp.ones(4))
-    with pytest.raises(InvalidProblem, match="^scale is .*; it must be a number"):
+    with pytest.raises(InvalidProblem, match=r"^scale is .*; it must be a number"):
         dot_product_attention(Q, K, V, scale=jnp.ones(4))
 
 
