@@ -9,8 +9,9 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.companions.catalogue import check_backend
 from flashtile.spec.companion import Described
-from flashtile.torch.companion import check_options, check_tensor, rows, run
-from flashtile.torch.plain import is_watched
+from flashtile.torch.companion import check_tensor, rows, run
+from flashtile.torch.companion_call import check_options
+from flashtile.torch.plain import is_traced
 
 CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
 
@@ -59,7 +60,7 @@ def cross_entropy(
     if process_group is not None:
         loss, lse = _sharded(rows(logits), flat, options, reduction, z_loss, process_group, backend)
     else:
-        traced = is_watched(logits, labels)
+        traced = is_traced(logits, labels)
         if eager_gradient is None:
             eager_gradient = reduction != "none" and logits.dtype != torch.float16
         eager_gradient = eager_gradient and not traced and torch.is_grad_enabled() and logits.requires_grad
