@@ -96,24 +96,29 @@ def rotary(
 
 @promotes
 def cross_entropy(
-    logits: Any, labels: Any, *, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, ignore_index: int = -100, return_lse: bool = False, implementation: str | None = None,
+    logits: Any, labels: Any, *, weight: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    return_lse: bool = False, implementation: str | None = None,
 ) -> Any:  # fmt: skip
     """Cross-entropy, float32, of logits (..., classes), fp16, bf16 or fp32, with int32 labels (...); differentiable in logits.
 
-    loss = lse - (1 - label_smoothing) x_label - label_smoothing * mean(x) + z_loss * lse^2,  x = logit_scale * logits
+    loss = (1 - label_smoothing) (lse - x_label) + label_smoothing * mean(lse - x) + z_loss * lse^2,  x = logit_scale * logits
 
-    reduction: "mean" over the rows whose label is not ignore_index, "sum", or "none", which gives (...). return_lse: also
-    return each row's log of the sum of exponentials, without a gradient. A label that is no class gives NaN.
+    weight: of each class, (classes,), without a gradient: each class's lse - x above counts so much, as torch's; what z_loss
+    adds knows no classes. reduction: "mean" over the rows whose label is not ignore_index, with weights divided by those of
+    their labels, "sum", or "none", which gives (...). softcap: x = softcap * tanh(logit_scale * logits / softcap), as in
+    Gemma's head. return_lse: also return each row's log of the sum of exponentials, without a gradient. A label that is no
+    class gives NaN, in the loss and in its row's gradient.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(within_32_bits(labels))
     logit_scale, logits = scaled("logit_scale", logit_scale, logits)
     if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
         raise InvalidProblem(f"labels have shape {labels.shape}; it must be that of logits {logits.shape} but the last.")
     options = dict(
-        reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, ignore_index=ignore_index
-    )
-    arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1)}
+        reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1), "weight": weight}
     called, results = {"smoothing": "label_smoothing"}, 2 if number("return_lse", return_lse) else 1
     loss, *lse = _apply_op("cross_entropy", arrays, options, implementation, called, results)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss

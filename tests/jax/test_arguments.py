@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "label_smoothing": (lambda n: cross_entropy(X, LABELS, label_smoothing=n), 0.5),
     "z_loss": (lambda n: cross_entropy(X, LABELS, z_loss=n), 0.5),
     "logit_scale": (lambda n: cross_entropy(X, LABELS, logit_scale=n), 0.5),
+    "softcap of logits": (lambda n: cross_entropy(X, LABELS, softcap=n), 0.5),
     "ignore_index": (lambda n: cross_entropy(X, LABELS, ignore_index=n), 7),
     "return_lse": (lambda n: cross_entropy(X, LABELS, return_lse=n), True),
     "offset": (lambda n: rotary(Q, K, ANGLES, ANGLES, offset=n), 1),
