@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.torch.companion import Call, prepare
+from flashtile.torch.companion import prepare
+from flashtile.torch.companion_call import Call
 
 ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "sqrelu"}  # by their names there
 

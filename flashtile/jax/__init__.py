@@ -1,5 +1,6 @@
 """flashtile from JAX: the same kernels and the same plans, without PyTorch. See docs/jax.md."""
 
+from flashtile.jax import flax
 from flashtile.jax.attention import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.companions import cross_entropy, layer_norm, rms_norm, rotary, softmax
 from flashtile.jax.run import target
@@ -8,6 +9,7 @@ __all__ = [
     "cross_entropy",
     "dot_product_attention",
     "dot_product_attention_varlen",
+    "flax",
     "layer_norm",
     "mha",
     "rms_norm",

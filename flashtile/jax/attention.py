@@ -8,16 +8,31 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, check_names
+from flashtile.jax.arguments import (
+    array,
+    check_operands,
+    described,
+    floating,
+    lengths_of,
+    make_band,
+    narrowed,
+    number,
+    numbers,
+    operand,
+    scaled,
+    shifted_band,
+    wide,
+)
 from flashtile.jax.arrays import promotes
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
-from flashtile.jax.saved import Saved
+from flashtile.jax.saved import Saved, under_names
 from flashtile.jax.step import Backward, Forward
+from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.predicate.prefix import Prefix
@@ -29,10 +44,10 @@ from flashtile.spec.attention import PRECISIONS, AttentionProblem, Precision
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE, Lengths
-from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.mask import FULL, Band
 from flashtile.spec.options import VARIANTS
 from flashtile.spec.predicate import Joined, PredicateSpec, normal_form
-from flashtile.spec.score import Score, ScoreSpec, TensorSpec
+from flashtile.spec.score import Score, ScoreSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +55,11 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = (None, "triton", "hopper", "xla")
 BACKWARDS = (*VARIANTS, "xla")
 ALIGNMENTS = ("top-left", "bottom-right")
+LOWEST = float(jnp.finfo(jnp.float32).min)
+OUT_AND_LSE = ("flashtile_out", "flashtile_lse")  # names for policies of jax.checkpoint
+
+FLAX = {"broadcast_dropout", "dropout_rate"}
+FOR_FLAX = "the attention_fn of flax's modules must be flashtile.jax.flax.dot_product_attention"
 
 
 class Extras(TypedDict, total=False):
@@ -84,6 +104,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
+    dropout_rng: None = None,
     **extras: Unpack[Extras],
 ) -> Any:
     """Attention with the arguments of `jax.nn.dot_product_attention`, exact, in O(seqlen) memory, and `Extras`.
@@ -95,32 +116,31 @@ def dot_product_attention(
     implementation: "triton", "hopper" (kernels, NVIDIA GPUs), "xla" (plain JAX), or None: kernels where there is an NVIDIA
         GPU, plain JAX elsewhere.
     return_residual: also return the log of each row's softmax denominator, float32 (B, T, N), differentiable.
+    dropout_rng: refused; dropout is `Extras`', and flax's `flashtile.jax.flax`'s.
 
     Returns out (B, T, N, V) in query's dtype, or (out, residual). A query that sees no key gives 0 and -inf (jax.nn gives it
     the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and automatic sharding over
     batch and heads. Raises InvalidProblem and NotSupported; no second derivatives.
     """
-    check_names("dot_product_attention", extras, Extras.__optional_keys__)
-    squeezed = getattr(query, "ndim", None) == 3
-    query, key, value = (_given(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    _check_names("dot_product_attention", extras)
+    if dropout_rng is not None:  # flax.linen hands over what it finds in the signature, and drops the rest, the rate too
+        raise InvalidProblem(f"dropout_rng is given; dropout is taken as flashtile.Dropout(p, key): {FOR_FLAX}.")
+    given = query
+    query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
-    if squeezed:
-        query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 4:
-            raise InvalidProblem(f"{name} has shape {array.shape}; it must be (B, T, N, H) or (T, N, H).")
-    _check(query, key, value)
+    check_operands(query, key, value)
     rest = _Rest(**extras)
     lengths = {
-        "q": _lengths("query_seq_lengths", query_seq_lengths, query.shape[0]),
-        "k": _lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
+        "q": lengths_of("query_seq_lengths", query_seq_lengths, query.shape[0]),
+        "k": lengths_of("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
     }
-    band = _band(is_causal, local_window_size)
+    scale, query = scaled("scale", scale, query)
+    band = shifted_band(is_causal, local_window_size)
     attend_to = rest.attend_to
     pads = None
     if band != FULL and rest.alignment == "top-left":
-        shift = key.shape[1] - query.shape[1]
-        band = Band(None if band.left is None else band.left + shift, None if band.right is None else band.right - shift)
+        band, causal = from_first_key(band, query.shape[1], key.shape[1])
+        attend_to = attend_to if causal is None else _both(attend_to, causal)
         if lengths["k"] is not None:
             attend_to = _both(attend_to, Prefix(lengths["k"]))
             key, value = (_counted(x, lengths["k"]) for x in (key, value))
@@ -128,8 +148,8 @@ def dot_product_attention(
     if mask is not None:
         if mask.dtype != jnp.bool_:
             raise InvalidProblem(f"mask is {mask.dtype}; it must be bool, True where a score counts (bias adds numbers).")
-        attend_to = _both(attend_to, Stored(_wide("mask", mask)))
-    score = rest.modifiers(None if bias is None else Bias(_wide("bias", bias)))
+        attend_to = _both(attend_to, Stored(wide("mask", mask)))
+    score = rest.modifiers(None if bias is None else Bias(wide("bias", bias)))
     if pads is not None:
         query = _counted(query, pads)
         if score:  # whatever modifiers make of rows that nobody has
@@ -139,8 +159,8 @@ def dot_product_attention(
     lse = jnp.swapaxes(lse, 1, 2)
     if pads is not None:
         out, lse = _counted(out, pads), _counted(lse, pads, -jnp.inf)
-    if squeezed:
-        out, lse = out[0], lse[0]
+    rows = jnp.shape(given)[:-1]
+    out, lse = out.reshape(*rows, out.shape[-1]), lse.reshape(rows)
     return (out, lse) if return_residual else out
 
 
@@ -168,22 +188,22 @@ def dot_product_attention_varlen(
     not say otherwise. max_seqlen_q, max_seqlen_k: no item is longer (spares launches). All else as in
     `dot_product_attention`. Returns out (total_q, N, V), or (out, residual float32 (total_q, N)).
     """
-    check_names("dot_product_attention_varlen", extras, Extras.__optional_keys__)
-    query, key, value = (_given(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 3:
-            raise InvalidProblem(f"{name} has shape {array.shape}; it must be (total, heads, head_dim).")
-    query, key, value = query[None], key[None], value[None]
-    _check(query, key, value)
-    band = _band(is_causal, local_window_size)
+    _check_names("dot_product_attention_varlen", extras)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is not None and jnp.ndim(x) != 3:
+            raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
+    query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    check_operands(query, key, value)
+    scale, query = scaled("scale", scale, query)
+    band = make_band(is_causal, local_window_size)
     if extras.get("alignment", "bottom-right") != "bottom-right":
         raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
     rest = _Rest(**{**extras, "alignment": "bottom-right"})
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    cu_seqlens_q = _lengths("cu_seqlens_q", cu_seqlens_q)
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])}
-    longest = max_seqlen_q, max_seqlen_k
+    cu_seqlens_q = lengths_of("cu_seqlens_q", cu_seqlens_q)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": lengths_of("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])}
+    longest = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise InvalidProblem(f"{name} is {most!r}; it must be an int, at least 0, or None.")
@@ -217,6 +237,7 @@ def mha(
     "triton_split" (dq apart from dk and dv) or "xla". Tiles, warps, stages and grid are this library's own choice: what
     says otherwise is refused, and so are interpret and debug, by InvalidProblem.
     """
+    interpret, debug = number("interpret", interpret), number("debug", debug)
     ways = {"triton": "fused", "triton_split": "split", "xla": "xla"}
     if backward_pass_impl not in ways:
         raise InvalidProblem(f"backward_pass_impl is {backward_pass_impl!r}; it must be one of {', '.join(ways)}.")
@@ -225,6 +246,14 @@ def mha(
         if value is not None:
             raise InvalidProblem(f"{name} is {value!r}; it must be left out: tiles and launches are chosen here.")
     return dot_product_attention(q, k, v, scale=sm_scale, is_causal=causal, backward=ways[backward_pass_impl])
+
+
+def _check_names(function: str, extras: Any) -> None:
+    """Raise TypeError for an option that the function does not take; of flax's it says where they are taken."""
+    try:
+        check_names(function, extras, Extras.__optional_keys__)
+    except TypeError as error:
+        raise TypeError(f"{error}; {FOR_FLAX}" if FLAX & extras.keys() else str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -242,6 +271,8 @@ class _Rest:
     precision: Precision = "tf32x3"
 
     def __post_init__(self) -> None:
+        for name, value in numbers(softcap=self.softcap, deterministic=self.deterministic).items():
+            object.__setattr__(self, name, value)
         if self.alignment not in ALIGNMENTS:
             raise InvalidProblem(f"alignment is {self.alignment!r}; it must be one of {', '.join(ALIGNMENTS)}.")
         if self.backward not in BACKWARDS:
@@ -269,6 +300,7 @@ class Call:
     problem: AttentionProblem
     implementation: str | None
     backward: str
+    debugs: bool = False  # whether JAX searches results for infinities, and the lse that is kept must have none
 
 
 def attend(
@@ -281,12 +313,13 @@ def attend(
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
+    returns_lse = number("return_residual", returns_lse)
     if not isinstance(returns_lse, bool):
         raise InvalidProblem(f"return_residual is {returns_lse!r}; it must be True or False.")
     arrays, problem = _describe(q, k, v, band, attend_to, score, scale, returns_lse, rest, lengths, longest)
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
-    call = Call(problem, implementation, rest.backward)
+    call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
     given = [arrays[b.name] for b in input_buffers(problem)]
     return _compiled(call, *varying_like(given, given))
 
@@ -303,66 +336,33 @@ def _describe(
     leaves = [Within(leaf) if isinstance(leaf, Band) else leaf for term in terms for leaf in term]
     specs: list[PredicateSpec] = []
     for i, leaf in enumerate(leaves):
-        tensors = tuple(_array(f"{leaf.name}'s tensor", t) for t in leaf.tensors(batch, q.shape[2]))
+        tensors = tuple(narrowed(array(f"{leaf.name}'s tensor", t)) for t in leaf.tensors(batch, q.shape[2]))
         arrays |= {f"mask.{i}.{j}": t for j, t in enumerate(tensors)}
-        described = tuple((tuple(t.shape), NAMES.get(t.dtype, str(t.dtype))) for t in tensors)
-        specs.append(PredicateSpec(type(leaf), leaf.scalars(), described))
+        own = tuple((tuple(t.shape), NAMES.get(t.dtype, str(t.dtype))) for t in tensors)
+        specs.append(predicate_of(type(leaf), leaf.scalars(), own))
     rest_of = iter(specs)
     where = tuple(tuple(next(rest_of) for _ in term) for term in terms)
     modifiers: list[ScoreSpec] = []
     for i, modifier in enumerate(score):
-        tensors = tuple(_float(f"{modifier.name}'s tensor", t) for t in modifier.tensors(batch, q.shape[2]))
+        tensors = tuple(floating(f"{modifier.name}'s tensor", t) for t in modifier.tensors(batch, q.shape[2]))
         arrays |= {f"score.{i}.{j}": t for j, t in enumerate(tensors)}
-        modifiers.append(ScoreSpec(type(modifier), tuple(map(float, modifier.scalars())), tuple(map(_spec, tensors))))
+        modifiers.append(ScoreSpec(type(modifier), tuple(map(float, modifier.scalars())), tuple(map(described, tensors))))
     if rest.sinks is not None:
-        arrays["sink"] = _float("sinks", rest.sinks)
+        arrays["sink"] = floating("sinks", rest.sinks)
     used = {f"used_{side}": f"seqused_{side}" in lengths for side in "qk"}
-    known = Lengths(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
-    seqlen_q, seqlen_k = (x.shape[1] if n is None else min(n, x.shape[1]) for x, n in zip((q, k), longest, strict=True))
-    problem = AttentionProblem(
-        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2], head_dim=q.shape[3],
-        head_dim_v=v.shape[3], dtype=DType(NAMES[q.dtype]), mask=band, score=tuple(modifiers), scale=scale,
-        precision=rest.precision, deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known, where=where,
-        sink=None if rest.sinks is None else _spec(arrays["sink"]), dropout=None if rest.dropout is None else rest.dropout.p,
+    known = lengths_in(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
+    seqlen_q, seqlen_k = (x.shape[1] if n is None else shorter(n, x.shape[1]) for x, n in zip((q, k), longest, strict=True))
+    problem = problem_of(
+        arrays.values(), batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
+        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DType(NAMES[q.dtype]), mask=band, score=tuple(modifiers),
+        scale=scale, precision=rest.precision, deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known,
+        where=where, sink=None if rest.sinks is None else described(arrays["sink"]),
+        dropout=None if rest.dropout is None else rest.dropout.p,
     )  # fmt: skip
     if problem.dropout is not None:
         assert rest.dropout is not None
         arrays["seed"] = seed_words(rest.dropout)
     return arrays, problem
-
-
-def _check(q: Any, k: Any, v: Any) -> None:
-    """Raise InvalidProblem for arrays (B, T, N, H), (B, S, K, H) and (B, S, K, V) that do not go together."""
-    for name, array in (("query", q), ("key", k), ("value", v)):
-        if NAMES.get(array.dtype) not in tuple(d.value for d in DType):
-            raise InvalidProblem(f"{name} is {array.dtype}; it must be float16, bfloat16 or float32.")
-        if array.dtype != q.dtype:
-            raise InvalidProblem(f"{name} is {array.dtype} and query is {q.dtype}; query, key and value must have one dtype.")
-        if array.shape[0] != q.shape[0]:
-            raise InvalidProblem(f"{name} has batch {array.shape[0]} and query has {q.shape[0]}; they must be equal.")
-    if k.shape[3] != q.shape[3]:
-        raise InvalidProblem(f"key has head_dim {k.shape[3]} and query has {q.shape[3]}; they must be equal.")
-    for axis, name in ((1, "seqlen"), (2, "heads")):
-        if v.shape[axis] != k.shape[axis]:
-            raise InvalidProblem(f"value has {name} {v.shape[axis]} and key has {k.shape[axis]}; they must be equal.")
-
-
-def _given(name: str, x: Any) -> Any:
-    if x is None:
-        raise InvalidProblem(f"{name} is None; it must be an array.")
-    return jnp.asarray(x)
-
-
-def _lengths(name: str, given: Any, size: int | None = None) -> Any:
-    """The array, of `size` numbers, or of at least one where that is not known."""
-    if given is None:
-        return None
-    given = _array(name, given)
-    fits = given.shape == (size,) if size is not None else given.ndim == 1 and given.shape[0] > 0
-    if given.dtype != jnp.int32 or not fits:
-        wanted = "of one axis, not empty" if size is None else f"of shape ({size},)"
-        raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, {wanted}.")
-    return given
 
 
 def _counts(size: int, lengths: Any) -> Any:
@@ -376,40 +376,8 @@ def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
     return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
 
 
-def _array(name: str, given: Any) -> Any:
-    if not isinstance(given, (jax.Array, np.ndarray)):
-        raise InvalidProblem(f"{name} is a {type(given).__name__}; it must be a JAX array.")
-    return jnp.asarray(given)
-
-
-def _float(name: str, given: Any) -> Any:
-    given = _array(name, given)
-    if NAMES.get(given.dtype) not in tuple(d.value for d in DType):
-        raise InvalidProblem(f"{name} is {given.dtype}; it must be float16, bfloat16 or float32.")
-    return given
-
-
-def _spec(array: Any) -> TensorSpec:
-    return TensorSpec(tuple(array.shape), NAMES[array.dtype])
-
-
-def _wide(name: str, array: Any) -> Any:
-    if array.ndim > 4:
-        raise InvalidProblem(f"{name} has shape {array.shape}; it must broadcast to (B, N, T, S).")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
 def _both(mask: Any, other: Any) -> Any:
     return other if mask is None else mask & other
-
-
-def _band(is_causal: Any, window: Any) -> Band:
-    if not isinstance(is_causal, bool):
-        raise InvalidProblem(f"is_causal is {is_causal!r}; it must be True or False.")
-    pair: Any = window
-    if isinstance(window, int) and not isinstance(window, bool):
-        pair = (window, window)
-    return make_mask(is_causal, pair, None)
 
 
 # -- differentiation ------------------------------------------------------------------------------------------------------
@@ -417,7 +385,7 @@ def _band(is_causal: Any, window: Any) -> Band:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *given: Any) -> tuple[Any, Any]:
-    return _forward(call, given)[:2]
+    return _marked(call, _forward(call, given))[:2]
 
 
 def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -425,9 +393,14 @@ def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return run_mapped(Forward(call.problem, named), call.implementation, *given)
 
 
+def _marked(call: Call, made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a forward made, out first; where JAX searches it for infinities, LOWEST stands for -inf in the rest."""
+    return (made[0], *(jnp.where(x == -jnp.inf, LOWEST, x) for x in made[1:])) if call.debugs else made
+
+
 @promotes
 def _save(call: Call, *primals: Any) -> Any:
-    made = _forward(call, tuple(primal.value for primal in primals))
+    made = under_names(OUT_AND_LSE, _marked(call, _forward(call, tuple(primal.value for primal in primals))))
     if call.backward == "xla":  # of kernels' rows that knows nothing
         made = made[:2]
     return made[:2], Saved.of(primals, made)
@@ -442,15 +415,17 @@ def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...
         return (None,) * len(names)
     problem = _wanting(call.problem, perturbed)
     gradients = Gradients(frozenset("qkv") & perturbed, dlse is not None)
-    out = saved.made[0]
+    out, *kept = saved.made
+    if call.debugs:
+        kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
     if dout is None:
         dout = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
     plain = "xla" in (call.implementation, call.backward)
     backward = "auto" if call.backward == "xla" else call.backward
     keeps = call.backward != "xla"
     step = Backward(problem, gradients, None if plain else call.implementation, backward, keeps)  # pyright: ignore[reportArgumentType]
-    known = dict(zip(names, saved.given, strict=True), out=out, lse=saved.made[1], dout=dout, dlse=dlse)
-    known |= dict(zip(("stats",), saved.made[2:], strict=False))
+    known = dict(zip(names, saved.given, strict=True), out=out, lse=kept[0], dout=dout, dlse=dlse)
+    known |= dict(zip(("stats",), kept[1:], strict=False))
     made = run_mapped(step, "xla" if plain else call.implementation, *(known[b.name] for b in step.inputs()))
     found = dict(zip((b.name for b in step.outputs()), made, strict=True))
     grads = (found.get(f"d{name}") for name in names)

@@ -13,6 +13,7 @@ from jax import lax
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
+from flashtile.jax.symbolic import symbols
 from flashtile.kernels.lib.score import sums_per_head, uneven_refusals
 from flashtile.plan.buffers import place_of
 from flashtile.spec.attention import AttentionProblem
@@ -51,7 +52,7 @@ def _few_keys(p: AttentionProblem) -> bool:
 
     The CPU's PyTorch code draws the same line (`kernels/cpu/products.py`). Sums per head are few numbers at any size.
     """
-    return p.dtype is DType.FP32 and p.span_k <= BLOCK_K
+    return p.dtype is DType.FP32 and not symbols((p.span_k,)) and p.span_k <= BLOCK_K
 
 
 def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
@@ -244,9 +245,9 @@ class _Scene:
 
     def cut_keys(self) -> _Block:
         def blocks(x: Any, axis: int) -> Any:
-            extra = -x.shape[axis] % BLOCK_K
-            x = jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
-            return jnp.moveaxis(x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK_K, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
+            count = (x.shape[axis] + BLOCK_K - 1) // BLOCK_K
+            x = jnp.pad(x, [(0, count * BLOCK_K - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], count, BLOCK_K, *x.shape[axis + 1 :]), axis, 0)
 
         counts = self.counts_k[:, None, :, None]
         k, v = (jnp.where(counts, jnp.swapaxes(self.arrays[n], 1, 2).astype(self.dtype), 0.0) for n in "kv")
@@ -361,7 +362,8 @@ def _any_of(terms: Sequence[Any]) -> Any:
 
 def _items(cu_seqlens: Any, index: Any) -> tuple[Any, Any, Any]:
     """(item of each token, its place in it, items' lengths); a token of nobody has the number of items."""
-    item = jnp.searchsorted(cu_seqlens[1:], index, side="right").astype(jnp.int32)
+    ends = jnp.zeros(index.shape[0] + 1, jnp.int32).at[jnp.clip(cu_seqlens[1:], 0, index.shape[0])].add(1)
+    item = jnp.cumsum(ends[:-1], dtype=jnp.int32)  # as searchsorted, which knows no symbolic sizes
     item = jnp.where(index < cu_seqlens[0], cu_seqlens.shape[0] - 1, item)
     first = cu_seqlens[jnp.minimum(item, max(cu_seqlens.shape[0] - 2, 0))]
     return item, index - first, cu_seqlens[1:] - cu_seqlens[:-1]

@@ -14,12 +14,13 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
+from flashtile.jax.arguments import narrowed, number, scaled, within_32_bits
 from flashtile.jax.arrays import JAX_DTYPES, Arrays, promotes
 from flashtile.jax.batching import one_by_one, undifferentiated
 from flashtile.jax.explicit import Spec, automatically
 from flashtile.jax.formulas import FORMULAS
 from flashtile.jax.run import NAMES, run, varying_like
-from flashtile.jax.saved import Saved
+from flashtile.jax.saved import Saved, under_names
 from flashtile.kernels.companions.catalogue import OPS, unsupported
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.companion import plan_backward, plan_forward
@@ -27,6 +28,7 @@ from flashtile.plan.device import Device
 from flashtile.spec.companion import Companion, Described
 
 IMPLEMENTATIONS = (None, "triton", "xla")
+PARAMETERS = {"weight", "bias", "cos", "sin"}  # which jax_enable_x64 makes float64, whatever they go with
 AS_IT_IS: Mapping[str, str] = {}
 
 
@@ -71,7 +73,7 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, options: dict[str, Any]
     flat = {name: None if a is None else jnp.reshape(a, (rows, x.shape[-1])) for name, a in wide.items()}
     made = _apply_op("norm", {**flat, "weight": weight, "bias": bias}, options, implementation)
     shaped = tuple(m.reshape(x.shape) for m in made)
-    return shaped if options["prenorm"] else shaped[0]
+    return shaped if number("prenorm", options["prenorm"]) else shaped[0]
 
 
 @promotes
@@ -86,7 +88,7 @@ def rotary(
     i + rotary_dim / 2. conjugate: turn back. A position beyond the tables gives NaN where it is in an array. Differentiable in
     q and k.
     """
-    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
+    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": within_32_bits(positions)}
     options = dict(interleaved=interleaved, conjugate=conjugate, offset=offset)
     made = _apply_op("rotary", arrays, options, implementation)
     return made[0] if k is None else made
@@ -94,26 +96,33 @@ def rotary(
 
 @promotes
 def cross_entropy(
-    logits: Any, labels: Any, *, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, ignore_index: int = -100, return_lse: bool = False, implementation: str | None = None,
+    logits: Any, labels: Any, *, weight: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    return_lse: bool = False, implementation: str | None = None,
 ) -> Any:  # fmt: skip
     """Cross-entropy, float32, of logits (..., classes), fp16, bf16 or fp32, with int32 labels (...); differentiable in logits.
 
-    loss = lse - (1 - label_smoothing) x_label - label_smoothing * mean(x) + z_loss * lse^2,  x = logit_scale * logits
+    loss = (1 - label_smoothing) (lse - x_label) + label_smoothing * mean(lse - x) + z_loss * lse^2,  x = logit_scale * logits
 
-    reduction: "mean" over the rows whose label is not ignore_index, "sum", or "none", which gives (...). return_lse: also
-    return each row's log of the sum of exponentials, without a gradient. A label that is no class gives NaN.
+    weight: of each class, (classes,), without a gradient: each class's lse - x above counts so much, as torch's; what z_loss
+    adds knows no classes. reduction: "mean" over the rows whose label is not ignore_index, with weights divided by those of
+    their labels, "sum", or "none", which gives (...). softcap: x = softcap * tanh(logit_scale * logits / softcap), as in
+    Gemma's head. return_lse: also return each row's log of the sum of exponentials, without a gradient. A label that is no
+    class gives NaN, in the loss and in its row's gradient.
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits, labels = jnp.asarray(logits), jnp.asarray(within_32_bits(labels))
+    logit_scale, logits = scaled("logit_scale", logit_scale, logits)
     if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
         raise InvalidProblem(f"labels have shape {labels.shape}; it must be that of logits {logits.shape} but the last.")
     options = dict(
-        reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, ignore_index=ignore_index
-    )
-    arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1)}
-    loss, lse = _apply_op("cross_entropy", arrays, options, implementation, {"smoothing": "label_smoothing"})
+        reduction=reduction, smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    arrays = {"logits": logits.reshape(labels.size, logits.shape[-1]), "labels": labels.reshape(-1), "weight": weight}
+    called, results = {"smoothing": "label_smoothing"}, 2 if number("return_lse", return_lse) else 1
+    loss, *lse = _apply_op("cross_entropy", arrays, options, implementation, called, results)
     loss = loss.reshape(labels.shape) if reduction == "none" else loss
-    return (loss, lse.reshape(labels.shape)) if return_lse else loss
+    return (loss, lse[0].reshape(labels.shape)) if return_lse else loss
 
 
 @promotes
@@ -136,6 +145,7 @@ def softmax(
             mask = jnp.broadcast_to(jnp.asarray(mask), x.shape).reshape(wide)
         except ValueError as error:
             raise InvalidProblem(f"mask has shape {jnp.shape(mask)}; it must broadcast to that of x, {x.shape}.") from error
+    scale, x = scaled("scale", scale, x)
     options = dict(scale=scale, causal=causal, masked_score=masked_score)
     return _apply_op("softmax", {"x": x.reshape(wide), "mask": mask}, options, implementation)[0].reshape(x.shape)
 
@@ -234,43 +244,58 @@ def _spec_of(shape: tuple[int, ...], given: Sequence[Any]) -> Spec:
     return () if alike is None else tuple(jax.typeof(alike).sharding.spec)[: len(shape)]
 
 
+@dataclass(frozen=True)
+class Call:
+    """What is static of one call."""
+
+    problem: Companion
+    implementation: str | None
+    results: int | None  # how many of the op's outputs the caller asked for; None for all that it may have
+
+    def public(self) -> tuple[str, ...]:
+        return self.problem.public()[: self.results]
+
+
 def _apply_op(
-    op: str, arrays: dict[str, Any], options: dict[str, Any], implementation: str | None, called: Mapping[str, str] = AS_IT_IS
-) -> tuple[Any, ...]:
+    op: str, arrays: dict[str, Any], options: dict[str, Any], implementation: str | None,
+    called: Mapping[str, str] = AS_IT_IS, results: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """What the op gives its caller. called: the caller's names, where they are not the op's; errors say those."""
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
     kind = OPS[op].kind
+    options = {name: number(called.get(name, name), value) for name, value in options.items()}
     given = {name: jnp.asarray(arrays[name]) for name in kind.tensors if arrays.get(name) is not None}
+    given |= {name: narrowed(given[name]) for name in PARAMETERS & given.keys()}
     described = tuple((name, Described(a.shape, NAMES.get(a.dtype) or str(a.dtype))) for name, a in given.items())
     values = list(given.values())
     try:
         problem = kind(described, **options)
     except InvalidProblem as error:
         raise renamed(error, called) from None
-    return _compiled((problem, implementation), *varying_like(values, values))
+    return _compiled(Call(problem, implementation, results), *varying_like(values, values))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(call: tuple[Companion, str | None], *given: Any) -> tuple[Any, ...]:
-    return _run(Forward(call[0]), call[1], *given)[: len(call[0].public())]
+def _apply(call: Call, *given: Any) -> tuple[Any, ...]:
+    return _run(Forward(call.problem), call.implementation, *given)[: len(call.public())]
 
 
 @promotes
-def _save(call: tuple[Companion, str | None], *primals: Any) -> Any:
-    made = _run(Forward(call[0]), call[1], *(primal.value for primal in primals))
-    return made[: len(call[0].public())], Saved.of(primals, made)
+def _save(call: Call, *primals: Any) -> Any:
+    made = _run(Forward(call.problem), call.implementation, *(primal.value for primal in primals))
+    made = under_names((f"flashtile_{call.problem.op}",), made)
+    return made[: len(call.public())], Saved.of(primals, made)
 
 
 @promotes
-def _pull(call: tuple[Companion, str | None], saved: Saved, arriving: tuple[Any, ...]) -> tuple[Any, ...]:
-    problem, names = call[0], [name for name, _ in call[0].given]
+def _pull(call: Call, saved: Saved, arriving: tuple[Any, ...]) -> tuple[Any, ...]:
+    problem, names = call.problem, [name for name, _ in call.problem.given]
     perturbed = (name for name, flag in zip(names, saved.perturbed, strict=True) if flag)
     wanted = frozenset(perturbed) & frozenset(problem.differentiable)
-    public = problem.public()
-    flows = {name: grad for name, grad in zip(public, arriving, strict=True) if not isinstance(grad, SymbolicZero)}
+    flows = {name: grad for name, grad in zip(call.public(), arriving, strict=True) if not isinstance(grad, SymbolicZero)}
     flows = {name: grad for name, grad in flows.items() if name not in problem.constant()}
     if not wanted or not flows:
         return (None,) * len(names)
@@ -280,7 +305,7 @@ def _pull(call: tuple[Companion, str | None], saved: Saved, arriving: tuple[Any,
             flows[name] = varying_like([jnp.zeros(made[name].shape, made[name].dtype)], [made[name]])[0]
     step = Backward(problem, wanted, frozenset(flows))
     known = {**dict(zip(names, saved.given, strict=True)), **made, **{f"d{name}": grad for name, grad in flows.items()}}
-    grads = _run(step, call[1], *(known[b.name] for b in step.inputs()))
+    grads = _run(step, call.implementation, *(known[b.name] for b in step.inputs()))
     found = dict(zip((b.name for b in step.outputs()), grads, strict=True))
     return tuple(found.get(f"d{name}") for name in names)
 

@@ -27,19 +27,29 @@ def norm(p: Any, t: Arrays) -> Arrays:
 
 
 def cross_entropy(p: Any, t: Arrays) -> Arrays:
-    x, labels = t["logits"].astype(jnp.float32) * p.logit_scale, t["labels"]
+    def scored(logits: Any) -> Any:
+        x = logits.astype(jnp.float32) * p.logit_scale
+        return x if p.softcap is None else p.softcap * jnp.tanh(x / p.softcap)
+
+    logits, labels = t["logits"], t["labels"]
     counts, known = labels != p.ignore_index, (labels >= 0) & (labels < p.columns)
-    x = jnp.where(counts[:, None], x, 0.0)  # whatever ignored rows hold
+    x, index = scored(jnp.where(counts[:, None], logits, 0.0)), jnp.where(known, labels, 0)  # whatever ignored rows hold
     lse = jax.nn.logsumexp(x, axis=1)
-    at_label = jnp.take_along_axis(x, jnp.where(known, labels, 0)[:, None], axis=1)[:, 0]
-    loss = lse - (1.0 - p.smoothing) * at_label + p.z_loss * lse * lse
+    at_label = jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+    own = weight = jnp.float32(1.0)
+    if p.has("weight"):
+        weight = t["weight"].astype(jnp.float32)
+        own = jnp.where(known, weight[index], 0.0)
+    loss = (1.0 - p.smoothing) * own * (lse - at_label)
     if p.smoothing:
-        loss = loss - p.smoothing * x.mean(1)
-    loss = jnp.where(counts, jnp.where(known, loss, jnp.nan), 0.0)
-    if p.reduction != "none":
-        loss = loss.sum() / (counts.sum() if p.reduction == "mean" else 1)
-    whole = jax.nn.logsumexp(t["logits"].astype(jnp.float32) * p.logit_scale, axis=1)
-    return {"loss": loss, "lse": jax.lax.stop_gradient(whole)}
+        loss = loss + p.smoothing * (weight * (lse[:, None] - x)).mean(1)
+    loss = jnp.where(counts, loss * jnp.where(counts & ~known, jnp.nan, 1.0), 0.0)  # a factor: gradients are NaN too
+    square = jnp.where(counts, p.z_loss * lse * lse, 0.0)
+    if p.reduction == "mean":  # what z_loss adds knows no classes
+        loss = loss.sum() / jnp.where(counts, own, 0.0).sum() + square.sum() / counts.sum()
+    else:
+        loss = loss + square if p.reduction == "none" else (loss + square).sum()
+    return {"loss": loss, "lse": jax.nn.logsumexp(scored(jax.lax.stop_gradient(logits)), axis=1)}
 
 
 def rotary(p: Any, t: Arrays) -> Arrays:

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
+from flashtile.jax.symbolic import refusal
 from flashtile.plan.call import Buffer, KernelCall, Plan
 from flashtile.plan.device import NAMED, Device
 
@@ -112,6 +113,9 @@ def _evaluate(*given: Any, **parameters: Any) -> Any:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, step: Step, guarded: bool) -> Any:
+    unknown = refusal(step.inputs())
+    if unknown:
+        raise NotSupported(repr(step), {"triton": unknown, "hopper": unknown, "xla": step.plain_refusals()})
     device = device_here()
     plan = step.plan(device)
     order = [b.name for b in step.inputs()]

@@ -9,6 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+
+def under_names(names: Sequence[str], made: Sequence[Any]) -> tuple[Any, ...]:
+    """What a forward made under names by which policies of `jax.checkpoint` keep it; the last name is for all that follows."""
+    return tuple(checkpoint_name(x, names[min(i, len(names) - 1)]) for i, x in enumerate(made))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["given", "made", "marks"], meta_fields=[])

@@ -11,6 +11,7 @@ from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.jax import blockwise
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
+from flashtile.jax.symbolic import predicate_of, resized
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers
 from flashtile.plan.call import Buffer, Plan
@@ -119,11 +120,12 @@ def fitted(p: AttentionProblem, arrays: Arrays) -> AttentionProblem:
     leaves = iter(range(len(p.leaves)))
     where = tuple(tuple(_placed(leaf, next(leaves), arrays) for leaf in term) for term in p.where)
     sink = None if p.sink is None else replace(p.sink, shape=arrays["sink"].shape)
-    return replace(p, batch=batch, heads_q=heads_q, heads_kv=heads_kv, score=score, where=where, sink=sink)
+    return resized(p, arrays.values(), batch=batch, heads_q=heads_q, heads_kv=heads_kv, score=score, where=where, sink=sink)
 
 
 def _placed(leaf: Any, i: int, arrays: Arrays) -> Any:
-    return replace(leaf, tensors=tuple((arrays[f"mask.{i}.{j}"].shape, dtype) for j, (_, dtype) in enumerate(leaf.tensors)))
+    tensors = tuple((arrays[f"mask.{i}.{j}"].shape, dtype) for j, (_, dtype) in enumerate(leaf.tensors))
+    return predicate_of(leaf.kind, leaf.scalars, tensors)
 
 
 __all__ = ["Backward", "Forward", "fitted", "kept"]

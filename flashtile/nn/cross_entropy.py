@@ -14,7 +14,7 @@ OPTIONS = tuple(signature(cross_entropy).parameters)[2:]  # besides logits and l
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """`flashtile.ops.cross_entropy` with its options: reduction, label_smoothing, z_loss and so on.
+    """`flashtile.ops.cross_entropy` with its options: reduction, label_smoothing and so on, and weight, a buffer as torch's.
 
     Raises TypeError for an option that it has not, InvalidProblem for a value without meaning.
     """
@@ -23,6 +23,8 @@ class CrossEntropyLoss(torch.nn.Module):
         super().__init__()
         check_names("CrossEntropyLoss", options, OPTIONS)
         check_loss(**options)
+        self.weight: torch.Tensor | None
+        self.register_buffer("weight", options.pop("weight", None))
         self.options = options
 
     def extra_repr(self) -> str:
@@ -32,4 +34,4 @@ class CrossEntropyLoss(torch.nn.Module):
         """The loss of logits (..., classes) and labels (...): a float32 scalar, (...) with reduction "none"; with return_lse
         (loss, lse (...)).
         """
-        return cross_entropy(logits, labels, **self.options)
+        return cross_entropy(logits, labels, weight=self.weight, **self.options)

@@ -1,7 +1,8 @@
 """The ops around attention, in PyTorch: each forward and backward, on a GPU by Triton kernels, on a CPU by plain torch.
 
-Tangents of forward-mode differentiation pass through plain torch where no gradient is wanted, but linear_cross_entropy's;
-everywhere else NotSupported is raised, as within torch.func's transforms.
+torch.func's grad, vjp and vmap of them, and each of the other, are as autograd and as a loop. Tangents of forward-mode
+differentiation pass through plain torch where no gradient is wanted, but linear_cross_entropy's; everywhere else, and within
+torch.func's transforms, NotSupported is raised, as for second derivatives.
 """
 
 from flashtile.ops.dense import linear_act, mlp

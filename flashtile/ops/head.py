@@ -13,7 +13,8 @@ from flashtile.kernels.companions.cross_entropy import check_reduction
 from flashtile.kernels.companions.dense import transposes
 from flashtile.ops.loss import CALLED
 from flashtile.spec.companion import FLOATS
-from flashtile.torch.companion import NAMES, Call, autocast, check_tensors, prepare, rows
+from flashtile.torch.companion import autocast, check_tensors, prepare, rows
+from flashtile.torch.companion_call import NAMES, Call
 from flashtile.torch.derivative import NOTHING, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.namespace import define
 from flashtile.torch.plain import is_watched

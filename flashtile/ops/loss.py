@@ -9,8 +9,9 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.companions.catalogue import check_backend
 from flashtile.spec.companion import Described
-from flashtile.torch.companion import check_options, check_tensor, rows, run
-from flashtile.torch.plain import is_watched
+from flashtile.torch.companion import check_tensor, rows, run
+from flashtile.torch.companion_call import check_options, described
+from flashtile.torch.plain import is_traced
 
 CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
 
@@ -19,10 +20,12 @@ def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
+    weight: torch.Tensor | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
+    softcap: float | None = None,
     ignore_index: int = -100,
     return_lse: bool = False,
     eager_gradient: bool | None = None,
@@ -32,10 +35,14 @@ def cross_entropy(
 ) -> Any:
     """Cross-entropy of logits (..., classes), fp16, bf16 or fp32, with labels (...), int32 or int64; float32.
 
-    loss = lse - (1 - label_smoothing) x_label - label_smoothing * mean(x) + z_loss * lse^2,  x = logit_scale * logits
+    loss = (1 - label_smoothing) (lse - x_label) + label_smoothing * mean(lse - x) + z_loss * lse^2,  x = logit_scale * logits
 
-    reduction: "mean" over the rows whose label is not ignore_index, "sum", or "none", which gives (...). Ignored rows
-        have loss and gradient 0, whatever their logits; a label that is no class gives NaN.
+    weight: of each class, (classes,), fp16, bf16 or fp32, without a gradient: each class's lse - x above counts so much, as
+        torch's; what z_loss adds knows no classes.
+    reduction: "mean" over the rows whose label is not ignore_index, with weights divided by those of their labels (but what
+        z_loss adds by their number), "sum", or "none", which gives (...). Ignored rows have loss and gradient 0, whatever
+        their logits; a label that is no class gives NaN.
+    softcap: x = softcap * tanh(logit_scale * logits / softcap), as Gemma's head has it.
     return_lse: also return each row's log of the sum of exponentials (...), without a gradient.
     eager_gradient: make the gradient together with the loss, which reads the logits from memory once instead of twice and
         serves one backward; by default for a reduced loss, but not in fp16, whose gradients want the loss's scale first.
@@ -49,6 +56,9 @@ def cross_entropy(
     """
     check_tensor("logits", logits)
     check_tensor("labels", labels)
+    if weight is not None:
+        check_tensor("weight", weight)
+        weight = weight.contiguous()
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
         raise InvalidProblem(
             f"labels have shape {tuple(labels.shape)}; it must be that of logits {tuple(logits.shape)} but the last."
@@ -56,23 +66,26 @@ def cross_entropy(
     _check_switches(return_lse, eager_gradient, inplace, process_group)
     flat = labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
     options: dict[str, Any] = dict(smoothing=label_smoothing, logit_scale=logit_scale, ignore_index=ignore_index)
+    if softcap is not None:
+        options["softcap"] = softcap
+    given = {"logits": rows(logits), "labels": flat, "weight": weight}
     if process_group is not None:
-        loss, lse = _sharded(rows(logits), flat, options, reduction, z_loss, process_group, backend)
+        loss, lse = _sharded(given, options, reduction, z_loss, process_group, backend)
     else:
-        traced = is_watched(logits, labels)
+        traced = is_traced(logits, labels)
         if eager_gradient is None:
             eager_gradient = reduction != "none" and logits.dtype != torch.float16
         eager_gradient = eager_gradient and not traced and torch.is_grad_enabled() and logits.requires_grad
         options |= dict(reduction=reduction, z_loss=z_loss, eager_gradient=eager_gradient, inplace=inplace and not traced)
-        loss, lse = run("cross_entropy", {"logits": rows(logits), "labels": flat}, options, backend, CALLED)[:2]
+        loss, lse = run("cross_entropy", given, options, backend, CALLED)[:2]
     if reduction == "none" and labels.dim() != 1:
         loss = loss.view(labels.shape)
     return (loss, lse.view(labels.shape)) if return_lse else loss
 
 
 def check_loss(
-    *, return_lse: Any = False, eager_gradient: Any = None, inplace: Any = False, process_group: Any = None,
-    backend: Any = None, **of_problem: Any,
+    *, weight: Any = None, return_lse: Any = False, eager_gradient: Any = None, inplace: Any = False,
+    process_group: Any = None, backend: Any = None, **of_problem: Any,
 ) -> None:  # fmt: skip
     """Raise InvalidProblem for options of `cross_entropy` without meaning, whatever the tensors are."""
     _check_switches(return_lse, eager_gradient, inplace, process_group)
@@ -80,7 +93,11 @@ def check_loss(
     ours = {name: option for option, name in CALLED.items()}
     options = {ours.get(name, name): value for name, value in {"reduction": "mean", **of_problem}.items()}
     options["eager_gradient"] = bool(eager_gradient)
-    check_options("cross_entropy", {"logits": Described((1, 1), "fp32"), "labels": Described((1,), "int32")}, options, CALLED)
+    given = {"logits": Described((1, 1), "fp32"), "labels": Described((1,), "int32")}
+    if weight is not None:
+        check_tensor("weight", weight)
+        given |= {"logits": Described((1, max(weight.numel(), 1)), "fp32"), "weight": described(weight)}
+    check_options("cross_entropy", given, options, CALLED)
 
 
 def _check_switches(return_lse: Any, eager_gradient: Any, inplace: Any, process_group: Any) -> None:
@@ -93,22 +110,55 @@ def _check_switches(return_lse: Any, eager_gradient: Any, inplace: Any, process_
         raise InvalidProblem("eager_gradient or inplace is given with a process_group; they must be left out.")
 
 
+class Terms:
+    """How the lse and share of all classes make the loss, and what the loss's gradient is to them.
+
+    lse counts `of_lse` times, its square `of_square` times; a reduced loss is divided by `total`.
+    """
+
+    def __init__(
+        self, labels: torch.Tensor, weight: torch.Tensor | None, classes: int, reduction: str, *, smoothing: float,
+        z_loss: float, ignore_index: int,
+    ):  # fmt: skip
+        self.counts, self.reduction = labels != ignore_index, reduction
+        self.of_lse: Any = 1.0
+        self.of_square: Any = z_loss
+        self.total: Any = self.counts.sum() if reduction == "mean" else 1.0
+        if weight is not None:
+            known, weight = self.counts & (labels >= 0) & (labels < classes), weight.float()
+            own = torch.where(known, weight[torch.where(known, labels, 0)], 0.0)
+            self.of_lse = (1.0 - smoothing) * own + smoothing / classes * weight.sum()
+            if reduction == "mean":
+                self.of_square, self.total = z_loss * own.sum() / self.total, own.sum()
+
+    def loss(self, lse: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Of rows, or reduced."""
+        made = torch.where(self.counts, self.of_lse * lse + share + self.of_square * lse * lse, 0.0)
+        return made if self.reduction == "none" else made.sum() / self.total
+
+    def slopes(self, lse: torch.Tensor, dloss: torch.Tensor | float = 1.0) -> dict[str, torch.Tensor]:
+        """The gradients of share and lse."""
+        dshare = self.counts.float() / self.total * dloss
+        dlse = torch.where(self.counts, dshare * (self.of_lse + 2.0 * self.of_square * lse), 0.0)
+        return {"dshare": dshare, "dlse": dlse}
+
+
 def _sharded(
-    logits: torch.Tensor, labels: torch.Tensor, options: dict[str, Any], reduction: Any, z_loss: Any, group: Any, backend: Any
+    given: dict[str, Any], options: dict[str, Any], reduction: Any, z_loss: Any, group: Any, backend: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of all shards; on every rank the same, differentiable in its own logits."""
     import torch.distributed as dist
 
     check_loss(reduction=reduction, z_loss=z_loss)
-    width = logits.shape[1]
+    width = given["logits"].shape[1]
     shard = dict(shard=True, first_class=dist.get_rank(group) * width, classes=dist.get_world_size(group) * width)
-    share, lse = run("cross_entropy", {"logits": logits, "labels": labels}, {**options, **shard}, backend, CALLED)[:2]
+    share, lse = run("cross_entropy", given, {**options, **shard}, backend, CALLED)[:2]
     share, lse = _Sum.apply(share, group), _LogSumExp.apply(lse, group)
-    counts = labels != options["ignore_index"]
-    loss = torch.where(counts, lse + share + z_loss * lse * lse, 0.0)
-    if reduction == "none":
-        return loss, lse.detach()
-    return (loss.sum() / counts.sum() if reduction == "mean" else loss.sum()), lse.detach()
+    terms = Terms(
+        given["labels"], given["weight"], shard["classes"], reduction,
+        smoothing=options["smoothing"], z_loss=z_loss, ignore_index=options["ignore_index"],
+    )  # fmt: skip
+    return terms.loss(lse, share), lse.detach()
 
 
 class _Sum(torch.autograd.Function):

@@ -9,7 +9,8 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.companions.host import keep_elements
-from flashtile.torch.companion import NAMES, check_tensor, rows, run
+from flashtile.torch.companion import check_tensor, rows, run
+from flashtile.torch.companion_call import NAMES
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,6 @@ class _Norm:
         scale = 1.0
         if isinstance(rowscale, (int, float)):
             scale, rowscale = rowscale, None
-        if isinstance(rowscale, torch.Tensor) and rowscale.requires_grad and torch.is_grad_enabled():
-            raise InvalidProblem("rowscale requires a gradient, which it does not have; detach it.")
         self.options: dict[str, Any] = {"kind": kind, "eps": eps, "scale": scale}
         seed = None
         if dropout is not None and dropout.p != 0.0:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import AS_IT_IS, check_tensor, check_tensors, make_problem, run
-from flashtile.torch.plain import is_compiling, is_watched
+from flashtile.torch.companion import check_tensor, check_tensors, run
+from flashtile.torch.companion_call import AS_IT_IS, make_problem
+from flashtile.torch.plain import is_compiling, is_traced
 
 
 def rotary(
@@ -47,8 +48,6 @@ def rotary(
         check_tensors({"q": q, "cu_seqlens": cu_seqlens})
     if not isinstance(inplace, bool):
         raise InvalidProblem(f"inplace is {inplace!r}; it must be True or False.")
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise InvalidProblem("cos or sin requires a gradient, which it does not have; detach it.")
     shape = (3, "(total, heads, head_dim)") if cu_seqlens is not None else (4, "(batch, seqlen, heads, head_dim)")
     for name, tensor in (("q", q), ("k", k)):
         if tensor is not None and tensor.dim() != shape[0]:
@@ -63,7 +62,7 @@ def rotary(
         raise InvalidProblem("offset and positions are given; offset must be 0 beside positions.")
     if positions is not None and positions.dim() == 1:
         positions = positions.expand(batch, -1)
-    traced = is_watched(*(t for t in (q, k) if t is not None))
+    traced = is_traced(*(t for t in (q, k) if t is not None))
     if inplace and torch.is_grad_enabled():
         for name, tensor in (("q", q), ("k", k)):
             _check_written(name, tensor)

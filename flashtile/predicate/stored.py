@@ -49,7 +49,7 @@ class Stored(Predicate):
                 )
 
     def scalars(self) -> tuple[int, ...]:
-        return tuple(int(n > 1) for n in self.mask.shape)
+        return tuple(int(n != 1) for n in self.mask.shape)  # of a size that nobody knows yet, too
 
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         return (self.mask,)

@@ -28,9 +28,10 @@ from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, 
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
+from flashtile.torch.plain import is_traced
 from flashtile.torch.replay import Replay, addresses_of
 from flashtile.torch.run import DTYPES, Bound, device_of
-from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
+from flashtile.torch.traced import attend_traced, autocast, is_plain
 
 Tensors = dict[str, torch.Tensor]
 

@@ -110,7 +110,7 @@ def _at(tensor: Maybe, axis: int | None, index: int) -> Maybe:
     return tensor if tensor is None or axis is None else tensor.select(axis, index)
 
 
-def _map(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
+def one_by_one(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The operator's outputs for each index of the mapped axes, stacked."""
     results = []
     for i in range(count):
@@ -125,7 +125,7 @@ def _map(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     count = info.batch_size
     if not _folds(args[5], args[3]):
-        made = _map(ATTENTION, count, in_dims, args)
+        made = one_by_one(ATTENTION, count, in_dims, args)
     else:
         packs = [_fold(t, d, count) for t, d in zip(args[:3], in_dims[:3], strict=True)]
         out, lse, residual = ATTENTION(*packs, *args[3:])
@@ -137,7 +137,7 @@ def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     count = info.batch_size
     if not _folds(args[10], args[5]):
-        made = _map(BACKWARD, count, in_dims, args)
+        made = one_by_one(BACKWARD, count, in_dims, args)
     else:
         folded = [_fold(t, d, count) for t, d in zip(args[:5], in_dims[:5], strict=True)]
         kept = [_fold(t, d, count) for t, d in zip(args[6:8], in_dims[6:8], strict=True)]

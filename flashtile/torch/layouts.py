@@ -10,7 +10,8 @@ from flashtile.errors import InvalidProblem, check_names
 from flashtile.torch.attention import attend, prepare
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
-from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
+from flashtile.torch.plain import is_traced
+from flashtile.torch.traced import attend_traced, autocast, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ Operators belong to the process: two copies of the library, such as an installed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], record: Callable[..., Any] | None = None
-) -> torch._ops.OpOverload:
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], record: Callable[..., Any] | None = None,
+    told: Callable[..., tuple[str, Iterable[tuple[str, torch.Tensor]]]] | None = None,
+) -> torch._ops.OpOverload:  # fmt: skip
     """The operator of a schema: what computes it on any device, what its outputs look like, and what records it for autograd.
 
-    Without `record` autograd passes it by, and gradients of its outputs are the caller's business.
+    Without `record` autograd passes it by, and gradients of its outputs are the caller's business. told: what of a call's
+    arguments a refusal of tangents says: (what is computed, tensors by their names).
 
     Not `torch.library.register_autograd`, which goes through Python twice more at every call, in compiled graphs too. Where
     nothing is recorded and none but a backend comes next, as in compiled graphs, that runs at once: one step through the
@@ -40,7 +42,8 @@ def define(
     def autograd(keyset: Any, *given: Any) -> Any:
         if is_dual_level():
             tensors = [t for some in given for t in (some if isinstance(some, list) else (some,))]
-            refuse_tangents(name, "autograd", ((f"argument {i}", t) for i, t in enumerate(tensors)))
+            what, named = told(*given) if told else (name, ((f"argument {i}", t) for i, t in enumerate(tensors)))
+            refuse_tangents(what, "autograd", named)
         if torch.is_grad_enabled():
             return record(*given)
         below = keyset & torch._C._after_ADInplaceOrView_keyset

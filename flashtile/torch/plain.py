@@ -24,3 +24,8 @@ def is_watched(*tensors: Any) -> bool:
     if is_compiling() or modes():
         return True
     return not PLAIN.issuperset(map(type, tensors)) and any(map(is_more, tensors))
+
+
+def is_traced(*tensors: Any) -> bool:
+    """Whether somebody wants to see an operator, torch.func's transforms too."""
+    return is_watched(*tensors) or bool(transforms())

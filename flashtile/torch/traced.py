@@ -22,11 +22,6 @@ def is_plain(*packs: Any) -> bool:
     return not (is_watched(*packs) or autocasts() or transforms())
 
 
-def is_traced(*packs: Any) -> bool:
-    """Whether somebody wants to see an operator, or gave what is more than a plain tensor."""
-    return is_watched(*packs) or bool(transforms())
-
-
 def autocast(*packs: Any) -> tuple[Any, ...]:
     """q, k, v as autocast wants them, by the rule of torch's own attention: float32 becomes autocast's dtype."""
     return tuple(_lowered(t) if isinstance(t, torch.Tensor) and t.dtype is torch.float32 else t for t in packs)

@@ -172,14 +172,18 @@ def _cross_entropy(problem: Any, tensors: Tensors) -> Tensors:
     for name in ("eager_gradient", "inplace"):
         options.pop(name, None)
     if not options.pop("shard", False):
-        loss, lse = cross_entropy_reference(tensors["logits"], tensors["labels"], **options)
+        loss, lse = cross_entropy_reference(tensors["logits"], tensors["labels"], tensors.get("weight"), **options)
         made = {"loss": loss, "lse": lse}
     else:
         x = tensors["logits"] * problem.logit_scale
+        if problem.softcap is not None:
+            x = problem.softcap * (x / problem.softcap).tanh()
+        weight = tensors.get("weight", x.new_ones(problem.classes)).to(x.dtype)
         column = tensors["labels"].long() - problem.first_class
         here = (column >= 0) & (column < problem.columns)
         at_label = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0.0)
-        share = -(1.0 - problem.smoothing) * at_label - problem.smoothing / problem.classes * x.sum(1)
+        own, some = weight[tensors["labels"].clamp(min=0)], weight[problem.first_class :][: problem.columns]
+        share = -(1.0 - problem.smoothing) * own * at_label - problem.smoothing / problem.classes * (some * x).sum(1)
         made = {"share": share.where(tensors["labels"] != problem.ignore_index, 0.0), "lse": x.logsumexp(1)}
     return made if x_is_exact(tensors) else {name: tensor.float() for name, tensor in made.items()}
 
@@ -199,7 +203,36 @@ def ce(rows: int, columns: int, dtype: str, options: str = "", labels: str = "in
     return f"cross_entropy(logits={rows}x{columns}:{dtype},labels={rows}:{labels}{';' if options else ''}{options})"
 
 
+def weighted(rows: int, columns: int, dtype: str, options: str = "", own: str = "fp32") -> str:
+    """With weights of classes, of a dtype of their own."""
+    more = dict(part.split("=") for part in options.split(";") if part)
+    return ce(rows, columns, dtype, options).replace(
+        f",labels={rows}:int64", f",labels={rows}:int64,weight={more.get('classes', columns)}:{own}"
+    )
+
+
 def _cross_entropies() -> Iterator[Case]:
+    for dtype in ("fp32", "fp16", "bf16"):
+        yield Case(ce(9, 40, dtype, "softcap=1.5"))
+        yield Case(
+            ce(9, 41, dtype, "reduction='mean';smoothing=0.1;z_loss=0.01;logit_scale=3.0;softcap=0.7;eager_gradient=True")
+        )
+        yield Case(weighted(9, 40, dtype))
+        yield Case(weighted(9, 41, dtype, "reduction='mean'", dtype))
+        yield Case(weighted(9, 41, dtype, "reduction='mean';smoothing=0.1;z_loss=0.01;eager_gradient=True"))
+        yield Case(weighted(9, 40, dtype, "reduction='sum';smoothing=0.1;z_loss=0.01;softcap=2.0;logit_scale=0.7", dtype))
+        yield Case(weighted(6, 16, dtype, "smoothing=0.2;softcap=2.0;shard=True;first_class=16;classes=40"))
+        yield Case(weighted(6, 17, dtype, "shard=True;classes=17"), silent=("lse",))
+    for columns in (2, 7, 255, 1000, 8192, 20003):
+        yield Case(weighted(3, columns, "bf16", "smoothing=0.1;z_loss=0.001"))
+        yield Case(weighted(3, columns, "fp32", "reduction='mean';eager_gradient=True;smoothing=0.1;softcap=3.0"))
+        yield Case(weighted(3, columns, "fp32", "reduction='mean';z_loss=0.1;softcap=3.0"))
+    for rows in (0, 1):
+        yield Case(weighted(rows, 24, "fp32", "reduction='sum';smoothing=0.1"))
+    yield Case(weighted(5, 24, "fp32", "inplace=True;ignore_index=7;softcap=1.0"))
+    for layout in ("gaps", "transposed", "expanded"):
+        yield Case(weighted(5, 41, "bf16", "smoothing=0.1;softcap=2.0"), layout)  # type: ignore[arg-type]
+        yield Case(weighted(5, 41, "fp32", "reduction='sum';smoothing=0.1;eager_gradient=True"), layout)  # type: ignore[arg-type]
     for dtype in ("fp32", "fp16", "bf16"):
         yield Case(ce(9, 40, dtype))
         yield Case(ce(9, 40, dtype, "reduction='mean';smoothing=0.1;z_loss=0.01;logit_scale=0.7", "int32"))
@@ -343,6 +376,7 @@ def _denses() -> Iterator[Case]:
 
 SPECIAL: dict[tuple[str, str], Callable[[Any, torch.Generator], torch.Tensor]] = {
     ("cross_entropy", "labels"): _labels,
+    ("cross_entropy", "weight"): lambda p, g: torch.rand(p.every, generator=g) * 2.0,
     ("rotary", "positions"): lambda p, g: torch.randint(p["cos"].shape[0], p["positions"].shape, generator=g),
     ("softmax", "mask"): lambda p, g: torch.rand(p["x"].shape, generator=g) < torch.rand(p["x"].shape[2], 1, generator=g) * 1.3,
     ("norm", "seed"): lambda p, g: torch.randint(2**62, (1,), generator=g),

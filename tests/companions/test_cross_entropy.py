@@ -37,6 +37,74 @@ def test_it_is_torch_s(backend: str, reduction: str, place: torch.device) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_weights_of_classes_are_torch_s(
+    backend: str, reduction: str, smoothing: float, eager: bool, softcap: float | None, place: torch.device
+) -> None:
+    """Beside ignored rows and smoothing; a mean is over the weights of the labels."""
+    logits, labels = draw(place)
+    x, weight = logits.requires_grad_(), torch.rand(41, device=place)
+    weight[labels[2]] = 0.0
+    options: dict[str, Any] = dict(reduction=reduction, label_smoothing=smoothing)
+    eagerly = eager and reduction != "none"
+    loss = ops.cross_entropy(x, labels, weight=weight, softcap=softcap, eager_gradient=eagerly, backend=backend, **options)
+    truth = x.detach().double().requires_grad_()
+    capped = truth if softcap is None else softcap * (truth / softcap).tanh()
+    expected = F.cross_entropy(capped, labels, weight.double(), **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(v.square().sum(), t)[0].double() for v, t in ((loss, x), (expected, truth))]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("eager", [False, True])
+def test_weights_of_classes_leave_the_z_loss_as_it_is(backend: str, eager: bool, place: torch.device) -> None:
+    """It is of rows, whatever their label: a mean of it is over the rows that count, and equal weights change nothing."""
+    logits, labels = draw(place)
+    x, weight = logits.requires_grad_(), torch.rand(41, device=place)
+
+    def made(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = ops.cross_entropy(x, labels, eager_gradient=eager, backend=backend, **options)
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    for options in ({"label_smoothing": 0.1}, {"softcap": 3.0}):
+        plain = made(z_loss=0.1, **options)
+        for got, expected in zip(made(weight=torch.full_like(weight, 3.0), z_loss=0.1, **options), plain, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        added = [a - b for a, b in zip(plain, made(**options), strict=True)]
+        both = zip(made(weight=weight, z_loss=0.1, **options), made(weight=weight, **options), added, strict=True)
+        for got, without, square in both:
+            torch.testing.assert_close(got - without, square, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_and_softcap_see_bad_labels_and_ignored_rows(backend: str, place: torch.device) -> None:
+    logits, labels = draw(place)
+    logits[1], labels[2], labels[3] = torch.nan, 41, -1
+    for options in ({"weight": torch.rand(41, device=place)}, {"softcap": 2.0}):
+        x = logits.clone().requires_grad_()
+        loss = ops.cross_entropy(x, labels, reduction="none", label_smoothing=0.1, backend=backend, **options)
+        assert loss.isnan().tolist() == [False, False, True, True, False, False]
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+        assert grad.isnan().all(1).tolist() == [False, False, True, True, False, False]
+        assert not grad[1].any()
+
+
+def test_a_weight_that_wants_a_gradient_is_refused() -> None:
+    """As in torch, where it has none; not with a silent zero."""
+    logits, labels = draw(torch.device("cpu"))
+    weight = torch.rand(41, requires_grad=True)
+    calls: list[Any] = [lambda: ops.cross_entropy(logits, labels, weight=weight)]
+    calls.append(lambda: torch.func.grad(lambda w: ops.cross_entropy(logits, labels, weight=w))(weight.detach()))
+    for call in calls:
+        with pytest.raises(InvalidProblem, match=r"^weight requires a gradient, which it does not have; detach it"):
+            call()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("eager", [False, True])
 def test_blocks_of_minus_infinity(backend: str, eager: bool, place: torch.device) -> None:
     """A row that starts with whole steps of -inf, as masked vocabularies and shards have them."""
@@ -118,15 +186,17 @@ def test_in_place_is_noticed(backend: str, eager: bool, place: torch.device) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled(backend: str, place: torch.device) -> None:
-    def function(x: torch.Tensor, labels: torch.Tensor) -> Any:
-        return ops.cross_entropy(x * 1.5, labels, z_loss=0.01, inplace=True, backend=backend)
+    weight = torch.rand(41, device=place)
+
+    def function(x: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:
+        return ops.cross_entropy(x * 1.5, labels, z_loss=0.01, inplace=True, backend=backend, **more)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (4, 7):
+    for rows, more in ((4, {}), (7, {}), (4, {"weight": weight, "softcap": 2.0}), (7, {"weight": weight, "softcap": 2.0})):
         logits, labels = draw(place, rows)
         x = logits.requires_grad_()
-        eager, traced = function(x, labels), compiled(x, labels)
+        eager, traced = function(x, labels, **more), compiled(x, labels, **more)
         torch.testing.assert_close(eager, traced)
         torch.testing.assert_close(*(torch.autograd.grad(v, x)[0] for v in (eager, traced)))
 
@@ -152,15 +222,15 @@ labels[2] = 30
 mine = logits[:, 20 * rank : 20 * rank + 20].clone().requires_grad_()
 whole = logits.clone().requires_grad_()
 for reduction in ("none", "mean", "sum"):
-    smoothing = 0.0 if reduction == "sum" else 0.1
-    if smoothing:
-        mine.data.clamp_(min=-5), whole.data.clamp_(min=-5)
-    loss = ops.cross_entropy(mine, labels, reduction=reduction, label_smoothing=smoothing, z_loss=0.01,
-                             process_group=dist.group.WORLD)
-    alone = ops.cross_entropy(whole, labels, reduction=reduction, label_smoothing=smoothing, z_loss=0.01, eager_gradient=False)
-    torch.testing.assert_close(loss, alone)
-    (a,), (b,) = (torch.autograd.grad(v.square().sum(), x) for v, x in ((loss, mine), (alone, whole)))
-    torch.testing.assert_close(a, b[:, 20 * rank : 20 * rank + 20])
+    for more in ({}, dict(weight=torch.linspace(0, 2, 40), softcap=3.0)):
+        options = dict(reduction=reduction, label_smoothing=0.0 if reduction == "sum" else 0.1, z_loss=0.01, **more)
+        if options["label_smoothing"]:
+            mine.data.clamp_(min=-5), whole.data.clamp_(min=-5)
+        loss = ops.cross_entropy(mine, labels, process_group=dist.group.WORLD, **options)
+        alone = ops.cross_entropy(whole, labels, eager_gradient=False, **options)
+        torch.testing.assert_close(loss, alone)
+        (a,), (b,) = (torch.autograd.grad(v.square().sum(), x) for v, x in ((loss, mine), (alone, whole)))
+        torch.testing.assert_close(a, b[:, 20 * rank : 20 * rank + 20])
     mine.data.copy_(logits[:, 20 * rank : 20 * rank + 20]), whole.data.copy_(logits)
 print("right")
 """
@@ -198,6 +268,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "smoothing": ({"label_smoothing": 1.5}, "^label_smoothing is 1.5; it must be finite, from 0.0 to 1.0"),
     "z_loss": ({"z_loss": -1.0}, "z_loss is -1.0; it must be finite, from 0.0"),
     "logit_scale": ({"logit_scale": INF}, "logit_scale is inf; it must be finite"),
+    "softcap": ({"softcap": 0.0}, "softcap is 0.0; it must be a positive number or None"),
+    "softcap-text": ({"softcap": "30"}, "softcap is '30'; it must be a number"),
+    "weight-list": ({"weight": [1.0] * 5}, "weight is a list; it must be a torch.Tensor"),
+    "weight-shape": ({"weight": t(4)}, r"weight has shape \(4,\); it must be \(classes,\) = \(5,\)"),
+    "weight-double": ({"weight": t(5, dtype=torch.float64)}, "weight is torch.float64; it must be fp16 or bf16 or fp32"),
     "ignore_index": ({"ignore_index": 0.5}, "ignore_index is 0.5; it must be an int"),
     "return_lse": ({"return_lse": 1}, "return_lse is 1; it must be True or False"),
     "inplace": ({"inplace": "yes"}, "inplace is 'yes'; it must be True or False"),

@@ -77,6 +77,17 @@ def test_cross_entropy_loss() -> None:
     assert "label_smoothing=0.1" in repr(module)
 
 
+def test_weights_of_classes_are_a_buffer_as_torchs() -> None:
+    logits, labels, weight = torch.randn(4, 9), torch.tensor([1, 2, -100, 8]), torch.rand(9)
+    module, theirs = nn.CrossEntropyLoss(weight=weight, softcap=30.0), torch.nn.CrossEntropyLoss(weight)
+    torch.testing.assert_close(module(logits, labels), theirs(30.0 * (logits / 30.0).tanh(), labels))
+    assert module.state_dict().keys() == theirs.state_dict().keys()
+    loaded = weight * 2
+    module.load_state_dict({"weight": loaded})
+    assert torch.equal(module.to(torch.bfloat16).weight, loaded.bfloat16())
+    assert not nn.CrossEntropyLoss().state_dict()
+
+
 def test_modules_take_any_integer() -> None:
     size = np.int64(16)
     assert nn.MLP(size)(torch.randn(2, 16)).shape == (2, 16)  # type: ignore[arg-type]
@@ -88,6 +99,8 @@ def test_modules_take_any_integer() -> None:
     [
         (lambda: nn.CrossEntropyLoss(reduction="average"), "reduction is 'average'; it must be one of none, mean, sum"),
         (lambda: nn.CrossEntropyLoss(label_smoothing=2.0), "^label_smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
+        (lambda: nn.CrossEntropyLoss(softcap=-1.0), "softcap is -1.0; it must be a positive number or None"),
+        (lambda: nn.CrossEntropyLoss(weight=torch.ones(2, 3)), r"weight has shape \(2, 3\); it must be \(classes,\)"),
         (lambda: nn.CrossEntropyLoss(z_loss="1"), "z_loss is '1'; it must be a number"),
         (lambda: nn.CrossEntropyLoss(logit_scale=float("nan")), "logit_scale is nan; it must be finite"),
         (lambda: nn.CrossEntropyLoss(ignore_index=None), "ignore_index is None; it must be an int"),

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashtile import NotSupported, ops
 from flashtile.kernels.companions.catalogue import BACKENDS, OPS
 from flashtile.ops.head import HEAD
-from flashtile.torch.companion import BACKWARD, COMPANION, run, write
+from flashtile.torch.companion import run
+from flashtile.torch.companion_operator import BACKWARD, COMPANION, write
 from tests.companions.cases import CASES, Case, Tensors
 
 HOST = torch.device("cpu")

@@ -176,7 +176,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cos-wide": ({"cos": t(9, 5), "sin": t(9, 5)}, "cos has 5 columns; they must be 1 to 4, half of head_dim 8"),
     "cos-rank": ({"cos": t(9)}, r"q must be \(batch, seqlen, heads, head_dim\), and cos \(length, rotary_dim / 2\)"),
     "sin-shape": ({"sin": t(8, 4)}, "sin must have the shape and dtype of cos, 9x4:fp32"),
-    "cos-grad": ({"cos": t(9, 4).requires_grad_()}, "cos or sin requires a gradient, which it does not have"),
+    "cos-grad": ({"cos": t(9, 4).requires_grad_()}, "^cos requires a gradient, which it does not have; detach it"),
     "short": ({"offset": 5}, "positions reach 9; cos and sin have 9 rows, one for each"),
     "offset-negative": ({"offset": -1}, "offset is -1; it must be an int of at least 0"),
     "offset-float": ({"offset": 1.0}, "offset is 1.0; it must be an int of at least 0"),

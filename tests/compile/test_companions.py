@@ -25,6 +25,11 @@ ENTROPIES = {
     "cross_entropy(logits=8192x50257:bf16,labels=8192:int64;reduction='mean';eager_gradient=True)": 0,
     "cross_entropy(logits=4096x262144:bf16,labels=4096:int64;reduction='mean';eager_gradient=True)": 0,
     "cross_entropy(logits=8192x32000:fp32,labels=8192:int64;smoothing=0.1;z_loss=0.0001)": 16,
+    "cross_entropy(logits=4096x262144:bf16,labels=4096:int64;reduction='mean';softcap=30.0;eager_gradient=True)": 0,
+    "cross_entropy(logits=8192x131072:bf16,labels=8192:int64;softcap=30.0)": 0,
+    "cross_entropy(logits=8192x50257:bf16,labels=8192:int64,weight=50257:fp32;reduction='mean';eager_gradient=True)": 0,
+    "cross_entropy(logits=8192x32000:fp32,labels=8192:int64,weight=32000:fp32;reduction='mean';smoothing=0.1;z_loss=0.0001;"
+    "softcap=30.0;eager_gradient=True)": 0,
 }
 OTHERS = {
     "rotary(q=2x8192x32x128:bf16,k=2x8192x8x128:bf16,cos=8192x64:fp32,sin=8192x64:fp32)": 0,
@@ -49,6 +54,12 @@ EDGES = {
     "cross_entropy(logits=1x5:bf16,labels=1:int32)": 0,
     "cross_entropy(logits=1x1:bf16,labels=1:int32;reduction='mean';eager_gradient=True)": 0,
     "cross_entropy(logits=7x1003:fp32,labels=7:int64;smoothing=0.2;shard=True;first_class=16;classes=4000)": 0,
+    "cross_entropy(logits=1x1:bf16,labels=1:int32,weight=1:fp16;reduction='sum';smoothing=0.1;softcap=1.0;"
+    "eager_gradient=True)": 0,
+    "cross_entropy(logits=8192x32000:bf16,labels=8192:int64,weight=32000:bf16;reduction='mean';smoothing=0.1;z_loss=0.0001;"
+    "softcap=30.0)": 0,
+    "cross_entropy(logits=7x103:fp32,labels=7:int64,weight=4000:bf16;smoothing=0.2;softcap=2.0;shard=True;first_class=16;"
+    "classes=4000)": 0,
     "rotary(q=1x1x1x64:bf16,cos=1x32:bf16,sin=1x32:bf16)": 0,
     "rotary(q=2x9x3x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32)": 0,
     "rotary(q=2x9x3x80:fp32,k=2x9x1x80:fp32,cos=40x5:fp32,sin=40x5:fp32,positions=2x9:int32;interleaved=True)": 0,

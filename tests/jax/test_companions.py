@@ -31,12 +31,15 @@ def plain_norm(kind: str) -> Callable[..., Any]:
     return function
 
 
-def plain_cross_entropy(logits: Any) -> Any:
-    x = 0.7 * logits
-    lse, counts = jax.nn.logsumexp(x, axis=-1), LABELS != -100
-    at_label = jnp.take_along_axis(x, jnp.where(counts, LABELS, 0)[..., None], axis=-1)[..., 0]
-    loss = lse - 0.9 * at_label - 0.1 * x.mean(-1) + 0.01 * lse**2
-    return jnp.where(counts, loss, 0.0).sum() / counts.sum()
+def plain_cross_entropy(logits: Any, softcap: float | None = None, weight: Any = None) -> Any:
+    x, weight = 0.7 * logits, jnp.ones(9) if weight is None else weight
+    x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+    lse, counts = jax.nn.logsumexp(x, axis=-1, keepdims=True), LABELS != -100
+    index = jnp.where(counts, LABELS, 0)
+    own = weight[index]
+    loss = 0.9 * own * jnp.take_along_axis(lse - x, index[..., None], axis=-1)[..., 0] + 0.1 * (weight * (lse - x)).mean(-1)
+    square = jnp.where(counts, 0.01 * lse[..., 0] ** 2, 0.0).sum() / counts.sum()
+    return jnp.where(counts, loss, 0.0).sum() / jnp.where(counts, own, 0.0).sum() + square
 
 
 def plain_rotary(q: Any, k: Any) -> Any:
@@ -70,6 +73,11 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ..
     "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r, prenorm=True), plain_norm("layer"), ROWS),
     "rms_norm": (lambda x, w, b, r: rms_norm(x, w, b, 1e-5, residual=r, prenorm=True), plain_norm("rms"), ROWS),
     "cross_entropy": (lambda x: cross_entropy(x, LABELS, **SMOOTH), plain_cross_entropy, ((2, 3, 9),)),
+    "cross_entropy-weighted": (
+        lambda x: cross_entropy(x, LABELS, softcap=3.0, weight=jnp.linspace(0.5, 2.0, 9), **SMOOTH),
+        lambda x: plain_cross_entropy(x, 3.0, jnp.linspace(0.5, 2.0, 9)),
+        ((2, 3, 9),),
+    ),
     "rotary": (lambda q, k: rotary(q, k, COS, SIN, offset=2), plain_rotary, HEADS),
     "rotary-positions": (lambda q, k: rotary(q, k, COS, SIN, positions=PLACES), plain_rotary, HEADS),
     "softmax": (lambda x: softmax(x, MASK, scale=0.5, causal=True), plain_softmax, ((2, 3, 5, 7),)),
@@ -130,6 +138,67 @@ def test_ignored_rows_and_strange_labels() -> None:
     assert jnp.isnan(cross_entropy(normal(1, 5), jnp.array([7], jnp.int32)))
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("label", [5, -1, 2**31 - 1, -(2**31)])
+def test_the_gradient_beside_a_label_that_is_no_class(label: int, reduction: str) -> None:
+    """NaN in that row, as the kernels give; right in the others; nothing of rows that are ignored."""
+    logits, flow = normal(5, 5), jnp.arange(1.0, 6.0) if reduction == "none" else 1.0
+    labels = jnp.array([0, 1, 2, label, -100], jnp.int32)
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.7}):
+        loss = lambda x, labels: (flow * cross_entropy(x, labels, reduction=reduction, **options)).sum()  # noqa: B023, E731
+        value, grad = jax.value_and_grad(loss)(logits, labels)
+        assert jnp.isnan(value)
+        assert jnp.isnan(grad[3]).all()
+        known = jax.grad(loss)(logits, labels.at[3].set(3))
+        np.testing.assert_allclose(grad[:3], known[:3], atol=1e-6)
+        assert not grad[4].any()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("options", [{}, SMOOTH, {"softcap": 1.5}, {"softcap": 1.5, **SMOOTH}], ids=str)
+def test_weights_of_classes_and_a_softcap(options: dict[str, float], reduction: str) -> None:
+    logits, weight = normal(6, 9), jnp.asarray([0.5, 2.0, 0.0, 1.0, 3.0, 0.1, 1.0, 1.0, 0.7])
+    labels, flow = jnp.array([1, 4, -100, 0, 2, 8], jnp.int32), jnp.arange(1.0, 7.0) if reduction == "none" else 1.0
+
+    def plain(logits: Any, weight: Any) -> Any:
+        smooth, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+        x = options.get("logit_scale", 1.0) * logits
+        if "softcap" in options:
+            x = options["softcap"] * jnp.tanh(x / options["softcap"])
+        share, counts = -jax.nn.log_softmax(x, axis=-1), labels != -100
+        index = jnp.where(counts, labels, 0)
+        own = jnp.where(counts, weight[index], 0.0)
+        loss = (1 - smooth) * own * share[jnp.arange(6), index] + jnp.where(counts, smooth * (weight * share).mean(1), 0.0)
+        square = jnp.where(counts, z_loss * jax.nn.logsumexp(x, axis=-1) ** 2, 0.0)
+        if reduction == "mean":
+            return loss.sum() / own.sum() + square.sum() / counts.sum()
+        return (flow * (loss + square)).sum()
+
+    def ours(logits: Any, weight: Any) -> Any:
+        return (flow * cross_entropy(logits, labels, weight=weight, reduction=reduction, **options)).sum()
+
+    for mine, truth in zip(jax.value_and_grad(ours)(logits, weight), jax.value_and_grad(plain)(logits, weight), strict=True):
+        np.testing.assert_allclose(mine, truth, atol=2e-6 * max(1.0, float(jnp.abs(truth).max())))
+    np.testing.assert_allclose(
+        ours(logits, jnp.ones(9)), (flow * cross_entropy(logits, labels, reduction=reduction, **options)).sum(), rtol=1e-6
+    )
+
+
+def test_what_ignored_rows_hold_reaches_no_gradient() -> None:
+    labels = jnp.array([0, -100, 2], jnp.int32)
+    for options in ({}, {"softcap": 2.0}, {"weight": jnp.arange(5.0)}, SMOOTH):
+        gradient = jax.grad(lambda x: cross_entropy(x, labels, **options))  # noqa: B023
+        for rubbish in (jnp.nan, jnp.inf, -jnp.inf):
+            np.testing.assert_array_equal(gradient(normal(3, 5).at[1].set(rubbish)), gradient(normal(3, 5)))
+
+
+@pytest.mark.parametrize("weight", [None, np.ones(5, np.float32)], ids=["", "weighted"])
+def test_the_mean_of_no_row_is_nan_and_has_no_gradient(weight: Any) -> None:
+    loss, grad = jax.value_and_grad(lambda x: cross_entropy(x, jnp.full(3, -100, jnp.int32), weight=weight))(normal(3, 5))
+    assert jnp.isnan(loss)
+    assert not grad.any()
+
+
 def test_none_and_lse() -> None:
     logits, labels = normal(2, 3, 9), jnp.ones((2, 3), jnp.int32)
     loss, lse = cross_entropy(logits, labels, reduction="none", return_lse=True)
@@ -163,6 +232,8 @@ def test_errors() -> None:
         (lambda: layer_norm(x.astype(jnp.int16)), "x is int16; it must be fp16 or bf16 or fp32"),
         (lambda: layer_norm(x[:, :0]), "x must be there, with a last axis of at least 1"),
         (lambda: cross_entropy(x[:, :0], jnp.zeros(2, jnp.int32)), "logits must be there, with a last axis of at least 1"),
+        (lambda: cross_entropy(x, jnp.zeros(2, jnp.int32), weight=normal(7)), r"weight has shape \(7,\)"),
+        (lambda: cross_entropy(x, jnp.zeros(2, jnp.int32), softcap=0.0), r"softcap is 0\.0"),
         (lambda: softmax(x[0]), "of two to four axes"),
         (lambda: softmax(x, normal(3, 8) > 0), "mask has shape"),
         (lambda: rotary(normal(1, 20, 2, 8), None, COS, SIN), "positions reach 19"),

@@ -19,7 +19,8 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
     [
         ((None, K, K), {}, "query is None; it must be an array"),
         ((Q, K, None), {}, "value is None; it must be an array"),
-        ((Q[0, 0], K, K), {}, r"query has shape \(4, 16\); it must be \(B, T, N, H\)"),
+        ((Q[None], K, K), {}, r"query has shape \(1, 2, 8, 4, 16\); it must be \(B, T, N, H\)"),
+        ((Q[0, 0], K, K), {}, "key has batch 2 and query has 1"),
         ((Q, K[:1], K), {}, "key has batch 1 and query has 2"),
         ((Q, K[..., :8], K), {}, "key has head_dim 8 and query has 16"),
         ((Q, K, K[:, :4]), {}, "value has seqlen 4 and key has 8"),
@@ -30,7 +31,9 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"mask": jnp.ones((2, 1, 8, 8))}, "mask is float32; it must be bool"),
         ((Q, K, K), {"mask": jnp.ones((3, 1, 8, 8), bool)}, "stored mask has shape"),
         ((Q, K, K), {"is_causal": 1}, "is_causal is 1; it must be True or False"),
-        ((Q, K, K), {"local_window_size": (-1, 0)}, "window left is -1"),
+        ((Q, K, K), {"local_window_size": (-1, 0)}, r"local_window_size is \(-1, 0\) .* hide every key.* must be None"),
+        ((Q, K, K), {"local_window_size": (-1, 3), "is_causal": True}, r"local_window_size is \(-1, 3\) and is_causal True"),
+        ((Q, K, K), {"local_window_size": (1.0, 2)}, r"window left is 1\.0|Band left is 1\.0"),
         ((Q, K, K), {"scale": "big"}, "scale is 'big'"),
         ((Q, K, K), {"query_seq_lengths": jnp.ones(3, jnp.int32)}, r"query_seq_lengths is int32 of shape \(3,\); .* \(2,\)"),
         ((Q, K, K), {"is_causal": True, "query_seq_lengths": jnp.ones(1, jnp.int32)}, r"query_seq_lengths is .* \(1,\)"),
@@ -43,7 +46,11 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"backward": "split", "implementation": "xla"}, "one backward of its own"),
         ((Q, K, K), {"softcap": 0.0}, "softcap is 0.0"),
         ((Q, K, K), {"sinks": jnp.zeros(3)}, r"sink has shape \(3,\)"),
-        ((Q, K, K), {"sinks": [0.0] * 4}, "sinks is a list; it must be a JAX array"),
+        ((Q, K, K), {"sinks": [0.0] * 3}, r"sink has shape \(3,\)"),
+        ((Q, K, K), {"sinks": "many"}, "sinks is a str; it must be a JAX array"),
+        ((Q, K, K), {"sinks": ["many"]}, r"sinks is \['many'\]; it must be a JAX array"),
+        ((Q, K, K), {"query_seq_lengths": [True, False]}, "query_seq_lengths is bool"),
+        ((Q, K, K), {"key_value_seq_lengths": [8, 2**40]}, r"key_value_seq_lengths is \[8, 1099511627776\]"),
         ((Q, K, K), {"score": Alibi(jnp.zeros(4))}, "it must be a tuple of score modifiers"),
         ((Q, K, K), {"score": (Alibi(jnp.zeros(3)),)}, r"alibi slopes have shape \(3,\)"),
         ((Q, K, K), {"attend_to": "all"}, "attend_to is a str"),
@@ -74,7 +81,7 @@ def test_varlen_says_what_it_wants() -> None:
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3))
     with pytest.raises(InvalidProblem, match=r"cu_seqlens_k is int32 of shape \(2,\); it must be int32, of shape \(3,\)"):
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32))
-    for longest in (-1, 2.0, jnp.int32(3)):
+    for longest in (-1, 2.0, jnp.float32(3), jnp.int32([3])):
         with pytest.raises(InvalidProblem, match=r"max_seqlen_k is .* it must be an int, at least 0, or None"):
             dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), max_seqlen_k=longest)
     with pytest.raises(InvalidProblem, match="aligned 'bottom-right'"):

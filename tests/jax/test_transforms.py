@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flashtile import Alibi, Document, Dropout, NotSupported
-from flashtile.jax import cross_entropy, dot_product_attention, dot_product_attention_varlen, layer_norm, softmax
+from flashtile.jax import cross_entropy, dot_product_attention, dot_product_attention_varlen, layer_norm, rotary, softmax
 
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute")
 
@@ -125,6 +125,53 @@ def test_checkpoint_and_scan() -> None:
     many = leaves(3)
     total = lambda *shared: lax.scan(lambda c, x: (c + loss(*x, *shared), None), 0.0, many[:3])[0]  # noqa: E731
     close(jax.grad(total, (0, 1, 2))(*many[3:]), tuple(x.sum(0) for x in one_by_one(many)[3:]))
+
+
+def passes(jaxpr: Any) -> int:
+    """How many passes of ours by kernels a program holds, each beside its branch in plain JAX."""
+    inner = [x for e in jaxpr.eqns for p in e.params.values() for x in (p if isinstance(p, (tuple, list)) else (p,))]
+    found = [getattr(getattr(x, "jaxpr", x), "jaxpr", getattr(x, "jaxpr", x)) for x in inner]
+    return sum(e.primitive.name == "flashtile" for e in jaxpr.eqns) + sum(passes(x) for x in found if hasattr(x, "eqns"))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1, 8), (8, 1, 8)], ids=["dense", "varlen"])
+def test_a_policy_of_checkpoint_keeps_attention_by_name(shape: tuple[int, ...]) -> None:
+    names = {"both": ("flashtile_out", "flashtile_lse"), "one": ("flashtile_out",), "none": ()}
+    policies = {which: jax.checkpoint_policies.save_only_these_names(*own) for which, own in names.items()}
+
+    def value(x: Any) -> Any:
+        x = jnp.sin(x)
+        if len(shape) == 4:
+            return jnp.sin(dot_product_attention(x, x, x, is_causal=True)).sum()
+        return jnp.sin(dot_product_attention_varlen(x, x, x, jnp.array([0, 3, 8], jnp.int32))).sum()
+
+    x = normal(*shape, seed=0)
+    found = {which: jax.grad(jax.checkpoint(value, policy=policy)) for which, policy in policies.items()}
+    counted = {which: passes(jax.make_jaxpr(function)(x).jaxpr) for which, function in found.items()}
+    assert counted == {"both": 2, "one": 3, "none": 3}
+    for function in found.values():
+        close(jax.jit(function)(x), jax.grad(value)(x))
+
+
+@pytest.mark.parametrize(
+    ("op", "function"),
+    [
+        ("norm", lambda x: layer_norm(x[0, 0]).sum()),
+        ("softmax", lambda x: (softmax(x[0], causal=True) ** 2).sum()),
+        ("cross_entropy", lambda x: cross_entropy(x[0, 0], jnp.arange(8, dtype=jnp.int32))),
+        ("rotary", lambda x: (rotary(x, None, x[0, 0, :, :4] * 0 + 1, x[0, 0, :, 4:] * 0) ** 2).sum()),
+    ],
+)
+def test_a_policy_of_checkpoint_keeps_an_op_by_name(op: str, function: Any) -> None:
+    x = normal(1, 8, 8, 8, seed=0)
+    value = lambda x: jnp.sin(function(jnp.sin(x)))  # noqa: E731
+    count = {}
+    for name in (f"flashtile_{op}", "another"):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        gradient = jax.grad(jax.checkpoint(value, policy=policy))
+        count[name] = passes(jax.make_jaxpr(gradient)(x).jaxpr)
+        close(gradient(x), jax.grad(value)(x))
+    assert count == {f"flashtile_{op}": 2, "another": 3}
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -3,6 +3,13 @@
     x = logit_scale * logits,   lse = log(sum_j exp(x_j)),   share = -(1 - smoothing) x_label - smoothing / classes * sum_j x_j
     loss = lse + share + z_loss * lse^2;   0 in rows whose label is ignore_index
 
+With a softcap x = softcap * tanh(logit_scale * logits / softcap). With weights of classes w
+
+    share = -(1 - smoothing) w_label x_label - smoothing / classes * sum_j w_j x_j
+    loss = ((1 - smoothing) w_label + smoothing / classes * sum_j w_j) lse + share + z_loss * lse^2
+
+and a mean divides by the sum of w_label of the rows that count, but what z_loss adds by their number.
+
 With `shard` the logits are those of the classes from first_class on, of `classes` in all: the outputs are share and lse, of
 which a group of shards makes the loss. Online softmax: arXiv 1805.02867.
 """
@@ -18,10 +25,13 @@ from flashtile.kernels.companions.cross_entropy_host import host_backward, host_
 from flashtile.kernels.companions.cross_entropy_kernels import (
     Tile,
     cross_entropy_backward,
-    cross_entropy_count,
     cross_entropy_forward,
+)
+from flashtile.kernels.companions.cross_entropy_sums import (
+    cross_entropy_count,
     cross_entropy_reduce,
     cross_entropy_scale,
+    cross_entropy_weigh,
 )
 from flashtile.kernels.lib.exchange import MOST_PROGRAMS, talk
 from flashtile.kernels.lib.number import SHORT
@@ -42,7 +52,7 @@ def check_reduction(reduction: Any, known: tuple[str, ...] = REDUCTIONS) -> None
 
 @dataclass(frozen=True)
 class CrossEntropy(Companion):
-    """logits (rows, columns); labels (rows,), class numbers or ignore_index.
+    """logits (rows, columns); labels (rows,), class numbers or ignore_index; weight (classes,), of all classes.
 
     eager_gradient: the forward makes the gradient too, for a reduced loss. inplace: the gradient is written over the logits.
     """
@@ -51,6 +61,7 @@ class CrossEntropy(Companion):
     smoothing: float = 0.0
     z_loss: float = 0.0
     logit_scale: float = 1.0
+    softcap: float | None = None
     ignore_index: int = -100
     shard: bool = False
     first_class: int = 0
@@ -59,7 +70,7 @@ class CrossEntropy(Companion):
     inplace: bool = False
 
     op: ClassVar[str] = "cross_entropy"
-    tensors: ClassVar[tuple[str, ...]] = ("logits", "labels")
+    tensors: ClassVar[tuple[str, ...]] = ("logits", "labels", "weight")
     differentiable: ClassVar[tuple[str, ...]] = ("logits",)
 
     def check(self) -> None:
@@ -73,6 +84,10 @@ class CrossEntropy(Companion):
         self.expect_number("smoothing", 0.0, 1.0)
         self.expect_number("z_loss", 0.0)
         self.expect_number("logit_scale")
+        if self.softcap is not None:
+            self.expect_number("softcap")
+            if self.softcap <= 0.0:
+                raise InvalidProblem(f"softcap is {self.softcap}; it must be a positive number or None.")
         self.expect_bool("shard", "eager_gradient", "inplace")
         for name in ("ignore_index", "first_class"):
             value = getattr(self, name)
@@ -82,6 +97,7 @@ class CrossEntropy(Companion):
             raise InvalidProblem(
                 f"a shard of {self.columns} classes from {self.first_class} on is not one of {self.classes} classes in all."
             )
+        self.expect("weight", (self.every,), "(classes,)")
         if not self.shard and (self.classes is not None or self.first_class):
             raise InvalidProblem("classes and first_class are given; they must be given with shard, and only then.")
         if self.shard and (self.reduction != "none" or self.z_loss):
@@ -98,6 +114,16 @@ class CrossEntropy(Companion):
         return self["logits"].shape[1]
 
     @property
+    def every(self) -> int:
+        """Classes in all."""
+        return self.columns if self.classes is None else self.classes
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over rows stand behind each row's loss or gradient: a mean's, and those of the weights."""
+        return not self.shard and (self.reduction == "mean" or self.has("weight"))
+
+    @property
     def wide(self) -> bool:
         """Whether it is computed in float64."""
         return self["logits"].dtype == "fp32" and self.columns <= SHORT
@@ -107,8 +133,8 @@ class CrossEntropy(Companion):
         if self.shard:
             return {"share": row, "lse": row}
         made = {"loss": row if self.reduction == "none" else Described((), "fp32"), "lse": row}
-        if self.reduction == "mean":
-            made["count"] = Described((1,), "fp32")
+        if self.counts:
+            made["count"] = Described((3 if self.has("weight") else 1,), "fp32")
         if self.eager_gradient:
             made["gradient"] = self["logits"]
         return made
@@ -159,25 +185,29 @@ def tile(p: CrossEntropy, launch: Launch, steps: int | None = None) -> Tile:
     return Tile(
         launch.block, line_of(p), p.columns, p.columns % line_of(p) != 0, launch.pieces, steps,
         launch.groups is not None, p.smoothing != 0.0, not p.shard, p.reduction == "mean",
-        p["logits"].dtype == "fp32", p.wide,
+        p["logits"].dtype == "fp32", p.wide, p.softcap is not None, p.has("weight"), p.has("weight") and p.smoothing != 0.0,
     )  # fmt: skip
 
 
 def _numbers(p: CrossEntropy) -> tuple[Any, ...]:
-    classes = p.columns if p.classes is None else p.classes
-    whole = (classes, p.first_class, p.ignore_index)
-    return (1.0 - p.smoothing, p.smoothing / classes), p.z_loss, p.logit_scale, whole
+    whole = (p.every, p.first_class, p.ignore_index)
+    scale = (p.logit_scale,) if p.softcap is None else (p.logit_scale, p.softcap)
+    return (1.0 - p.smoothing, p.smoothing / p.every), p.z_loss, scale, whole
 
 
 def forward(p: CrossEntropy, device: Device, made: tuple[str, ...]) -> Steps:
-    """The rows' kernel; around it, for a reduced loss, a count and a sum."""
+    """The rows' kernel; around it, for a reduced loss, a count and a sum; before it, with weights, those of the labels."""
     launch = choose(p, device)
     mean, reduced, gradient = p.reduction == "mean", p.reduction != "none", "gradient" in made
+    weighs, before = p.has("weight"), p.counts and (gradient or p.has("weight"))
     calls: list[KernelCall] = []
     scratch: list[Buffer] = []
-    if mean and "count" not in made:
-        scratch.append(Buffer("count", (1,), "fp32", "scratch"))
-    if mean and gradient:
+    if p.counts and "count" not in made:
+        scratch.append(Buffer("count", p.outputs()["count"].shape, "fp32", "scratch"))
+    if before and weighs:
+        args = (Pointer("labels"), Pointer("weight"), Pointer("count"), p.rows, p.every, p.ignore_index)
+        calls.append(KernelCall(cross_entropy_weigh, (1, 1, 1), args, (("BLOCK", 4096),), 16, 1))
+    elif before:
         args = (Pointer("labels"), Pointer("count"), p.rows, p.ignore_index)
         calls.append(KernelCall(cross_entropy_count, (1, 1, 1), args, (("BLOCK", 4096),), 16, 1))
     if reduced:
@@ -185,7 +215,7 @@ def forward(p: CrossEntropy, device: Device, made: tuple[str, ...]) -> Steps:
     if launch.pieces > 1:
         scratch.append(Buffer("words", (p.rows, launch.pieces), "int64", "scratch", zeroed=True))
     args = (
-        (Pointer("logits"), Pointer("labels"), Pointer("count") if mean and gradient else None),
+        (Pointer("logits"), Pointer("labels"), Pointer("count") if before else None, Pointer("weight") if weighs else None),
         (Pointer("losses" if reduced else made[0]), Pointer("lse"), Pointer("gradient") if gradient else None,
          Pointer("words") if launch.pieces > 1 else None),
         (Strides("logits"), Strides("gradient" if gradient else "logits")), *_numbers(p), p.rows,
@@ -196,7 +226,7 @@ def forward(p: CrossEntropy, device: Device, made: tuple[str, ...]) -> Steps:
         args = (
             Pointer("losses"), Pointer("labels"), Pointer("count") if mean else None, Pointer("loss"), p.rows, p.ignore_index,
         )  # fmt: skip
-        constants = (("COUNTS", mean and not gradient), ("BLOCK", 4096))
+        constants = (("COUNTS", mean and not before), ("BLOCK", 4096))
         calls.append(KernelCall(cross_entropy_reduce, (1, 1, 1), args, constants, 16, 1))
     return Steps(tuple(calls), tuple(scratch))
 
@@ -210,7 +240,8 @@ def backward(p: CrossEntropy, device: Device, wanted: frozenset[str], arriving: 
     launch, steps = Launch(block, max(1, block // 1024)), 4
     first = "dshare" if p.shard else "dloss"
     args = (
-        (Pointer("logits"), Pointer("labels"), Pointer("count") if p.reduction == "mean" else None, Pointer("lse")),
+        (Pointer("logits"), Pointer("labels"), Pointer("count") if p.counts else None,
+         Pointer("weight") if p.has("weight") else None, Pointer("lse")),
         (Pointer(first), Pointer("dlse") if "lse" in arriving else None), Pointer("dlogits"),
         (Strides("logits"), Strides("dlogits"), Strides(first) if p.reduction == "none" else (0,),
          Strides("dlse") if "lse" in arriving else (0,)), *_numbers(p),
@@ -223,7 +254,7 @@ def backward(p: CrossEntropy, device: Device, wanted: frozenset[str], arriving: 
 def kept(p: CrossEntropy, wanted: frozenset[str]) -> tuple[str, ...]:
     if p.eager_gradient:
         return ("gradient",)
-    return ("logits", "labels", *(("count",) if p.reduction == "mean" else ()), "lse")
+    return ("logits", "labels", *(("weight",) if p.has("weight") else ()), *(("count",) if p.counts else ()), "lse")
 
 
 def over(p: CrossEntropy) -> dict[str, str]:

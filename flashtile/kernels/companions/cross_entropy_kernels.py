@@ -1,4 +1,4 @@
-"""Cross-entropy's kernels: rows' losses with their gradients, gradients alone, and what sums over rows."""
+"""Cross-entropy's kernels of rows: losses with their gradients, and gradients alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from flashtile._triton import jit, tl
 from flashtile.kernels.lib.exchange import hand_out, pair, wait_for
 from flashtile.kernels.lib.exponential import LN2, LOG2E, exp, finite
 from flashtile.kernels.lib.number import number, ratio
+from flashtile.score.softcap import tanh
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Tile:
     mean: bool
     exact: bool
     wide: bool
+    caps: bool  # logits are bent by a softcap
+    weighs: bool  # rows count by their label's class
+    leans: bool  # smoothing counts by the classes too
     cut: ClassVar[bool] = False  # exp's other form
 
 
@@ -41,6 +45,24 @@ def unit(scale, T: tl.constexpr):
         return scale
     else:
         return scale * LOG2E
+
+
+@jit
+def measure(scale, T: tl.constexpr):
+    """What `exponents` makes them with: a factor; with a softcap that of tanh's argument and that of tanh."""
+    if T.caps:
+        return ratio(scale[0], scale[1], T), unit(scale[1], T)
+    else:
+        return unit(scale[0], T)
+
+
+@jit
+def exponents(x, factor, T: tl.constexpr):
+    """Of logits."""
+    if T.caps:
+        return tanh(number(x, T) * factor[0]) * factor[1]
+    else:
+        return number(x, T) * factor
 
 
 @jit
@@ -117,21 +139,33 @@ def add_lines(state, x, T: tl.constexpr):
 
 
 @jit
-def add_step(state, logits_ptr, base, step, lines, stride, factor, MASKED: tl.constexpr, POLICY: tl.constexpr, T: tl.constexpr):
+def leaning(x, weight_ptr, column, there, T: tl.constexpr):
+    """What smoothing adds up, of columns that are there: x, or with weights of classes each by its own."""
+    if T.leans:
+        return x * tl.load(weight_ptr + column, mask=there, other=0.0).to(x.dtype)
+    else:
+        return x
+
+
+@jit
+def add_step(
+    state, pointers, base, head, step, lines, stride, factor, MASKED: tl.constexpr, POLICY: tl.constexpr, T: tl.constexpr
+):
     """The state after a step of whole lines; MASKED: not all of its lines are there."""
     BLOCK: tl.constexpr = T.block
-    at = logits_ptr + (base + tl.cast(step, tl.int64) * BLOCK * stride) + offsets(T) * stride
+    at = pointers[0] + (base + tl.cast(step, tl.int64) * BLOCK * stride) + offsets(T) * stride
+    column = head + step * BLOCK + offsets(T)
     top, total, plain = state
     if MASKED:
         there = (line_numbers(T) < lines - step * (T.block // T.line))[:, None]
         x = tl.load(at, mask=there, other=float("-inf"), eviction_policy=POLICY)
-        x = tl.where(there, number(x, T) * factor, float("-inf"))
+        x = tl.where(there, exponents(x, factor, T), float("-inf"))
         if T.smooth:
-            plain += tl.sum(tl.where(there, x, 0.0), 1)
+            plain += tl.sum(tl.where(there, leaning(x, pointers[1], column, there, T), 0.0), 1)
     else:
-        x = number(tl.load(at, eviction_policy=POLICY), T) * factor
+        x = exponents(tl.load(at, eviction_policy=POLICY), factor, T)
         if T.smooth:
-            plain += tl.sum(x, 1)
+            plain += tl.sum(leaning(x, pointers[1], column, column < T.columns, T), 1)
     return add_lines((top, total, plain), x, T)
 
 
@@ -157,8 +191,11 @@ def lse_of(state, T: tl.constexpr):
 
 
 @jit
-def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T: tl.constexpr):
-    """(maximum, sum of exponentials, sum) of a piece of a row, of logits times `factor`; the first has the edges."""
+def fold_piece(pointers, row, piece, strides, factor, POLICY: tl.constexpr, T: tl.constexpr):
+    """(maximum, sum of exponentials, sum) of a piece of a row, of `exponents`; the first has the edges.
+
+    pointers = (logits, weights of the columns or None).
+    """
     LINES: tl.constexpr = T.block // T.line
     head, base, lines = whole_lines(row, strides, T)
     top = number(tl.full([LINES], float("-inf"), tl.float32), T)
@@ -167,18 +204,19 @@ def fold_piece(logits_ptr, row, piece, strides, factor, POLICY: tl.constexpr, T:
     whole = lines // LINES
     first = piece * T.steps
     for step in tl.range(first, tl.minimum(first + T.steps, whole)):
-        state = add_step(state, logits_ptr, base, step, lines, strides[1], factor, False, POLICY, T)
+        state = add_step(state, pointers, base, head, step, lines, strides[1], factor, False, POLICY, T)
     if T.leads or T.columns % T.block:
         if (whole >= first) & (whole < first + T.steps):
-            state = add_step(state, logits_ptr, base, whole, lines, strides[1], factor, True, POLICY, T)
+            state = add_step(state, pointers, base, head, whole, lines, strides[1], factor, True, POLICY, T)
     joined = join(state[0], state[1], state[2], T)
     if T.leads:
         if piece == 0:
             column, there = edge_columns(head, lines, T)
-            at = logits_ptr + row.to(tl.int64) * strides[0] + column * strides[1]
-            x = number(tl.load(at, mask=there, other=float("-inf")), T) * factor
+            at = pointers[0] + row.to(tl.int64) * strides[0] + column * strides[1]
+            x = exponents(tl.load(at, mask=there, other=float("-inf")), factor, T)
             x = tl.where(there, x, float("-inf"))
-            edge = join(x, number(tl.where(there, 1.0, 0.0), T), tl.where(there, x, 0.0), T)
+            plain = tl.where(there, leaning(x, pointers[1], column, there, T), 0.0)
+            edge = join(x, number(tl.where(there, 1.0, 0.0), T), plain, T)
             joined = merged(joined, edge, T)
     return joined
 
@@ -201,29 +239,35 @@ def of_pieces(words, T: tl.constexpr):
 
 
 @jit
-def gradient(x, labelled, of_row, T: tl.constexpr):
+def gradient(x, labelled, weight_ptr, column, there, of_row, T: tl.constexpr):
     """Of logits, by what `write_piece` takes of a row; labelled: which of them is the label's, rounded no more than others."""
     factor, pivot, _label, along, at_label, at_all, _alive = of_row
-    return along * power(number(x, T) * factor - pivot, T) + tl.where(labelled, at_all + at_label, at_all)
+    if T.leans:
+        at_all = leaning(at_all, weight_ptr, column, there, T)
+    if T.caps:
+        bent = tanh(number(x, T) * factor[0])
+        value = along * power(bent * factor[1] - pivot, T) + tl.where(labelled, at_all + at_label, at_all)
+        return value * (1.0 - bent * bent)
+    else:
+        return along * power(number(x, T) * factor - pivot, T) + tl.where(labelled, at_all + at_label, at_all)
 
 
 @jit
-def write_step(
-    logits_ptr, target_ptr, base, target_base, head, step, lines, strides, of_row, MASKED: tl.constexpr, T: tl.constexpr
-):
+def write_step(pointers, base, target_base, head, step, lines, strides, of_row, MASKED: tl.constexpr, T: tl.constexpr):
     """The gradient of a step of whole lines; the logits of a row that does not count are not read."""
     BLOCK: tl.constexpr = T.block
     offset, there = offsets(T), of_row[6]
     begin = tl.cast(step, tl.int64) * BLOCK
-    at = target_ptr + (target_base + begin * strides[1][1]) + offset * strides[1][1]
+    at = pointers[1] + (target_base + begin * strides[1][1]) + offset * strides[1][1]
     left = lines - step * (T.block // T.line)
     if MASKED:
         there = (line_numbers(T) < tl.where(of_row[6], left, 0))[:, None]
-    x = tl.load(logits_ptr + (base + begin * strides[0][1]) + offset * strides[0][1], mask=there, other=0.0,
+    x = tl.load(pointers[0] + (base + begin * strides[0][1]) + offset * strides[0][1], mask=there, other=0.0,
                 eviction_policy="evict_first")  # fmt: skip
     LINE: tl.constexpr = T.line
     label = of_row[2] - (step * BLOCK + head) - line_numbers(T) * LINE  # within each line: of elements only constants are left
-    value = gradient(x, label[:, None] == tl.arange(0, LINE)[None, :], of_row, T).to(target_ptr.dtype.element_ty)
+    labelled, column = label[:, None] == tl.arange(0, LINE)[None, :], head + step * BLOCK + offset
+    value = gradient(x, labelled, pointers[2], column, there, of_row, T).to(pointers[1].dtype.element_ty)
     if MASKED:
         tl.store(at, value, mask=(line_numbers(T) < left)[:, None], eviction_policy="evict_first")
     else:
@@ -231,35 +275,36 @@ def write_step(
 
 
 @jit
-def write_columns(logits_ptr, target_ptr, row, column, there, strides, of_row, T: tl.constexpr):
+def write_columns(pointers, row, column, there, strides, of_row, T: tl.constexpr):
     """The gradient of single columns, of which those that are there."""
-    at = logits_ptr + row.to(tl.int64) * strides[0][0] + column.to(tl.int64) * strides[0][1]
+    at = pointers[0] + row.to(tl.int64) * strides[0][0] + column.to(tl.int64) * strides[0][1]
     read = there & (column < tl.where(of_row[6], T.columns, 0))
-    value = gradient(tl.load(at, mask=read, other=0.0), column == of_row[2], of_row, T)
-    at = target_ptr + row.to(tl.int64) * strides[1][0] + column.to(tl.int64) * strides[1][1]
-    tl.store(at, value.to(target_ptr.dtype.element_ty), mask=there)
+    value = gradient(tl.load(at, mask=read, other=0.0), column == of_row[2], pointers[2], column, read, of_row, T)
+    at = pointers[1] + row.to(tl.int64) * strides[1][0] + column.to(tl.int64) * strides[1][1]
+    tl.store(at, value.to(pointers[1].dtype.element_ty), mask=there)
 
 
 @jit
-def write_steps(logits_ptr, target_ptr, base, target_base, head, piece, lines, strides, of_row, T: tl.constexpr):
+def write_steps(pointers, base, target_base, head, piece, lines, strides, of_row, T: tl.constexpr):
     """The gradient of a piece's whole lines, from the last on: what was read last L2 still has."""
     LINES: tl.constexpr = T.block // T.line
     whole, first = lines // LINES, piece * T.steps
     if T.leads or T.columns % T.block:
         if (whole >= first) & (whole < first + T.steps):
-            write_step(logits_ptr, target_ptr, base, target_base, head, whole, lines, strides, of_row, True, T)
+            write_step(pointers, base, target_base, head, whole, lines, strides, of_row, True, T)
     end = tl.minimum(first + T.steps, whole)
     for done in tl.range(first, end):
         step = first + end - 1 - done
-        write_step(logits_ptr, target_ptr, base, target_base, head, step, lines, strides, of_row, False, T)
+        write_step(pointers, base, target_base, head, step, lines, strides, of_row, False, T)
 
 
 @jit
-def write_piece(logits_ptr, target_ptr, row, piece, strides, of_row, T: tl.constexpr):
+def write_piece(pointers, row, piece, strides, of_row, T: tl.constexpr):
     """The gradient of a piece of a row.
 
-    of_row = (what makes exponents of logits, what these are measured from, label's column, what multiplies their
-    exponentials, what the label's column gets more, what all columns do, whether any of these is not 0).
+    pointers = (logits, their gradient, weights of the columns or None). of_row = (what makes exponents of logits, what these
+    are measured from, label's column, what multiplies their exponentials, what the label's column gets more, what all columns
+    do, whether any of these is not 0).
     """
     head, base, lines = whole_lines(row, strides[0], T)
     target_base = row.to(tl.int64) * strides[1][0] + head * strides[1][1]
@@ -267,18 +312,18 @@ def write_piece(logits_ptr, target_ptr, row, piece, strides, of_row, T: tl.const
     if T.leads:
         if target_base % LINE == 0:
             aligned = tl.multiple_of(target_base, LINE)
-            write_steps(logits_ptr, target_ptr, base, aligned, head, piece, lines, strides, of_row, T)
+            write_steps(pointers, base, aligned, head, piece, lines, strides, of_row, T)
             if piece == 0:
                 column, there = edge_columns(head, lines, T)
-                write_columns(logits_ptr, target_ptr, row, column, there, strides, of_row, T)
+                write_columns(pointers, row, column, there, strides, of_row, T)
         else:
             LINES: tl.constexpr = T.block // T.line
             first = piece * T.steps * T.block
             for start in tl.range(first, tl.minimum(first + T.steps * T.block, T.columns), LINES):
                 column = start + line_numbers(T)
-                write_columns(logits_ptr, target_ptr, row, column, column < T.columns, strides, of_row, T)
+                write_columns(pointers, row, column, column < T.columns, strides, of_row, T)
     else:
-        write_steps(logits_ptr, target_ptr, base, target_base, head, piece, lines, strides, of_row, T)
+        write_steps(pointers, base, target_base, head, piece, lines, strides, of_row, T)
 
 
 @jit
@@ -303,7 +348,9 @@ def cross_entropy_forward(inputs, outputs, strides, smoothing, z_loss, scale, wh
     """Losses (or shares), lse and gradients: of a row or, where programs walk, of every so many.
 
     T.pieces programs share a row where it is long: rows that are being read stay in L2 until they are read again.
-    whole = (classes in all, first class, ignore_index); smoothing = (1 - smoothing, smoothing / classes).
+    inputs = (logits, labels, `cross_entropy_weigh`'s sums or the count of rows, weights of all classes), None for those that
+    are not there; smoothing = (1 - smoothing, smoothing / classes); scale = (logit_scale, softcap if there is one);
+    whole = (classes in all, first class, ignore_index).
     """
     piece = tl.program_id(0) % T.pieces
     if T.walks:
@@ -314,52 +361,79 @@ def cross_entropy_forward(inputs, outputs, strides, smoothing, z_loss, scale, wh
 
 
 @jit
+def row_weights(weight_ptr, count_ptr, label, known, smoothing, z_loss, whole, T: tl.constexpr):
+    """(what the label's logit counts in a row's loss, what any class's does, what lse does, what its square does)."""
+    of_label, of_all = portions(smoothing, whole[0], T)
+    if T.weighs:
+        of_label *= number(tl.load(weight_ptr + label, mask=known, other=0.0), T)
+        of_lse, of_square = of_label, number(tl.cast(z_loss, tl.float32), T)
+        if T.leans and T.loss:
+            of_lse += of_all * tl.load(count_ptr + 2)
+        if T.mean:  # the square is divided by the rows that count, not by their weights
+            of_square *= ratio(tl.load(count_ptr), tl.load(count_ptr + 1), T)
+        return of_label, of_all, of_lse, of_square
+    else:
+        return of_label, of_all, 1.0, z_loss
+
+
+@jit
 def row_forward(row, piece, inputs, outputs, strides, smoothing, z_loss, scale, whole, T: tl.constexpr):
     """A piece of a row: with a pointer for it its gradient too, of logits read the second time from L2."""
-    logits_ptr, labels_ptr, count_ptr = inputs
+    logits_ptr, labels_ptr, count_ptr, weight_ptr = inputs
     loss_ptr, lse_ptr, gradient_ptr, words_ptr = outputs
+    if T.weighs:
+        weight_ptr += whole[1]
     label, counts = label_of(labels_ptr, row, whole[1], whole[2])
     here = (label >= 0) & (label < T.columns)
     x = tl.load(logits_ptr + row.to(tl.int64) * strides[0][0] + label * strides[0][1], mask=here & counts, other=0.0)
+    factor, pointers = measure(scale, T), (logits_ptr, weight_ptr)
     if gradient_ptr is not None:
-        state = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_last", T)
+        state = fold_piece(pointers, row, piece, strides[0], factor, "evict_last", T)
     else:
-        state = fold_piece(logits_ptr, row, piece, strides[0], unit(scale, T), "evict_first", T)
+        state = fold_piece(pointers, row, piece, strides[0], factor, "evict_first", T)
     if T.pieces > 1:
         words = words_ptr + row.to(tl.int64) * T.pieces
         hand_out(words + piece, lse_of(state, T), state[2], piece < T.pieces)
         state = of_pieces(wait_for(words, T.pieces), T)
     lse = lse_of(state, T)
-    of_label, of_all = portions(smoothing, whole[0], T)
-    share = -of_label * x.to(tl.float32) * scale
+    known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
+    of_label, of_all, of_lse, of_square = row_weights(weight_ptr, count_ptr, label, known & counts, smoothing, z_loss, whole, T)
+    if T.caps:
+        share = -of_label * natural_of(exponents(x, factor, T), T)
+    else:
+        share = -of_label * x.to(tl.float32) * scale[0]
     if T.smooth:
         share -= of_all * natural_of(state[2], T)
-    known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
     share = tl.where(known, share, float("nan"))  # a label that is none of the classes
     natural = natural_of(lse, T)
     loss = share
     if T.loss:
         if T.smooth:
-            loss += natural
+            if T.weighs:
+                loss += of_lse * natural
+            else:
+                loss += natural
         else:  # of a row that is sure of its label lse would say little beyond the label's logit
-            exponent = tl.where(here, number(x, T) * unit(scale, T), 0.0)  # rounded, as the row's maximum is: no fma takes it
-            off = finite(state[0]) - exponent + logarithm(state[1], T)
-            loss = tl.where(known, natural_of(off, T), float("nan"))
-        loss += z_loss * natural * natural
+            exponent = tl.where(here, exponents(x, factor, T), 0.0)  # rounded, as the row's maximum is: no fma takes it
+            off = natural_of(finite(state[0]) - exponent + logarithm(state[1], T), T)
+            if T.weighs:
+                off *= of_lse
+            loss = tl.where(known, off, float("nan"))
+        loss += of_square * natural * natural
     if piece == 0:
         tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
         tl.store(lse_ptr + row, natural)
     if gradient_ptr is not None:
-        weight = number(tl.cast(scale, tl.float32), T)
+        weight = number(tl.cast(scale[0], tl.float32), T)
         if T.mean:
-            weight = ratio(scale, tl.load(count_ptr), T)
+            weight = ratio(scale[0], tl.load(count_ptr), T)
         weight = tl.where(counts, tl.where(known, weight, float("nan")), 0.0)
-        along, pivot = weight + 2.0 * z_loss * weight * natural, lse
+        along, pivot = weight * of_lse + 2.0 * of_square * weight * natural, lse
         if T.exact:  # lse's own rounding stays out
             along, pivot = ratio(along, state[1], T), finite(state[0])
         along = tl.where(counts, along, 0.0)
         shares = (label, along, -weight * of_label, -weight * of_all)
-        write_piece(logits_ptr, gradient_ptr, row, piece, strides, settled(scale, pivot, shares, T), T)
+        write_piece((logits_ptr, gradient_ptr, weight_ptr), row, piece, strides, settled(scale, pivot, shares, T), T)
 
 
 @jit
@@ -368,78 +442,34 @@ def settled(scale, pivot, shares, T: tl.constexpr):
     label, along, at_label, at_all = shares
     alive = (along != 0.0) | (at_label != 0.0) | (at_all != 0.0)
     label = tl.where((label >= 0) & (label < T.columns), label, -1).to(tl.int32)
-    return unit(scale, T), tl.where(alive, pivot, 0.0), label, along, at_label, at_all, alive
+    return measure(scale, T), tl.where(alive, pivot, 0.0), label, along, at_label, at_all, alive
 
 
 @jit
 def cross_entropy_backward(inputs, given, dlogits_ptr, strides, smoothing, z_loss, scale, whole, T: tl.constexpr):
     """A piece of a row's gradient: from dloss, or from a shard's dshare and dlse."""
-    logits_ptr, labels_ptr, count_ptr, lse_ptr = inputs
+    logits_ptr, labels_ptr, count_ptr, weight_ptr, lse_ptr = inputs
     dloss_ptr, dlse_ptr = given
+    if T.weighs:
+        weight_ptr += whole[1]
     row = tl.program_id(0)
     label, counts = label_of(labels_ptr, row, whole[1], whole[2])
     lse = tl.load(lse_ptr + row)
-    of_label, of_all = portions(smoothing, whole[0], T)
+    known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
+    of_label, of_all, of_lse, of_square = row_weights(weight_ptr, count_ptr, label, known & counts, smoothing, z_loss, whole, T)
     dloss = number(tl.load(dloss_ptr + row * strides[2][0]), T)
     if T.mean:
         dloss = ratio(dloss, tl.load(count_ptr), T)
-    along = dloss + 2.0 * z_loss * dloss * lse
+    along = dloss * of_lse + 2.0 * of_square * dloss * lse
     if not T.loss:
         lse = finite(lse)  # a shard without any finite logit
         along = tl.zeros_like(dloss)
         if dlse_ptr is not None:
             along += tl.load(dlse_ptr + row * strides[3][0])
-    known = (label + whole[1] >= 0) & (label + whole[1] < whole[0])
     dloss = tl.where(known, dloss, float("nan"))
-    weight = tl.where(counts, dloss, 0.0) * scale
+    weight = tl.where(counts, dloss, 0.0) * scale[0]
     if T.loss:
         along = tl.where(counts, along, 0.0)
-    shares = (label, along * scale, -weight * of_label, -weight * of_all)
-    write_piece(logits_ptr, dlogits_ptr, row, tl.program_id(1), strides, settled(scale, unit(lse, T), shares, T), T)
-
-
-@jit
-def count_rows(labels_ptr, rows, ignore_index, BLOCK: tl.constexpr):
-    """How many rows count."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        label = tl.load(labels_ptr + row, mask=row < rows, other=0).to(tl.int64)
-        total += ((label != ignore_index) & (row < rows)).to(tl.int32)
-    return tl.sum(total, 0).to(tl.float32)
-
-
-@jit
-def cross_entropy_count(labels_ptr, count_ptr, rows, ignore_index, BLOCK: tl.constexpr):
-    """How many rows count, for gradients made together with the losses."""
-    tl.store(count_ptr, count_rows(labels_ptr, rows, ignore_index, BLOCK))
-
-
-@jit
-def cross_entropy_reduce(
-    losses_ptr, labels_ptr, count_ptr, loss_ptr, rows, ignore_index, COUNTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The sum of the rows' losses, or their mean over those that count; with COUNTS their count too."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        total += tl.load(losses_ptr + row, mask=row < rows, other=0.0)
-    loss = tl.sum(total, 0)
-    if COUNTS:
-        count = count_rows(labels_ptr, rows, ignore_index, BLOCK)
-        tl.store(count_ptr, count)
-        loss = tl.div_rn(loss, count)
-    elif count_ptr is not None:
-        loss = tl.div_rn(loss, tl.load(count_ptr))
-    tl.store(loss_ptr, loss)
-
-
-@jit
-def cross_entropy_scale(gradient_ptr, dloss_ptr, count, BLOCK: tl.constexpr):
-    """gradient *= dloss, in place; nothing is read or written where that is 1, as at the end of a model."""
-    factor = tl.load(dloss_ptr)
-    if factor != 1.0:
-        for step in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-            at = tl.cast(step, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(gradient_ptr + at, mask=at < count, other=0.0).to(tl.float32) * factor
-            tl.store(gradient_ptr + at, value.to(gradient_ptr.dtype.element_ty), mask=at < count)
+    shares = (label, along * scale[0], -weight * of_label, -weight * of_all)
+    pointers = (logits_ptr, dlogits_ptr, weight_ptr)
+    write_piece(pointers, row, tl.program_id(1), strides, settled(scale, unit(lse, T), shares, T), T)
