@@ -242,7 +242,7 @@ def _same(line: _Line) -> str:
 def _full(line: _Line) -> str:
     value = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}.get(line.node.name)
     if value is None:
-        value = line.node.args[{"scalar_tensor": 0}.get(line.node.name, 1)]
+        value = line.node.args[{"scalar_tensor": 0, "new_full": 2}.get(line.node.name, 1)]
     return line.of(value, _result(line))
 
 

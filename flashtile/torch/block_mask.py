@@ -85,7 +85,7 @@ def _asked(
         [[0, 0, 0, 0], [None, None, 0, None], [None, None, None, 0]],
     )
     step = max(1, MOST_AT_ONCE // max(_numbers(node, spec) for node in (result, *ancestors([result]))))
-    for part in blocks.split(step):
+    for part in blocks.split(step) if len(blocks) else ():
         b, h, row, column = part.unbind(1)
         q = row[:, None] * spec.block_q + torch.arange(spec.block_q, device=place)
         k = column[:, None] * spec.block_k + torch.arange(spec.block_k, device=place)

@@ -386,6 +386,9 @@ class Spread:
         if element is not None:
             return element
         axes = [axis for axis in AXES if axis in node.needs]
+        shape = [size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True)]
+        if 0 in shape:
+            return torch.zeros(shape, dtype=node.dtype, device=self.device)
         given = [torch.arange(self.sizes[AXES.index(axis)], device=self.device) for axis in axes]
 
         def scalar(*at: torch.Tensor) -> torch.Tensor:
@@ -405,7 +408,6 @@ class Spread:
                     for part in first.split(steps)
                 ]
                 made = torch.cat(parts)
-        shape = [size if axis in node.needs else 1 for axis, size in zip(AXES, self.sizes, strict=True)]
         return made.to(self.device).reshape(shape)
 
     def _steps(self, node: Node, axes: list[str]) -> list[int]:
