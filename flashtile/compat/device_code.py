@@ -1,303 +1,41 @@
 """The Triton functions of a recorded function of scalars: forward, backward and what captured tensors receive.
 
 Derivatives are autograd's: it is recorded too, on one score. Numbers have the dtypes that torch gives them; what torch rounds to
-16 bits is rounded. What has no line in POINTWISE, nor a decomposition of torch's into such, is refused by name.
+16 bits is rounded. A small vector is a number for each of its elements. What has no line of text here, nor a decomposition of
+torch's into such, is refused by name.
 """
 
 from __future__ import annotations
 
 import linecache
-import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flashtile._triton import VERSION, jit, tl
-from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, evaluate, plainly
+from flashtile.compat import device_text
+from flashtile.compat.device_text import NARROW, POINTWISE, WORKS_ON, Line, Unwritten, cast, number
 from flashtile.errors import NotSupported
 from flashtile.score.bias import bias_load
 from flashtile.score.softcap import tanh
+from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, evaluate, plainly
 
 _FILES = count()
-WORKS_ON = {
-    torch.float32: "tl.float32", torch.float16: "tl.float32", torch.bfloat16: "tl.float32", torch.float64: "tl.float64",
-    torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8",
-    torch.bool: "tl.int1",
+MOST_LINES = 2000
+# Operators that move elements and compute nothing: of the elements' own numbers they make which element goes where.
+MOVES = {
+    "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice", "stack",
+    "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach", "clone",
 }  # fmt: skip
-NARROW = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
-
-
-@jit
-def floor_divided(a, b):
-    """Integers."""
-    quotient = a // b  # towards 0
-    return tl.where((quotient * b != a) & ((a < 0) != (b < 0)), quotient - 1, quotient)
-
-
-@jit
-def floor_remainder(a, b):
-    """Of the divisor's sign, of integers or floats."""
-    rest = a % b  # of the dividend's sign
-    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
-
-
-@jit
-def truncated(x):
-    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
-
-
-@jit
-def rounded(x):
-    """To the nearest integer, halves to the even one."""
-    low = tl.floor(x)
-    ahead = x - low
-    odd = low - 2.0 * tl.floor(low * 0.5)
-    return tl.where((ahead > 0.5) | ((ahead == 0.5) & (odd == 1.0)), low + 1.0, low)
-
-
-@jit
-def log_one_plus(x):
-    more = 1.0 + x
-    near = more == 1.0
-    return tl.where(near, x, tl.log(more) * (x / tl.where(near, 1.0, more - 1.0)))
-
-
-@jit
-def exp_minus_one(x):
-    more = tl.exp(x)
-    near = more == 1.0
-    return tl.where(near, x, tl.where(tl.abs(x) < 0.5, (more - 1.0) * (x / tl.where(near, 1.0, tl.log(more))), more - 1.0))
-
-
-@jit
-def larger(a, b):
-    """NaN where either is."""
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@jit
-def smaller(a, b):
-    return tl.where((a < b) | (a != a), a, b)
-
-
-class _Unwritten(Exception):
-    """There is no Triton for an operator."""
-
-
-@dataclass
-class _Line:
-    """A node with its arguments, as expressions of the dtypes that it asks for."""
-
-    node: Node
-    names: dict[int, str]
-
-    def dtype_of(self, value: Any) -> torch.dtype | None:
-        return value.dtype if isinstance(value, Node) else None
-
-    def common(self, *values: Any) -> torch.dtype:
-        """What torch computes in, of tensors and plain numbers."""
-        known = [d for v in values if (d := self.dtype_of(v)) is not None]
-        made = known[0]
-        for other in known[1:]:
-            made = torch.promote_types(made, other)
-        plain = [v for v in values if not isinstance(v, Node) and v is not None]
-        if any(isinstance(v, float) for v in plain) and not made.is_floating_point:
-            return torch.get_default_dtype()
-        if made == torch.bool and any(not isinstance(v, bool) for v in plain):
-            return torch.int64
-        return made
-
-    def of(self, value: Any, dtype: torch.dtype) -> str:
-        if isinstance(value, Node):
-            return _cast(self.names[id(value)], value.dtype, dtype)
-        return _number(value, dtype)
-
-
-def _number(value: Any, dtype: torch.dtype) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        text = f'float("{value}")'
-    elif dtype.is_floating_point:
-        text = repr(float(value))
-    else:
-        text = repr(int(value))
-    return f"tl.cast({text}, {WORKS_ON[dtype]})" if dtype != torch.bool else f"(tl.cast({text}, tl.int32) != 0)"
-
-
-def _cast(text: str, before: torch.dtype | None, dtype: torch.dtype) -> str:
-    """An expression of another dtype; 16-bit floats are rounded, and kept in 32 bits."""
-    if before == dtype or (before in NARROW and dtype == torch.float32):
-        return text
-    if dtype == torch.bool:
-        return f"({text} != 0)"
-    if dtype in NARROW:
-        return f"tl.cast(tl.cast({text}, {NARROW[dtype]}), tl.float32)"
-    return f"tl.cast({text}, {WORKS_ON[dtype]})"
-
-
-def _unary(text: str) -> Callable[[_Line], str]:
-    """Of one number, floating where the result is."""
-    return lambda line: text.format(line.of(line.node.args[0], _result(line)))
-
-
-def _binary(text: str) -> Callable[[_Line], str]:
-    def write(line: _Line) -> str:
-        first, second = line.node.args[:2]
-        dtype = _result(line)
-        other = line.of(second, dtype)
-        alpha = line.node.kwargs.get("alpha", line.node.args[2] if len(line.node.args) > 2 else 1)
-        if alpha != 1:
-            other = f"({other} * {_number(alpha, dtype)})"
-        return text.format(line.of(first, dtype), other)
-
-    return write
-
-
-def _result(line: _Line) -> torch.dtype:
-    assert line.node.dtype is not None
-    return line.node.dtype
-
-
-def _compared(text: str) -> Callable[[_Line], str]:
-    def write(line: _Line) -> str:
-        dtype = line.common(*line.node.args[:2])
-        return text.format(*(line.of(a, dtype) for a in line.node.args[:2]))
-
-    return write
-
-
-def _logical(text: str) -> Callable[[_Line], str]:
-    return lambda line: text.format(*(line.of(a, torch.bool) for a in line.node.args))
-
-
-def _divided(line: _Line) -> str:
-    mode = line.node.kwargs.get("rounding_mode")
-    first, second = line.node.args[:2]
-    dtype = _result(line)
-    a, b = line.of(first, dtype), line.of(second, dtype)
-    if mode is None:
-        return f"{a} / {b}"
-    if mode == "floor":
-        return f"tl.floor({a} / {b})" if dtype.is_floating_point else f"floor_divided({a}, {b})"
-    return f"truncated({a} / {b})" if dtype.is_floating_point else f"{a} // {b}"
-
-
-def _floor_divided(line: _Line) -> str:
-    dtype = _result(line)
-    a, b = (line.of(v, dtype) for v in line.node.args[:2])
-    if dtype.is_floating_point:
-        return f"tl.floor(({a} - floor_remainder({a}, {b})) / {b} + 0.5)"
-    return f"floor_divided({a}, {b})"
-
-
-def _chosen(line: _Line) -> str:
-    condition, first, second = line.node.args
-    return f"tl.where({line.of(condition, torch.bool)}, {line.of(first, _result(line))}, {line.of(second, _result(line))})"
-
-
-def _filled(line: _Line) -> str:
-    given, mask, value = line.node.args
-    return f"tl.where({line.of(mask, torch.bool)}, {line.of(value, _result(line))}, {line.of(given, _result(line))})"
-
-
-def _clamped(line: _Line) -> str:
-    bounds = dict(zip(("min", "max"), line.node.args[1:], strict=False)) | line.node.kwargs
-    text = line.of(line.node.args[0], _result(line))
-    for name, function in (("min", "larger"), ("max", "smaller")):
-        if bounds.get(name) is not None:
-            text = f"{function}({text}, {line.of(bounds[name], _result(line))})"
-    return text
-
-
-def _powered(line: _Line) -> str:
-    base, exponent = line.node.args
-    dtype = _result(line)
-    if isinstance(exponent, (Node, torch.Tensor)):
-        raise _Unwritten
-    x = line.of(base, dtype)
-    if exponent == 0.5 and dtype.is_floating_point:
-        return f"tl.sqrt({x})"
-    if float(exponent) != int(exponent) or not 0 <= abs(exponent) <= 8 or (exponent < 0 and not dtype.is_floating_point):
-        raise _Unwritten
-    product = " * ".join([f"({x})"] * abs(int(exponent))) or _number(1, dtype)
-    return product if exponent >= 0 else f"{_number(1, dtype)} / ({product})"
-
-
-def _raised(line: _Line) -> str:
-    """A number to the power of a tensor."""
-    base, exponent = line.node.args
-    if isinstance(base, Node) or base <= 0 or not _result(line).is_floating_point:
-        raise _Unwritten
-    return f"tl.exp2({line.of(exponent, _result(line))} * {_number(math.log2(base), _result(line))})"
-
-
-def _same(line: _Line) -> str:
-    return line.of(line.node.args[0], _result(line))
-
-
-def _full(line: _Line) -> str:
-    value = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}.get(line.node.name)
-    if value is None:
-        value = line.node.args[{"scalar_tensor": 0, "new_full": 2}.get(line.node.name, 1)]
-    return line.of(value, _result(line))
-
-
-def _signed(line: _Line) -> str:
-    x, one, zero = (line.of(line.node.args[0], _result(line)), _number(1, _result(line)), _number(0, _result(line)))
-    return f"tl.where({x} > 0, {one}, tl.where({x} < 0, {one} * -1, {zero} * {x}))"
-
-
-def _tanh_backward(line: _Line) -> str:
-    grad, out = (line.of(a, _result(line)) for a in line.node.args)
-    return f"{grad} * (1.0 - {out} * {out})"
-
-
-def _sigmoid_backward(line: _Line) -> str:
-    grad, out = (line.of(a, _result(line)) for a in line.node.args)
-    return f"{grad} * ((1.0 - {out}) * {out})"
-
-
-def _threshold_backward(line: _Line) -> str:
-    grad, given, threshold = line.node.args
-    dtype = _result(line)
-    return f"tl.where({line.of(given, dtype)} <= {_number(threshold, dtype)}, {_number(0, dtype)}, {line.of(grad, dtype)})"
-
-
-def _not(line: _Line) -> str:
-    x = line.of(line.node.args[0], _result(line))
-    return f"({x} == 0)" if _result(line) == torch.bool else f"~{x}"
-
-
-# Of each operator on scalars its text. Where an argument is NaN the result is as torch's.
-POINTWISE: dict[str, Callable[[_Line], str]] = {
-    "add": _binary("{} + {}"), "sub": _binary("{} - {}"), "rsub": _binary("{1} - {0}"), "mul": _binary("{} * {}"),
-    "div": _divided, "floor_divide": _floor_divided, "remainder": _binary("floor_remainder({}, {})"),
-    "fmod": _binary("({}) % ({})"), "neg": _unary("-({})"), "abs": _unary("tl.abs({})"), "exp": _unary("tl.exp({})"),
-    "exp2": _unary("tl.exp2({})"), "expm1": _unary("exp_minus_one({})"), "log": _unary("tl.log({})"),
-    "log2": _unary("tl.log2({})"), "log1p": _unary("log_one_plus({})"), "sqrt": _unary("tl.sqrt({})"),
-    "rsqrt": _unary("1.0 / tl.sqrt({})"), "reciprocal": _unary("1.0 / ({})"), "sin": _unary("tl.sin({})"),
-    "cos": _unary("tl.cos({})"), "erf": _unary("tl.erf({})"), "tanh": _unary("tanh({})"),
-    "sigmoid": _unary("1.0 / (1.0 + tl.exp(-({})))"), "relu": _unary("larger({0}, ({0}) * 0)"),
-    "floor": _unary("tl.floor({})"), "ceil": _unary("tl.ceil({})"), "trunc": _unary("truncated({})"),
-    "round": _unary("rounded({})"), "sgn": _signed, "sign": _signed, "maximum": _binary("larger({}, {})"),
-    "minimum": _binary("smaller({}, {})"), "clamp": _clamped, "clamp_min": _clamped,
-    "clamp_max": lambda line: f"smaller({line.of(line.node.args[0], _result(line))}, "
-                              f"{line.of(line.node.args[1], _result(line))})",
-    "where": _chosen, "masked_fill": _filled, "pow": lambda line: (_raised if not isinstance(line.node.args[0], Node)
-                                                                     else _powered)(line),
-    "eq": _compared("({} == {})"), "ne": _compared("({} != {})"), "lt": _compared("({} < {})"), "le": _compared("({} <= {})"),
-    "gt": _compared("({} > {})"), "ge": _compared("({} >= {})"), "logical_and": _logical("({} & {})"),
-    "logical_or": _logical("({} | {})"), "logical_xor": _logical("({} ^ {})"), "logical_not": _logical("({} == 0)"),
-    "bitwise_and": _binary("({} & {})"), "bitwise_or": _binary("({} | {})"), "bitwise_xor": _binary("({} ^ {})"),
-    "bitwise_not": _not, "isnan": lambda line: "({0} != {0})".format(line.of(line.node.args[0], line.common(*line.node.args))),
-    "_to_copy": _same, "clone": _same, "detach": _same, "alias": _same, "view": _same, "reshape": _same, "expand": _same,
-    "zeros_like": _full, "ones_like": _full, "full_like": _full, "new_zeros": _full, "new_ones": _full, "new_full": _full,
-    "zeros": _full, "ones": _full, "full": _full, "scalar_tensor": _full, "tanh_backward": _tanh_backward,
-    "sigmoid_backward": _sigmoid_backward, "threshold_backward": _threshold_backward,
+REDUCTIONS = {
+    "sum": "{} + {}", "mean": "{} + {}", "prod": "({}) * ({})", "amax": "larger({}, {})", "amin": "smaller({}, {})",
+    "any": "{} | {}", "all": "{} & {}",
 }  # fmt: skip
 
 
@@ -306,17 +44,21 @@ class _Derivative(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name not in POINTWISE and func in _decompositions():
-            with self:
-                return _decompositions()[func](*args, **(kwargs or {}))
+        if name not in POINTWISE and name not in MOVES and name not in REDUCTIONS:
+            if func in _decompositions():
+                with self:
+                    return _decompositions()[func](*args, **(kwargs or {}))
+            if func._can_decompose():
+                with self:
+                    return func.decompose(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @cache
 def _decompositions() -> Any:
-    from torch._decomp import core_aten_decompositions  # half a second, paid where it is needed
+    from torch._decomp import core_aten_decompositions, decomposition_table  # half a second, paid where it is needed
 
-    return core_aten_decompositions()
+    return {**decomposition_table, **core_aten_decompositions()}
 
 
 @dataclass
@@ -371,10 +113,127 @@ def _differentiated(
     return recorder.seen(made), [None if g is None else recorder.seen(g) for g in gradients], names
 
 
+class _Text:
+    """The lines of one device function. A value is a tensor of places in `elements`, of an element's own name each."""
+
+    def __init__(self, inputs: dict[int, str], given: Sequence[Node], numbers: Sequence[Node]):
+        self.inputs, self.given, self.numbers = inputs, given, numbers
+        self.lines: list[str] = []
+        self.elements: list[str] = []
+        self.values: dict[int, Any] = {}
+
+    def element(self, text: str) -> int:
+        self.lines.append(f"    x{len(self.elements)} = {text}")
+        self.elements.append(f"x{len(self.elements)}")
+        if len(self.elements) > MOST_LINES:
+            raise _refusal(f"more than {MOST_LINES} numbers for each score")
+        return len(self.elements) - 1
+
+    def write(self, root: Node) -> str:
+        """The name of a scalar's value, after the lines that make it."""
+        for node in ancestors([root]):
+            self.values[id(node)] = self.made(node)
+        if self.values[id(root)].dim():
+            raise _refusal(f"a vector ({root.name})")
+        return self.elements[int(self.values[id(root)])]
+
+    def made(self, node: Node) -> Any:
+        if node.op is operator.getitem:
+            return self.values[id(node.args[0])][node.args[1]]
+        if node.dtype is not None and node.dtype not in WORKS_ON:
+            raise _refusal(f"{node.name} of {node.dtype}")
+        if node.op in (INPUT, LITERAL):
+            assert node.dtype is not None
+            text = self.given_text(node, node.dtype) if node.op == INPUT else number(node.args[0], node.dtype)
+            return torch.tensor(self.element(text))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((node.args, node.kwargs))):
+            raise _refusal(f"{node.name} of a captured tensor")
+        if node.name in MOVES and node.args:
+            return node.op(*tree_map(lambda a: self.values[id(a)] if isinstance(a, Node) else a, node.args))
+        if node.name in REDUCTIONS and len(node.parents) == 1 and node.parents[0] is node.args[0]:
+            return self.reduced(node)
+        if node.name in ("mm", "mv"):
+            return self.product(node)
+        return self.pointwise(node)
+
+    def given_text(self, node: Node, dtype: torch.dtype) -> str:
+        name = self.inputs[id(node)]
+        first = {"score": "score", "grad": "grad", "batch": "at.batch", "head": "at.head", "q_idx": "at.row", "kv_idx": "at.k"}
+        if name in first:
+            return f"tl.cast({first[name]}, {WORKS_ON[dtype]})"
+        which = next((i for i, n in enumerate(self.numbers) if n.args[0] == name), None)
+        if which is not None:
+            return f"tl.cast(args[{which}], {WORKS_ON[dtype]})"
+        i = len(self.numbers) + 2 * next(i for i, n in enumerate(self.given) if n.args[0] == name)
+        loaded = f"bias_load(at, (args[{i}], args[{i + 1}]))"
+        return f"({loaded} != 0)" if dtype == torch.bool else f"tl.cast({loaded}, {WORKS_ON[dtype]})"
+
+    def pointwise(self, node: Node) -> Any:
+        line = POINTWISE.get(node.name)
+        if line is None or node.dtype is None:
+            raise _refusal(node.name)
+        parents = list({id(parent): parent for parent in node.parents}.values())
+        known: dict[tuple[int, ...], int] = {}
+
+        def one(places: tuple[int, ...]) -> int:
+            if places not in known:
+                names = {id(parent): self.elements[place] for parent, place in zip(parents, places, strict=True)}
+                try:
+                    text = line(Line(node, names))
+                except Unwritten:
+                    raise _refusal(node.name) from None
+                assert node.dtype is not None
+                known[places] = self.element(cast(text, torch.float32, node.dtype) if node.dtype in NARROW else text)
+            return known[places]
+
+        if not parents or "_like" in node.name or node.name.startswith("new_"):
+            names = {id(parent): self.elements[0] for parent in parents}
+            return torch.full(node.shape, self.element(line(Line(node, names))))
+        spread = torch.broadcast_tensors(*(self.values[id(parent)] for parent in parents))
+        if tuple(spread[0].shape) != node.shape:
+            raise _refusal(f"{node.name} of shape {node.shape}")
+        return torch.tensor([one(places) for places in zip(*(t.flatten().tolist() for t in spread), strict=True)]).view(node.shape)
+
+    def reduced(self, node: Node) -> Any:
+        assert node.dtype is not None
+        source = self.values[id(node.args[0])]
+        dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, []) else list(range(source.dim()))
+        dims = sorted(d % max(source.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)) if source.dim() else []
+        kept = [d for d in range(source.dim()) if d not in dims]
+        rows = source.permute(*kept, *dims).reshape(*(source.shape[d] for d in kept), -1).reshape(-1, max(1, _count(source, dims)))
+        made = [self.folded(REDUCTIONS[node.name], row, node.args[0].dtype, node.dtype) for row in rows.tolist()]
+        if node.name == "mean":
+            divisor = number(rows.shape[1], node.dtype)
+            made = [self.element(cast(f"{self.elements[m]} / {divisor}", torch.float32, node.dtype)) for m in made]
+        return torch.tensor(made).view(node.shape)
+
+    def folded(self, text: str, places: list[int], before: torch.dtype | None, dtype: torch.dtype) -> int:
+        total = cast(self.elements[places[0]], before, dtype)
+        for place in places[1:]:
+            total = self.elements[self.element(text.format(total, cast(self.elements[place], before, dtype)))]
+        return self.element(cast(total, torch.float32, dtype) if dtype in NARROW else total)
+
+    def product(self, node: Node) -> Any:
+        assert node.dtype is not None
+        if node.dtype in NARROW:
+            raise _refusal(f"{node.name} of {node.dtype}")
+        left, right = (self.values[id(a)] for a in node.args)
+        columns = right[:, None] if right.dim() == 1 else right
+        made = [
+            self.folded("{} + {}", [self.element(f"{self.elements[a]} * {self.elements[b]}") for a, b in zip(row, column, strict=True)],
+                        node.dtype, node.dtype)
+            for row in left.tolist() for column in columns.T.tolist()
+        ]  # fmt: skip
+        return torch.tensor(made).view(node.shape)
+
+
+def _count(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    return torch.Size(tensor.shape[d] for d in dims).numel()
+
+
 def _written(
     called: str, out: Node, gradients: list[Node | None], inputs: dict[int, str], given: Sequence[Node], numbers: Sequence[Node]
 ) -> str:  # fmt: skip
-    first = {"score": "score", "grad": "grad", "batch": "at.batch", "head": "at.head", "q_idx": "at.row", "kv_idx": "at.k"}
     lines: list[str] = []
 
     def function(name: str, parameters: str, root: Node | None) -> None:
@@ -382,40 +241,10 @@ def _written(
         if root is None:
             lines.append("    return tl.zeros_like(score)")
             return
-        names: dict[int, str] = {}
-        for i, node in enumerate(ancestors([root])):
-            names[id(node)] = f"x{i}"
-            lines.append(f"    x{i} = {expression(node, names)}")
-        made = f"tl.cast({_cast(names[id(root)], root.dtype, torch.float32)}, score.dtype)"
-        if root.dtype == torch.float64:
-            made = f"tl.cast({names[id(root)]}, score.dtype)"
-        lines.append(f"    return tl.zeros_like(score) + {made}" if not {"score", "grad"} & root.needs else f"    return {made}")
-
-    def expression(node: Node, names: dict[int, str]) -> str:
-        if node.dtype not in WORKS_ON:
-            raise _refusal(f"{node.name} of {node.dtype}")
-        if node.op == INPUT:
-            name = inputs[id(node)]
-            if name in first:
-                return f"tl.cast({first[name]}, {WORKS_ON[node.dtype]})"
-            which = next((i for i, n in enumerate(numbers) if n.args[0] == name), None)
-            if which is not None:
-                return f"tl.cast(args[{which}], {WORKS_ON[node.dtype]})"
-            i = len(numbers) + 2 * next(i for i, n in enumerate(given) if n.args[0] == name)
-            loaded = f"bias_load(at, (args[{i}], args[{i + 1}]))"
-            return f"({loaded} != 0)" if node.dtype == torch.bool else f"tl.cast({loaded}, {WORKS_ON[node.dtype]})"
-        if node.op == LITERAL:
-            return _number(node.args[0], node.dtype)
-        write = POINTWISE.get(node.name)
-        if write is None or node.shape or any(parent.shape for parent in node.parents):
-            raise _refusal(node.name)
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.args)):
-            raise _refusal(f"{node.name} of a captured tensor")
-        try:
-            text = write(_Line(node, names))
-        except _Unwritten:
-            raise _refusal(node.name) from None
-        return f"tl.cast(tl.cast({text}, {NARROW[node.dtype]}), tl.float32)" if node.dtype in NARROW else text
+        text = _Text(inputs, given, numbers)
+        made = f"tl.cast({text.write(root)}, score.dtype)"
+        whole = {"score", "grad"} & root.needs
+        lines.extend([*text.lines, f"    return {made}" if whole else f"    return tl.zeros_like(score) + {made}"])
 
     function("forward", "score, at, args", out)
     function("backward", "grad, score, out, at, args", gradients[0])
@@ -439,5 +268,7 @@ def _compiled(text: str, called: str, captured: int) -> Kernels:
 
 
 def _scope() -> dict[str, Any]:
-    functions = (bias_load, exp_minus_one, floor_divided, floor_remainder, larger, log_one_plus, rounded, smaller, tanh, truncated)
-    return {**{f.__name__: f for f in functions}, "jit": jit, "tl": tl}
+    names = (
+        "exp_minus_one", "floor_divided", "floor_remainder", "larger", "log_one_plus", "rounded", "smaller", "truncated",
+    )  # fmt: skip
+    return {**{n: getattr(device_text, n) for n in names}, "bias_load": bias_load, "jit": jit, "tanh": tanh, "tl": tl}

@@ -17,7 +17,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from flashtile._triton import INTERPRETED
-from flashtile.compat.device_code import POINTWISE, Kernels, kernels_of
+from flashtile.compat.device_code import Kernels, kernels_of
+from flashtile.compat.device_text import POINTWISE
 from flashtile.torch.recording import ATEN, AXES, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, evaluate, mapped, refusal
 from flashtile.spec.score import Captured, Position, Score
 from flashtile.torch.run import DTYPE_NAMES, DTYPES
