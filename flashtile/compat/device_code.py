@@ -1,8 +1,8 @@
 """The Triton functions of a recorded function of scalars: forward, backward and what captured tensors receive.
 
-Derivatives are autograd's: it is recorded too, on one score. Numbers have the dtypes that torch gives them; what torch rounds to
-16 bits is rounded. A small vector is a number for each of its elements. What has no line of text here, nor a decomposition of
-torch's into such, is refused by name.
+Derivatives are autograd's: it is recorded too, on one score. Numbers have the dtypes that torch gives them; what torch rounds
+to 16 bits is rounded. A small vector is a number for each of its elements. What `device_text.py` has no line for, nor torch a
+decomposition into such, is refused by name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FILES = count()
 MOST_LINES = 2000
 # Operators that move elements and compute nothing: of the elements' own numbers they make which element goes where.
 MOVES = {
-    "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice", "stack",
-    "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach", "clone",
+    "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice",
+    "stack", "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach", "clone",
 }  # fmt: skip
 REDUCTIONS = {
     "sum": "{} + {}", "mean": "{} + {}", "prod": "({}) * ({})", "amax": "larger({}, {})", "amin": "smaller({}, {})",
@@ -192,7 +192,8 @@ class _Text:
         spread = torch.broadcast_tensors(*(self.values[id(parent)] for parent in parents))
         if tuple(spread[0].shape) != node.shape:
             raise _refusal(f"{node.name} of shape {node.shape}")
-        return torch.tensor([one(places) for places in zip(*(t.flatten().tolist() for t in spread), strict=True)]).view(node.shape)
+        rows = zip(*(t.flatten().tolist() for t in spread), strict=True)
+        return torch.tensor([one(places) for places in rows]).view(node.shape)
 
     def reduced(self, node: Node) -> Any:
         assert node.dtype is not None
@@ -200,7 +201,7 @@ class _Text:
         dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, []) else list(range(source.dim()))
         dims = sorted(d % max(source.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)) if source.dim() else []
         kept = [d for d in range(source.dim()) if d not in dims]
-        rows = source.permute(*kept, *dims).reshape(*(source.shape[d] for d in kept), -1).reshape(-1, max(1, _count(source, dims)))
+        rows = source.permute(*kept, *dims).reshape(-1, max(1, torch.Size(source.shape[d] for d in dims).numel()))
         made = [self.folded(REDUCTIONS[node.name], row, node.args[0].dtype, node.dtype) for row in rows.tolist()]
         if node.name == "mean":
             divisor = number(rows.shape[1], node.dtype)
@@ -219,16 +220,12 @@ class _Text:
             raise _refusal(f"{node.name} of {node.dtype}")
         left, right = (self.values[id(a)] for a in node.args)
         columns = right[:, None] if right.dim() == 1 else right
-        made = [
-            self.folded("{} + {}", [self.element(f"{self.elements[a]} * {self.elements[b]}") for a, b in zip(row, column, strict=True)],
-                        node.dtype, node.dtype)
-            for row in left.tolist() for column in columns.T.tolist()
-        ]  # fmt: skip
+        made: list[int] = []
+        for row in left.tolist():
+            for column in columns.T.tolist():
+                products = [self.element(f"{self.elements[a]} * {self.elements[b]}") for a, b in zip(row, column, strict=True)]
+                made.append(self.folded("{} + {}", products, node.dtype, node.dtype))
         return torch.tensor(made).view(node.shape)
-
-
-def _count(tensor: torch.Tensor, dims: Sequence[int]) -> int:
-    return torch.Size(tensor.shape[d] for d in dims).numel()
 
 
 def _written(

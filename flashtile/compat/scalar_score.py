@@ -1,10 +1,10 @@
 """A score modifier made of what a recorded function of scalars does with the score.
 
-What does not depend on the score is a tensor that the modifier captures, with an element for each of those of (batch, head, q_idx, kv_idx)
-that it depends on. Only arithmetic on what depends on a query and on a key is left to be done at every score: it then takes no
-memory. A gather or a reduction at every pair of query and key takes an element for each.
+What does not depend on the score is a tensor that the modifier captures, with an element for each of those of (batch, head,
+q_idx, kv_idx) that it depends on. Only arithmetic on what depends on a query and on a key is left to be done at every score: it
+then takes no memory. A gather or a reduction at every pair of query and key takes an element for each.
 
-On the CPU the modifier is the function itself, mapped over a tile by torch.vmap. For kernels `device_code.py` writes it in Triton.
+On the CPU the modifier is the function itself, mapped over a tile by torch.vmap. `device_code.py` writes it in Triton.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from flashtile._triton import INTERPRETED
 from flashtile.compat.device_code import Kernels, kernels_of
 from flashtile.compat.device_text import POINTWISE
-from flashtile.torch.recording import ATEN, AXES, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, evaluate, mapped, refusal
 from flashtile.spec.score import Captured, Position, Score
+from flashtile.torch.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, evaluate, mapped, refusal
 from flashtile.torch.run import DTYPE_NAMES, DTYPES
 
 MOST_NUMBERS = 64  # of a captured vector that meets the score
@@ -30,7 +30,7 @@ _KINDS: dict[tuple[str, bool], type[ScalarScore]] = {}  # by their code, and whe
 
 
 class Code:
-    """What is done at every score: nodes over inputs, captured scalars (`leaves`) and numbers that calls may change (`numbers`)."""
+    """What is done at every score: nodes over inputs, captured scalars (`leaves`) and numbers that calls may change."""
 
     def __init__(self, result: Node, subject: str):
         self.subject = subject
@@ -146,7 +146,7 @@ def _alias(tensor: torch.Tensor) -> Node:
 
 
 def in_place(node: Node, deep: bool = True) -> bool:
-    """Whether kernels make it at every score: arithmetic on scalars; deep: on what depends on a query and a key, all the way."""
+    """Whether kernels make it at every score: arithmetic on scalars. deep: all that depends on a query and a key is such."""
     if node.op == INPUT:
         return True
     scalars = not node.shape and all(not parent.shape and parent.dtype is not None for parent in node.parents)
@@ -206,7 +206,7 @@ def scalar_score(result: Node, spread: Spread) -> ScalarScore:
     kernels = spread.device.type != "cpu" or INTERPRETED
     kind = _KINDS.get((code.text, kernels))
     if kind is None:
-        kind = _KINDS[code.text, kernels] = _kind_of(code, f"score_mod_{len(_KINDS)}", kernels)
+        kind = _KINDS[code.text, kernels] = kind_of(code, f"score_mod_{len(_KINDS)}", kernels)
     return kind(tuple(code.numbers), values)
 
 
@@ -217,7 +217,7 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in DTYPE_NAMES else tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _kind_of(code: Code, called: str, kernels: bool) -> type[ScalarScore]:
+def kind_of(code: Code, called: str, kernels: bool) -> type[ScalarScore]:
     made = kernels_of(code.result, code.given, code.standing, called) if kernels else Kernels(reason="it runs on the CPU")
     contributions = made.contributions if made.reason is None else (None,) * len(code.given)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.recording import ATEN, INPUT, INPUTS, Node, Sizes, Spread, record
 from flashtile.compat.scalar_score import in_place, scalar_score
 from flashtile.errors import InvalidProblem
 from flashtile.score.bias import Bias
 from flashtile.score.relative import Relative
 from flashtile.score.softcap import Softcap
+from flashtile.torch.recording import ATEN, INPUT, INPUTS, Node, Sizes, Spread, record
 
 WIDE = (torch.float32, torch.float64)
 
@@ -165,4 +165,3 @@ def _slope(node: Any) -> tuple[float, Node | None] | None:
             if name == "mul" and slope[1] is None and floating and not {"q_idx", "kv_idx", "score"} & other.needs:
                 return slope[0], other
     return None
-

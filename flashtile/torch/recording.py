@@ -1,4 +1,4 @@
-"""What a function of scalars does, as FlexAttention calls its `score_mod` and `mask_mod`: recorded, and evaluated as torch does.
+"""What a function of scalars does, such as FlexAttention's `score_mod` and `mask_mod`: recorded, and evaluated as torch does.
 
 The function is called once, with 0-dimensional tensors, and every operator that runs meanwhile is recorded below autograd, so
 that nothing which makes a tensor goes unseen. What asks for a value, draws random numbers or changes a tensor of
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         ):  # fmt: skip
             raise self.refusal("it indexes a tensor by a boolean, which differs from score to score")
         if func._schema.is_mutable:
-            return self.change(func, name, args, kwargs, seen_args, seen_kwargs, detached)
+            return self.change(func, name, args, kwargs, (seen_args, seen_kwargs), detached)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self.note(result, func, _merged(func, seen_args), seen_kwargs, detached)
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         return fresh
 
     def change(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], seen_args: Any, seen_kwargs: Any, detached: bool
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Any, Any], detached: bool
     ) -> Any:
         """An operator in place, recorded as what it is out of place."""
         target = args[0] if args else None
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         for key, (tensor, _) in self.made.items():
             if key != id(target) and tensor.untyped_storage()._cdata == place:
                 self.spoilt.add(key)
-        made = self.note(target, getattr(plain, func._overloadname), seen_args, seen_kwargs, detached)
+        made = self.note(target, getattr(plain, func._overloadname), *seen, detached)
         self.note(target, ATEN._to_copy.default, (made,), {"dtype": dtype}, detached)
         return result
 
@@ -187,7 +187,7 @@ class _Scalars(TorchFunctionMode):
         elif name == "one_hot" and recorded:  # which looks at the values first
             return _one_hot(*args, **kwargs) if made[id(args[0])][1].needs else func(*args, **kwargs)
         elif name == "__get__" and recorded:
-            if func is torch.Tensor.dtype.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            if func.__self__ is torch.Tensor.dtype:
                 return _shown(made[id(args[0])][1], self.shown)
         elif recorded and made[id(args[0])][1].needs and name in _VALUES:
             raise self.recorder.refusal(f"it asks for a value ({name.strip('_')}), which differs from score to score")

@@ -12,11 +12,12 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 
-from flashtile import NotSupported
+from flashtile import Options
+from flashtile.compat import asked
 from flashtile.compat.flex import flex_attention
 from tests.compat.scalar_functions import BATCH, HEADS, KEYS, ROWS, compiled, environment, mask_mod, score_mod
 
-SCORE_MODS, MASK_MODS = 280, 120
+SCORE_MODS, MASK_MODS, PART = 280, 120, 40
 SCALE = 0.5
 Tensors = list[torch.Tensor]
 
@@ -87,21 +88,41 @@ def both(seed: int, place: torch.device, text: str, masked: bool) -> None:
         torch.testing.assert_close(mine, other, atol=5e-5 * max(1.0, other.abs().max().item()), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
-def test_drawn_functions(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    masked = kind == "mask_mod"
+def tried(kind: str, seeds: range, place: torch.device) -> str:
+    """What became of drawn functions, after the count of those that are as torch's is printed."""
     wrong: list[str] = []
-    refused: list[str] = []
-    count = MASK_MODS if masked else SCORE_MODS
-    for seed in range(count):
-        text = mask_mod(seed) if masked else score_mod(seed)
+    for seed in seeds:
+        text = mask_mod(seed) if kind == "mask_mod" else score_mod(seed)
         try:
-            both(seed, torch.device("cpu"), text, masked)
-        except NotSupported as refusal:
-            refused.append(f"{seed}: {text}\n  {refusal}")
-        except Exception as error:
-            wrong.append(f"{seed}: {text}\n  {type(error).__name__}: {str(error)[:400]}")
+            both(seed, place, text, kind == "mask_mod")
+        except Exception as error:  # a refusal too: torch takes all of them
+            wrong.append(f"{kind} {seed}: {text}\n  {type(error).__name__}: {str(error)[:400]}")
+    print(f"{len(seeds) - len(wrong)} of {len(seeds)} drawn {kind}s as torch's")
+    return "\n".join(wrong)
+
+
+@pytest.mark.parametrize("first", range(0, SCORE_MODS + MASK_MODS, PART))
+def test_drawn_functions_on_the_cpu(first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(asked, "DEFAULT", Options(backend="cpu"))
+    kind, first = ("score_mod", first) if first < SCORE_MODS else ("mask_mod", first - SCORE_MODS)
     with capsys.disabled():
-        print(f"\n{count} drawn {kind}s: {count - len(wrong) - len(refused)} as torch's, {len(refused)} refused, {len(wrong)} wrong")
-    assert not wrong, "\n".join(wrong)
-    assert not refused, "\n".join(refused)
+        assert not tried(kind, range(first, first + PART), torch.device("cpu"))
+
+
+def test_drawn_functions_in_triton(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interpreted, or on a GPU a few of them: every function is kernels of its own."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(asked, "DEFAULT", Options(backend="triton"))
+    with capsys.disabled():
+        assert not tried("score_mod", range(1000, 1040) if device.type == "cpu" else range(1000, 1008), device)
+
+
+def test_what_is_drawn_is_various() -> None:
+    texts = {score_mod(seed) for seed in range(SCORE_MODS)} | {mask_mod(seed) for seed in range(MASK_MODS)}
+    assert len(texts) >= 350
+    every = "\n".join(texts)
+    arithmetic = ("clamp", "relu", "tanh", "sigmoid", "exp(", "abs()", "minimum", "maximum", "//", "%", "&", "|", "~")
+    for said in (*arithmetic, "][", ".sum()", "torch.dot", "F.embedding", "torch.where", ".any()", "@", ".to(torch.float64)"):
+        assert said in every, said
