@@ -11,9 +11,12 @@ from flashtile.compat.asked import options, refuse
 from flashtile.compat.score_mod import modifiers_of
 from flashtile.errors import InvalidProblem
 from flashtile.torch.attention import attention
+from flashtile.torch.block_mask import Said, said_of
 from flashtile.torch.blocks import Blocks
+from flashtile.torch.lasting import lasting
 
-_BLOCKS: WeakKeyDictionary[Any, tuple[Any, Blocks]] = WeakKeyDictionary()  # of each BlockMask its mask_mod, and what they say
+# of each BlockMask for what it was read, the tensors that its mask_mod captures with their versions, and what they say
+_BLOCKS: WeakKeyDictionary[Any, tuple[Any, tuple[torch.Tensor, ...], list[Any], Blocks]] = WeakKeyDictionary()
 
 
 def flex_attention(
@@ -24,8 +27,11 @@ def flex_attention(
     """out (batch, heads, seqlen_q, head_dim_v), or (out, lse), or with return_aux (out, AuxOutput).
 
     query: (batch, heads, seqlen_q, head_dim); enable_gqa: key and value may have fewer heads.
-    score_mod: a function that `score_mod` can read (factors, softcaps, sums with captured tensors), called at every call.
-    block_mask: a BlockMask, read by `Blocks.from_flex`, once until another mask_mod is set in it.
+    score_mod: a function of scalars as torch has it: score (float32; `score.dtype` says query's), batch, head, q_idx, kv_idx.
+        It is recorded at every call; no GPU kernel is compiled anew for other tensors or other factors. What it makes of each
+        query and key together by gathers or reductions takes an element for every pair.
+    block_mask: a BlockMask, read as `Blocks.from_flex` reads it: once, until another mask_mod is set in it, or a tensor that
+        its mask_mod captures is written to.
     kernel_options: of kernels that do not run here; None alone.
     """
     refuse("flex_attention", {
@@ -41,10 +47,10 @@ def flex_attention(
     factor, score = 1.0, ()
     if score_mod is not None:
         sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        factor, score = modifiers_of(score_mod, sizes, query.device)
+        factor, score = modifiers_of(score_mod, sizes, query.device, query.dtype)
     if factor != 1.0:
         scale = factor * (query.shape[3] ** -0.5 if scale is None else scale)
-    mask = None if block_mask is None else _blocks_of(block_mask)
+    mask = None if block_mask is None else _blocks_of(block_mask, query.shape[0], query.shape[1])
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
     made = attention(
         *(t.transpose(1, 2) for t in (query, key, value)), mask=mask, score=score, scale=scale, return_lse=wants_lse,
@@ -59,9 +65,21 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _blocks_of(block_mask: Any) -> Blocks:
-    mask_mod, blocks = _BLOCKS.get(block_mask, (None, None))
-    if blocks is None or mask_mod is not block_mask.mask_mod:
-        blocks = Blocks.from_flex(block_mask)
-        _BLOCKS[block_mask] = block_mask.mask_mod, blocks
+def _blocks_of(block_mask: Any, batch: int, heads: int) -> Blocks:
+    key = block_mask.mask_mod, batch, heads
+    known, captured, versions, blocks = _BLOCKS.get(block_mask, (None, (), [], None))
+    if blocks is None or known != key or versions != _versions(captured):
+        said, blocks = _read(block_mask, batch, heads)
+        _BLOCKS[block_mask] = key, said.captured, _versions(said.captured), blocks
     return blocks
+
+
+@lasting
+def _read(block_mask: Any, batch: int, heads: int) -> tuple[Said, Blocks]:
+    said = said_of(block_mask, batch, heads)
+    return said, Blocks.said(said)
+
+
+def _versions(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    """What changes where a tensor is written to; of inference tensors nothing tells."""
+    return [object() if t.is_inference() else t._version for t in tensors]

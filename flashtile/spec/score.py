@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.dtype import DType
+from flashtile.spec.dtype import SIZES_BYTES, DType
 from flashtile.spec.registry import Registry
 
 
@@ -168,7 +168,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if any(n < 0 for n in self.shape):
             raise InvalidProblem(f"a captured tensor has shape {self.shape}; its sizes must not be negative.")
-        if self.dtype not in (known := [d.value for d in DType]):
+        known = [d.value for d in DType] if self.grad else SIZES_BYTES
+        if self.dtype not in known:
             raise InvalidProblem(f"a captured tensor's dtype is {self.dtype!r}; it must be one of {', '.join(known)}.")
 
     def spell(self) -> str:

@@ -30,7 +30,7 @@ from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.plain import is_traced
 from flashtile.torch.replay import Replay, addresses_of
-from flashtile.torch.run import DTYPES, Bound, device_of
+from flashtile.torch.run import DTYPE_NAMES, DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain
 
 Tensors = dict[str, torch.Tensor]
@@ -401,7 +401,7 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
         check_modifier(modifier, modifier.scalars(), tensors, q)
         for tensor in tensors:
             _check_resolved(f"{modifier.name}'s tensor", tensor)
-        described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
+        described = tuple(TensorSpec(tuple(t.shape), DTYPE_NAMES[t.dtype], _wants_grad(t)) for t in tensors)
         specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
     return tuple(specs)
 

@@ -18,11 +18,11 @@ from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.mask import Band
 from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
 from flashtile.spec.score import Position
+from flashtile.torch.block_mask import HIDDEN, PARTIAL, WHOLE, Said, said_of
 from flashtile.torch.classify import state_of
 from flashtile.torch.lasting import lasting
 from flashtile.torch.masks import predicates_of
 
-HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 # Axes of blocks, and how many axes a tensor has at least whose same axis counts them: any tensor's first, and the second of
 # those that go by scores.
 AXES = {"batch": 1, "head": 4}
@@ -113,9 +113,13 @@ class Blocks(Joined):
 
     @classmethod
     @lasting
-    def from_flex(cls, block_mask: Any) -> Blocks:
+    def from_flex(cls, block_mask: Any, *, batch: int | None = None, heads: int | None = None) -> Blocks:
         """The mask of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked once, for the blocks that
         are visible in part; what it says is stored, a byte for each of their scores.
+
+        It is asked as torch asks it, with scalars (`torch.vmap`). batch, heads: how many there are, for a `mask_mod` that goes
+        by them though the block mask was made for one: then it is asked of every score. Without them the first one's mask
+        serves all. Raises NotSupported for a function that cannot be read, InvalidProblem for one that gives no booleans.
         """
         from torch.nn.attention.flex_attention import BlockMask  # it imports much, which who has one has imported
 
@@ -123,37 +127,11 @@ class Blocks(Joined):
             raise InvalidProblem(
                 f"block_mask is a {type(block_mask).__name__}; it must be a torch.nn.attention.flex_attention.BlockMask."
             )
-        place = block_mask.kv_indices.device
-        seqlen_q, seqlen_k = block_mask.seq_lengths
-        spec = BlockSpec(*block_mask.BLOCK_SIZE)
-        rows, columns = spec.rows(seqlen_q), spec.columns(seqlen_k)
-        batch, heads = block_mask.kv_num_blocks.shape[:2]
-        state = torch.zeros((batch, heads, rows, columns), dtype=torch.int8, device=place)
-        given = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
-        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-            given.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))
-        for count, index, kind in given:
-            listed = torch.arange(index.shape[-1], device=place) < count[..., None]
-            marks = torch.zeros((batch, heads, rows, columns + 1), dtype=torch.int8, device=place)
-            where = torch.where(listed, index, columns).long()[:, :, :rows]
-            marks.scatter_(3, where, torch.full_like(where, kind, dtype=torch.int8))
-            state = torch.maximum(state, marks[..., :columns])
-        if seqlen_q % spec.block_q:  # the kernels take for whole what needs no masking at all
-            state[:, :, -1] = state[:, :, -1].clamp(max=PARTIAL)
-        if seqlen_k % spec.block_k:
-            state[..., -1] = state[..., -1].clamp(max=PARTIAL)
-        partial = (state == PARTIAL).nonzero()
-        values = torch.zeros((len(partial) + 2, spec.block_q, spec.block_k), dtype=torch.bool, device=place)
-        values[1] = True
-        for first in range(0, len(partial), 1024):
-            b, h, row, column = (axis[:, None, None] for axis in partial[first : first + 1024].unbind(1))
-            q = row * spec.block_q + torch.arange(spec.block_q, device=place)[:, None]
-            k = column * spec.block_k + torch.arange(spec.block_k, device=place)
-            kept = block_mask.mask_mod(b, h, q.clamp(max=seqlen_q - 1), k.clamp(max=seqlen_k - 1))
-            values[first + 2 : first + 2 + len(b)] = kept & (q < seqlen_q) & (k < seqlen_k)
-        slot = (state == WHOLE).to(torch.int32)
-        slot[tuple(partial.unbind(1))] = torch.arange(2, len(partial) + 2, dtype=torch.int32, device=place)
-        return cls(StoredBlocks(slot, values), state, (seqlen_q, seqlen_k), spec)
+        return cls.said(said_of(block_mask, batch, heads))
+
+    @classmethod
+    def said(cls, said: Said) -> Blocks:
+        return cls(StoredBlocks(said.slot, said.values), said.state, said.seqlens, said.spec)
 
     @property
     def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from flashtile.spec.mask import told
 from flashtile.spec.options import Options
 from flashtile.spec.score import Score
 from flashtile.torch.lengths import Given
-from flashtile.torch.run import DTYPES
+from flashtile.torch.run import DTYPE_NAMES, DTYPES
 
 
 def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = False) -> None:
@@ -38,7 +38,7 @@ def check_modifier(modifier: Score, scalars: Sequence[Any], tensors: Sequence[An
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
-        _check_captured(f"{modifier.name}'s tensor", tensor, q)
+        _check_captured(f"{modifier.name}'s tensor", tensor, q, DTYPE_NAMES)
     for number in scalars:
         if not _is_number(number):
             raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
@@ -51,9 +51,12 @@ def check_sink(sink: Any, q: torch.Tensor) -> None:
     _check_captured("sink", sink, q)
 
 
-def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+def _check_captured(
+    name: str, tensor: torch.Tensor, q: torch.Tensor, known: Container[torch.dtype] = frozenset(DTYPES)
+) -> None:
+    if tensor.dtype not in known or (tensor.requires_grad and tensor.dtype not in DTYPES):
+        without = "" if known is not DTYPE_NAMES else ", or without a gradient float64, bool, uint8, int8, int32 or int64"
+        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32{without}.")
     if tensor.device != q.device:
         raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 

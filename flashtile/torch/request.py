@@ -27,7 +27,7 @@ from flashtile.torch.inputs import check_arguments, check_modifier, check_sink
 from flashtile.torch.lengths import Given
 from flashtile.torch.masks import KINDS, predicates_of
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
-from flashtile.torch.run import DTYPES
+from flashtile.torch.run import DTYPE_NAMES, DTYPES
 
 SIDES = ("left", "right")
 # To be raised when operators return other shapes or strides: compilers keep graphs on disk by the text of a call alone.
@@ -221,4 +221,4 @@ def _counted(text: str) -> tuple[str, int, int]:
 
 
 def _tensor_spec(index: int, tensor: torch.Tensor, wanted: int) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), DTYPES[tensor.dtype].value, bool(wanted >> index & 1))
+    return TensorSpec(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], bool(wanted >> index & 1))

@@ -26,6 +26,7 @@ TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,
     "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # The compiled kernel's own launcher is private to Triton; these releases were run with it. Others take the public path.
 DIRECT_LAUNCH = (

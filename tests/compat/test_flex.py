@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,22 +75,26 @@ def test_what_is_recognised(place: torch.device) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "relu": (lambda s, b, h, q, k: s.relu(), "it changes the score by relu"),
-    "mask": (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "it changes the score by where"),
-    "square": (lambda s, b, h, q, k: s * s, "it uses the score twice"),
-    "positions": (lambda s, b, h, q, k: s - (k - q).abs() * 0.5, r"of another form than slope \* \(kv_idx - q_idx\)"),
-    "product": (lambda s, b, h, q, k: s + (k - q) * k, "of another form than slope"),
-    "by-position": (lambda s, b, h, q, k: s * (q + 1), "something else than a number"),
-    "inverse": (lambda s, b, h, q, k: 1.0 / s, "something else than a number"),
     "branch": (lambda s, b, h, q, k: s if q > 3 else s * 2, "it asks for a value"),
     "item": (lambda s, b, h, q, k: s + q.item(), "it asks for a value"),
-    "without": (lambda s, b, h, q, k: q * 1.0, "its result does not depend on the score"),
-    "later-factor": (lambda s, b, h, q, k: (s + q) * 2, "it multiplies a changed score"),
-    "later-factor-and-sum": (lambda s, b, h, q, k: (s + q) * 2 + k, "it multiplies a changed score"),
-    "other-cap": (lambda s, b, h, q, k: torch.tanh((s + q) / 2), r"other than by cap \* tanh"),
-    "negative-cap": (lambda s, b, h, q, k: -torch.tanh(s), "which is not positive"),
-    "alpha": (lambda s, b, h, q, k: torch.add(s, q, alpha=2), "it changes the score by add"),
+    "numpy": (lambda s, b, h, q, k: s + float(k.numpy()), "it asks for a value"),
+    "random": (lambda s, b, h, q, k: s + torch.rand(()), "it draws random numbers"),
+    "boolean-index": (lambda s, b, h, q, k: s + torch.ones(4)[(q > k).expand(4)].sum(), "it indexes a tensor by a boolean"),
+    "writes": (lambda s, b, h, q, k: s + WRITTEN.add_(1), "it changes a captured tensor in place"),
+    "own-gradient": (lambda s, b, h, q, k: OwnGradient.apply(s), "it has a gradient of its own, OwnGradient"),
+    "many-numbers": (lambda s, b, h, q, k: (s * torch.ones(100)).sum() / 100, "the score meets a tensor of 100 numbers"),
 }
+WRITTEN = torch.zeros(())
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -98,6 +103,132 @@ def test_refused_score_mods(name: str) -> None:
     q = torch.randn(1, 1, 4, 16)
     with pytest.raises(NotSupported, match=reason):
         flex_attention(q, q, q, mod)
+    assert not WRITTEN.any()
+
+
+@pytest.mark.parametrize(
+    ("mod", "reason"),
+    [
+        (lambda s, b, h, q, k: 3.0, "score_mod returns a float; it must return a tensor of no dimensions"),
+        (lambda s, b, h, q, k: s + torch.ones(1), r"score_mod returns the shape \(1,\)"),
+        (lambda s, b, h, q, k: s * 1j, "it must return a real number"),
+        (lambda s, b, h, q, k: s + torch.ones(3)[k], "indexes a tensor of shape .3,. by kv_idx, which goes to 3"),
+        (lambda s, b, h, q, k: s + torch.ones(3)[k + 1].exp(), "score_mod indexes beyond a tensor"),
+    ],
+)
+def test_score_mods_without_meaning(mod: Any, reason: str) -> None:
+    q = torch.randn(1, 1, 4, 16)
+    with pytest.raises(InvalidProblem, match=reason):
+        flex_attention(q, q, q, mod)
+
+
+def test_a_mask_mod_without_meaning() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    block_mask = theirs.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
+    for mask_mod, error, reason in (
+        (lambda b, h, q, k: q - k, InvalidProblem, "mask_mod returns torch.int64; it must return a boolean"),
+        (lambda b, h, q, k: q.item() >= k, NotSupported, "flex_attention with this mask_mod.*\n.*it asks for a value"),
+    ):
+        block_mask.mask_mod = mask_mod
+        with pytest.raises(error, match=reason):
+            flex_attention(q, q, q, block_mask=block_mask)
+
+
+def test_the_dtype_that_a_score_mod_is_shown_is_the_queries() -> None:
+    """As in torch: `score.dtype` is q's, though the score itself is float32; conversions are made as they are said."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 6, 16).bfloat16()
+    table = torch.randn(2, 6)
+    for mod in (
+        lambda s, b, h, q, k: s + table[h, k].to(s.dtype),
+        lambda s, b, h, q, k: (s * 8).to(s.dtype).float() / 8,
+        lambda s, b, h, q, k: s.to(torch.bfloat16) + table[h, k],
+        lambda s, b, h, q, k: torch.where(q >= k, s, torch.finfo((s * 2).dtype).min / 2),
+        lambda s, b, h, q, k: s * (2 if (s + table[h, k]).dtype == torch.float32 else 3),
+        lambda s, b, h, q, k: s * (2 if s.float().dtype == torch.float32 else 3) * (1 if q.dtype == torch.int32 else 2),
+    ):
+        with torch.no_grad():
+            wanted, lse = theirs.flex_attention(q, k, v, mod, return_lse=True)  # pyright: ignore[reportArgumentType]
+            out, mine = flex_attention(q, k, v, mod, return_lse=True)
+        torch.testing.assert_close(mine, lse.float(), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_positions_cost_no_memory_and_no_gradient_is_lost(through: str, place: torch.device) -> None:
+    """Arithmetic on what queries and keys have each is done at every score: no tensor is as large as all of them."""
+    q, k, v, left, right = heads_first((1, 2, 40, 16), (1, 2, 48, 16), (1, 2, 48, 16), (40,), (48,), place=place)
+    ids = (torch.arange(48, device=place) // 9).to(torch.int32)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        far = (i - j).abs() * 0.01 + torch.exp(left[i] * 0.1) * right[j]
+        return torch.where(ids[i] == ids[j], s * 0.5 + far, s - 3.0)
+
+    _, (modifier,) = modifiers_of(mod, (1, 2, 40, 48), place)
+    sizes = [t.numel() for t in modifier.tensors(1, 2)]
+    assert max(sizes) == 48
+    out = flex_attention(q, k, v, mod)
+    at = [torch.arange(n, device=place) for n in (40, 48)]
+    scores = q.double() @ k.double().mT / 4
+    far = (at[0][:, None] - at[1]).abs() * 0.01 + torch.exp(left.double() * 0.1)[:, None] * right.double()
+    scores = torch.where(ids[:40, None] == ids, scores * 0.5 + far, scores - 3.0)
+    true = scores.softmax(-1) @ v.double()
+    close(out, true)
+    leaves, dout = [q, k, v, left, right], torch.randn_like(out)
+    for mine, other in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(true, leaves, dout.double()), strict=True
+    ):
+        close(mine, other)
+
+
+def test_numbers_and_tensors_of_a_score_mod_change_without_another_modifier(place: torch.device) -> None:
+    def made(number: float, table: torch.Tensor) -> Any:
+        return modifiers_of(lambda s, b, h, q, k: torch.relu(s * number - 0.5) + table[k] * s, (1, 1, 4, 5), place)[1][0]
+
+    first, second = made(2.0, torch.ones(5, device=place)), made(3.0, torch.zeros(5, device=place))
+    assert type(first) is type(second)
+    assert (first.scalars(), second.scalars()) == ((2.0, 0.5), (3.0, 0.5))
+
+
+def test_a_large_addend_is_made_in_parts(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    (table, w) = heads_first((6, 4), (5, 4), place=place)
+    q, k = torch.randn(2, 1, 1, 6, 16, device=place)
+    mod = lambda s, b, h, i, j: s + torch.relu(table[i] * w[j]).sum()  # noqa: E731
+    results: list[list[torch.Tensor]] = []
+    for most in (2**24, 64):
+        monkeypatch.setattr("flashtile.torch.recording.MOST_AT_ONCE", most)
+        out = flex_attention(q, k[:, :, :5], k[:, :, :5], mod)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [table, w])])
+    for mine, other in zip(*results, strict=True):
+        close(mine, other)
+    assert results[0][1].any()
+
+
+def test_a_mask_mod_goes_by_items_and_heads_that_its_blocks_do_not(through: str, place: torch.device) -> None:
+    """As torch has it: the lists were made for one, the function is asked of each."""
+    q, k, v = heads_first((2, 3, 140, 16), (2, 3, 140, 16), (2, 3, 140, 16), place=place)
+    reach = torch.tensor([[3, 50, 200], [130, 20, 1]], device=place)
+    for goes_by in (
+        lambda b, h, i, j: (i >= j) & (i - j < reach[b, h]),
+        lambda b, h, i, j: (i >= j) & (i - j < reach[1][h]),
+    ):
+        block_mask = theirs.create_block_mask(goes_by, None, None, 140, 140, device=str(place))
+        places = product(range(2), range(3), range(0, 140, 23), range(140))
+        seen = torch.tensor([bool(goes_by(*at)) for at in places]).view(2, 3, -1, 140)
+        out = flex_attention(q, k, v, block_mask=block_mask)[:, :, ::23]
+        scores = (q[:, :, ::23].double() @ k.double().mT / 4).masked_fill(~seen.to(place), -torch.inf)
+        close(out, scores.softmax(-1) @ v.double())
+
+
+def test_a_mask_mod_s_tensor_that_is_written_to_is_read_again(place: torch.device) -> None:
+    (q,) = heads_first((1, 1, 40, 16), place=place)
+    ids = torch.zeros(40, dtype=torch.int64, device=place)
+    block_mask = theirs.create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 40, 40, device=str(place))
+    block_mask.full_kv_num_blocks = block_mask.full_kv_indices = None
+    block_mask.kv_num_blocks.fill_(1)
+    for split in (0, 17):
+        ids[split:] = 1
+        out = flex_attention(q, q, q, block_mask=block_mask)
+        close(out, attend(*[q.transpose(1, 2)] * 3, ids[:, None] == ids)[0].transpose(1, 2))
 
 
 def test_block_mask(through: str, place: torch.device) -> None:

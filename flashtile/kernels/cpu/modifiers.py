@@ -53,6 +53,8 @@ class Modifiers:
     def pull(self, saved: tuple[torch.Tensor, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the score, given that of the modified score; what captured tensors receive is added up."""
         score, modified = saved
+        if not modified.requires_grad:  # as where it is made of positions alone
+            return torch.zeros_like(score)
         ds, *given = torch.autograd.grad(modified, (score, *self.leaves), grad, allow_unused=True)
         for total, share in zip(self.grads.values(), given, strict=True):
             if share is not None:

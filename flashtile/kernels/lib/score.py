@@ -17,7 +17,7 @@ from flashtile._triton import INTERPRETED, JitTuple, jit, tl
 from flashtile.kernels.lib.exponential import LOG2E, exp
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.spec.dtype import SIZES_BYTES, DType
 from flashtile.spec.score import Position, ScoreSpec, TensorSpec
 
 
@@ -66,7 +66,7 @@ def early(p: AttentionProblem, form: Form) -> int | None:
         i
         for i, spec in enumerate(p.score[: form.adds])
         if spec.kind.load is not None and not spec.scalars and [c.broadcast for c in spec.kind.captured] == [True]
-        and DType(spec.tensors[0].dtype).size_bytes == 2 and spec.tensors[0].shape[3] != 1
+        and SIZES_BYTES[spec.tensors[0].dtype] == 2 and spec.tensors[0].shape[3] != 1
     ]  # fmt: skip
     return min(able, key=lambda i: p.score[i].tensors[0].shape[2] == 1, default=None)
 
@@ -112,7 +112,7 @@ def sums_in_queries(spec: ScoreSpec, tensor: int) -> bool:
 
 def score_bytes(p: AttentionProblem) -> int:
     """Bytes that broadcast tensors, which have an element for every score, add to one."""
-    return sum(DType(described.dtype).size_bytes for described in _of_scores(p))
+    return sum(SIZES_BYTES[described.dtype] for described in _of_scores(p))
 
 
 def shares_items(p: AttentionProblem) -> bool:

@@ -1,0 +1,444 @@
+"""What a function of scalars does, such as FlexAttention's `score_mod` and `mask_mod`: recorded, and evaluated as torch does.
+
+The function is called once, with 0-dimensional tensors, and every operator that runs meanwhile is recorded below autograd, so
+that nothing which makes a tensor goes unseen. What asks for a value, draws random numbers or changes a tensor of
+the caller's is refused by name. A recorded value is evaluated by `torch.vmap` over those of its axes that it depends on: it is
+what torch makes of it, reductions, products and gathers included, and captured tensors receive their gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from flashtile.errors import InvalidProblem, NotSupported
+
+AXES = ("batch", "head", "q_idx", "kv_idx")
+INPUTS = ("score", *AXES)
+ATEN = torch.ops.aten
+Sizes = tuple[int, int, int, int]  # of AXES
+MOST_AT_ONCE = 2**24  # numbers of a value's largest part that are made at once: 64 MiB of float32
+
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_GATHERS = ("index", "index_put")  # whose shape depends on values where an index is boolean
+_VALUES = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "tolist")
+_CASTS = {
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A value that a call of an operator made; its arguments are nodes, captured tensors and plain values."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    needs: frozenset[str]  # the INPUTS that it depends on
+    serial: float  # rises in the order in which values are made
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    detached: bool = False  # made where no gradient was to be recorded
+
+    @property
+    def parents(self) -> list[Node]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Node)]
+
+    @property
+    def name(self) -> str:
+        return str(self.op).removeprefix("aten.").partition(".")[0]
+
+
+INPUT = "input"  # the `op` of a node that is one of INPUTS; its only argument is the name
+LITERAL = "literal"  # the `op` of a node that is a 0-dimensional tensor of a known number; its only argument is that
+
+
+@dataclass
+class Recorded:
+    """The result of a function with what went by on the way."""
+
+    result: Node
+    captured: tuple[torch.Tensor, ...]  # what it read of the caller's
+
+
+class Recorder(TorchDispatchMode):
+    """Notes of every tensor that is made while it is active which operator made it of what."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self.subject = subject
+        self.made: dict[int, tuple[torch.Tensor, Node]] = {}  # with the tensor, so that its id stays its own
+        self.spoilt: set[int] = set()  # ids of tensors that were changed by way of another view of them
+        self.captured: dict[int, torch.Tensor] = {}
+        self.count = 0
+
+    def refusal(self, reason: str) -> NotSupported:
+        return refusal(self.subject, reason)
+
+    def note(self, tensor: torch.Tensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], detached: bool) -> Node:
+        needs = frozenset[str]().union(*(n.needs for n in tree_leaves((args, kwargs)) if isinstance(n, Node)))
+        self.count += 1
+        node = Node(op, args, kwargs, needs, self.count, tuple(tensor.shape), tensor.dtype, detached)
+        self.made[id(tensor)] = tensor, node
+        return node
+
+    def input(self, name: str, tensor: torch.Tensor) -> Node:
+        node = Node(INPUT, (name,), {}, frozenset({name}), 0, (), tensor.dtype)
+        self.made[id(tensor)] = tensor, node
+        return node
+
+    def seen(self, value: Any) -> Any:
+        """Node, captured tensor or plain value that an argument stands for."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in self.spoilt:
+            raise self.refusal("it reads a tensor after it changed another view of it in place")
+        if id(value) in self.made:
+            return self.made[id(value)][1]
+        self.captured[id(value)] = value
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, detached = kwargs or {}, not torch.is_grad_enabled()
+        if func is ATEN.lift_fresh.default:
+            return self.lift(args[0])
+        name = func._schema.name.partition("::")[2].partition(".")[0]
+        seen_args, seen_kwargs = tree_map(self.seen, args), tree_map(self.seen, kwargs)
+        needs = any(isinstance(n, Node) and n.needs for n in tree_leaves((seen_args, seen_kwargs)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self.refusal(f"it draws random numbers ({name})")
+        if needs and name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE):
+            what = "item" if name == "_local_scalar_dense" else name
+            raise self.refusal(f"it asks for a value ({what}), which differs from score to score")
+        if needs and name in _GATHERS and any(
+            isinstance(i, Node) and i.dtype in (torch.bool, torch.uint8) for i in seen_args[1]
+        ):  # fmt: skip
+            raise self.refusal("it indexes a tensor by a boolean, which differs from score to score")
+        if func._schema.is_mutable:
+            return self.change(func, name, args, kwargs, (seen_args, seen_kwargs), detached)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self.note(result, func, _merged(func, seen_args), seen_kwargs, detached)
+        elif isinstance(result, (tuple, list)) and any(isinstance(r, torch.Tensor) for r in result):
+            self.count += 1
+            leaves = [n.needs for n in tree_leaves((seen_args, seen_kwargs)) if isinstance(n, Node)]
+            whole = Node(func, seen_args, seen_kwargs, frozenset[str]().union(*leaves), self.count)
+            for i, part in enumerate(result):
+                if isinstance(part, torch.Tensor):
+                    self.note(part, operator.getitem, (whole, i), {}, detached)
+        return result
+
+    def lift(self, fresh: torch.Tensor) -> torch.Tensor:
+        """A tensor that torch.tensor(...) makes: one number is a literal."""
+        if fresh.dim() == 0 and fresh.device.type == "cpu" and id(fresh) not in self.made:
+            self.count += 1
+            self.made[id(fresh)] = fresh, Node(LITERAL, (fresh.item(),), {}, frozenset(), self.count, (), fresh.dtype)
+        return fresh
+
+    def change(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Any, Any], detached: bool
+    ) -> Any:
+        """An operator in place, recorded as what it is out of place."""
+        target = args[0] if args else None
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        plain = getattr(ATEN, name.removesuffix("_"), None) if name.endswith("_") and not name.endswith("__") else None
+        if written != ["self"] or plain is None or func._overloadname not in plain.overloads():
+            raise self.refusal(f"it writes to a tensor ({name})")
+        if not isinstance(target, torch.Tensor) or id(target) not in self.made:
+            raise self.refusal(f"it changes a captured tensor in place ({name})")
+        place = target.untyped_storage()._cdata
+        if any(t.untyped_storage()._cdata == place for t in self.captured.values()):
+            raise self.refusal(f"it changes a captured tensor in place ({name})")
+        dtype = target.dtype
+        result = func(*args, **kwargs)
+        for key, (tensor, _) in self.made.items():
+            if key != id(target) and tensor.untyped_storage()._cdata == place:
+                self.spoilt.add(key)
+        made = self.note(target, getattr(plain, func._overloadname), *seen, detached)
+        self.note(target, ATEN._to_copy.default, (made,), {"dtype": dtype}, detached)
+        return result
+
+
+class _Scalars(TorchFunctionMode):
+    """Indexing as FlexAttention has it, and what no operator says: dtypes as they are shown, and views of the memory."""
+
+    def __init__(self, recorder: Recorder, shown: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self.recorder, self.shown = recorder, shown
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, made = kwargs or {}, self.recorder.made
+        name = getattr(func, "__name__", "")
+        recorded = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in made
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, torch.Tensor) for i in tree_leaves(index)):
+                return _indexed(args[0], index, func)
+        elif name == "one_hot" and recorded:  # which looks at the values first
+            return _one_hot(*args, **kwargs) if made[id(args[0])][1].needs else func(*args, **kwargs)
+        elif name == "__get__" and recorded:
+            if func.__self__ is torch.Tensor.dtype:
+                return _shown(made[id(args[0])][1], self.shown)
+        elif recorded and made[id(args[0])][1].needs and name in _VALUES:
+            raise self.recorder.refusal(f"it asks for a value ({name.strip('_')}), which differs from score to score")
+        elif recorded and name in _CASTS:
+            result = func(*args, **kwargs)
+            if result is args[0]:  # of another dtype than is shown: the conversion is said all the same
+                return ATEN._to_copy.default(result, dtype=result.dtype)
+            return result
+        return func(*args, **kwargs)
+
+
+def _indexed(tensor: torch.Tensor, index: tuple[Any, ...], otherwise: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """tensor[index] where some of the index are tensors: elements, without asking for their places."""
+    if all(isinstance(i, (torch.Tensor, int)) for i in index):
+        place = tensor.device
+        return ATEN.index.Tensor(
+            tensor, [i if isinstance(i, torch.Tensor) else torch.full((), i, dtype=torch.int64, device=place) for i in index]
+        )
+    if any(isinstance(i, torch.Tensor) and (i.dim() or i.dtype in (torch.bool, torch.uint8)) for i in index) or not all(
+        i is None or i is Ellipsis or isinstance(i, (torch.Tensor, int, slice)) for i in index
+    ):  # fmt: skip
+        return otherwise(tensor, index)
+    if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
+        at = next(n for n, i in enumerate(index) if i is Ellipsis)
+        missing = tensor.dim() - sum(i is not None and i is not Ellipsis for i in index)
+        index = (*index[:at], *(slice(None),) * missing, *index[at + 1 :])
+    plain = tensor[tuple(slice(None) if isinstance(i, torch.Tensor) else i for i in index)]
+    kept = [i for i in index if not isinstance(i, int)]  # an integer leaves no axis
+    return ATEN.index.Tensor(plain, [i if isinstance(i, torch.Tensor) else None for i in kept])
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0:
+        raise NotSupported("one_hot", {"flashtile": ["num_classes is not given, and values differ from score to score"]})
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+def _shown(node: Node, shown: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The dtype that torch shows of a value: it calls the function with a score of q's dtype and int32 indices first."""
+    if node.op != INPUT and not node.needs and node.dtype is not None:
+        return node.dtype
+    meta = {name: torch.zeros((), dtype=shown[name], device="meta") for name in node.needs}
+    with _unseen():
+        value = evaluate([node], meta, lambda t: t.to("meta"), "meta")[0]
+    return value.dtype
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def _merged(func: Any, args: Any) -> Any:
+    """An element of an element, as one: t[i][j] is t[i, j]."""
+    if func is ATEN.index.Tensor and isinstance(args[0], Node) and args[0].op is func:
+        first, second = args[0].args[1], args[1]
+        if all(i is not None and _dims(i) == 0 for i in (*first, *second)):
+            return args[0].args[0], [*first, *second]
+    return args
+
+
+def _dims(value: Any) -> int:
+    return len(value.shape)
+
+
+def refusal(subject: str, reason: str) -> NotSupported:
+    """The error for a function that nothing here can read."""
+    own = "a modifier" if subject == "score_mod" else "a Predicate"
+    how = f"use flashtile.attention with {own} of your own if need be"
+    return NotSupported(f"flex_attention with this {subject}", {"flashtile": [f"{reason}; {how}"]})
+
+
+def record(
+    function: Callable[..., Any], subject: str, device: torch.device, names: Sequence[str], shown: torch.dtype = torch.float32
+) -> Recorded:
+    """What `function` does, called with one 0-dimensional tensor for each of `names`, of INPUTS.
+
+    subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
+    Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
+    """
+    recorder = Recorder(subject)
+    dtypes = {name: shown if name == "score" else torch.int32 for name in names}
+    with plainly(device), torch.enable_grad():
+        given = {n: torch.zeros((), dtype=torch.float32 if n == "score" else torch.int64, device=device) for n in names}
+        if "score" in given:
+            given["score"] = given["score"].requires_grad_() + 0  # no leaf, which may not be changed in place
+        for name, tensor in given.items():
+            recorder.input(name, tensor)
+        with recorder, _Scalars(recorder, dtypes):
+            result = function(*given.values())
+    if not isinstance(result, torch.Tensor):
+        raise InvalidProblem(f"{subject} returns a {type(result).__name__}; it must return a tensor of no dimensions.")
+    if result.dim():
+        raise InvalidProblem(f"{subject} returns the shape {tuple(result.shape)}; it must return a tensor of no dimensions.")
+    node = recorder.seen(result)
+    if isinstance(node, torch.Tensor):  # a captured one, as it is
+        node = Node(ATEN.alias.default, (node,), {}, frozenset(), 0, (), node.dtype)
+    captured = recorder.captured.values()
+    own = _custom_gradient(result, {id(t.grad_fn) for t in captured if t.grad_fn is not None})
+    if own is not None:
+        raise recorder.refusal(f"it has a gradient of its own, {own} (torch.autograd.Function), which cannot be read")
+    return Recorded(node, tuple(captured))
+
+
+def _custom_gradient(result: torch.Tensor, known: set[int]) -> str | None:
+    """The name of a torch.autograd.Function between the inputs and the result, beyond the tensors that were captured."""
+    waiting, met = [result.grad_fn], set(known)
+    while waiting:
+        step = waiting.pop()
+        if step is None or id(step) in met:
+            continue
+        met.add(id(step))
+        if isinstance(step, torch.autograd.function.BackwardCFunction):
+            return type(step).__name__.removesuffix("Backward")
+        waiting += [before for before, _ in step.next_functions]
+    return None
+
+
+@contextmanager
+def plainly(device: torch.device) -> Iterator[None]:
+    """Without autocast, as torch calls these functions."""
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def taken(node: Node, subject: str) -> Iterator[None]:
+    """What torch.vmap does not take is refused by name; an index beyond its tensor is an error."""
+    try:
+        yield
+    except IndexError as error:
+        raise InvalidProblem(f"{subject} indexes beyond a tensor ({error}); it must stay within.") from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise refusal(subject, f"torch.vmap does not take it ({node.name}): {str(error).splitlines()[0][:200]}") from error
+
+
+def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda _: False) -> list[Node]:
+    """The nodes that roots are made of, themselves included, in the order in which they were made; none beyond `stop`."""
+    found: dict[int, Node] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            waiting += [] if stop(node) else node.parents
+    return sorted(found.values(), key=lambda node: node.serial)
+
+
+def evaluate(
+    roots: Sequence[Node], inputs: Mapping[str, torch.Tensor], captured: Callable[[torch.Tensor], torch.Tensor], device: Any,
+    known: Mapping[int, Any] | None = None,
+) -> list[Any]:  # fmt: skip
+    """The values of nodes, given those of the inputs, and by id of nodes that are `known`."""
+    values: dict[int, Any] = dict(known or {})
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return values[id(argument)]
+        if isinstance(argument, torch.Tensor):
+            return captured(argument)
+        return torch.device(device) if isinstance(argument, torch.device) else argument
+
+    for node in ancestors(roots, lambda node: id(node) in values):
+        if id(node) in values:
+            continue
+        if node.op == INPUT:
+            values[id(node)] = inputs[node.args[0]]
+        elif node.op == LITERAL:
+            values[id(node)] = torch.full((), node.args[0], dtype=node.dtype, device=device)
+        else:
+            made = node.op(*tree_map(value, node.args), **tree_map(value, node.kwargs))
+            values[id(node)] = made.detach() if node.detached and isinstance(made, torch.Tensor) else made
+    return [values[id(root)] for root in roots]
+
+
+def mapped(function: Callable[..., torch.Tensor], axes: Sequence[Sequence[int | None]]) -> Callable[..., torch.Tensor]:
+    """`function` of scalars, mapped once for each row of `axes`, the last innermost: which axis of each argument, or None."""
+    for row in reversed(axes):
+        function = torch.vmap(function, in_dims=tuple(row))
+    return function
+
+
+@dataclass
+class Spread:
+    """Values of nodes at every score, as tensors (batch, head, q_idx, kv_idx) of size 1 along axes that they do not need."""
+
+    sizes: Sizes
+    device: torch.device
+    subject: str
+    ranges: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, node: Node) -> torch.Tensor:
+        """The value of a scalar node that does not depend on the score; where it lies, if it is elements of a tensor."""
+        element = self._element(node)
+        if element is not None:
+            return element
+        axes = [axis for axis in AXES if axis in node.needs]
+        shape = [size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True)]
+        if 0 in shape:
+            return torch.zeros(shape, dtype=node.dtype, device=self.device)
+        given = [torch.arange(self.sizes[AXES.index(axis)], device=self.device) for axis in axes]
+
+        def scalar(*at: torch.Tensor) -> torch.Tensor:
+            return evaluate([node], dict(zip(axes, at, strict=True)), lambda t: t, self.device)[0]
+
+        rows = [[0 if j == i else None for j in range(len(axes))] for i in range(len(axes))]
+        every = mapped(scalar, rows)
+        steps = self._steps(node, axes)
+        with plainly(self.device), taken(node, self.subject):
+            if len(steps) == 1:
+                made = every(*given)
+            else:
+                first, *rest = given
+                grad = torch.is_grad_enabled()
+                parts = [
+                    checkpoint(every, part, *rest, use_reentrant=False) if grad else every(part, *rest)
+                    for part in first.split(steps)
+                ]
+                made = torch.cat(parts)
+        return made.to(self.device).reshape(shape)
+
+    def _steps(self, node: Node, axes: list[str]) -> list[int]:
+        """Lengths along the first axis, so that no part of the value is larger than MOST_AT_ONCE."""
+        if len(axes) < 2:
+            return [0]
+        size = dict(zip(AXES, self.sizes, strict=True))
+        most = max(prod(n.shape) * prod(size[a] for a in n.needs) for n in ancestors([node]))
+        step = max(1, size[axes[0]] * MOST_AT_ONCE // max(most, 1))
+        whole, rest = divmod(size[axes[0]], step)
+        return [step] * whole + [rest] * (rest > 0) or [0]
+
+    def _element(self, node: Node) -> torch.Tensor | None:
+        """A view of a tensor whose axes are indexed by the inputs themselves, each once."""
+        if node.op is not ATEN.index.Tensor:
+            return None
+        source, index = node.args
+        names = [i.args[0] for i in index if isinstance(i, Node) and i.op == INPUT]
+        if not len(names) == len(index) == len(set(names)) == _dims(source) or (isinstance(source, Node) and source.needs):
+            return None
+        tensor = evaluate([source], {}, lambda t: t, self.device)[0] if isinstance(source, Node) else source
+        sizes = [self.sizes[AXES.index(name)] for name in names]
+        if any(n < size for n, size in zip(tensor.shape, sizes, strict=True)):
+            axis = next(i for i, (n, size) in enumerate(zip(tensor.shape, sizes, strict=True)) if n < size)
+            raise InvalidProblem(
+                f"{self.subject} indexes a tensor of shape {tuple(tensor.shape)} by {names[axis]}, which goes to "
+                f"{sizes[axis] - 1}; its axis {axis} must have at least {sizes[axis]} elements."
+            )
+        for i, size in enumerate(sizes):
+            tensor = tensor.narrow(i, 0, size)
+        tensor = tensor.permute(sorted(range(len(names)), key=lambda i: AXES.index(names[i])))
+        for axis, name in enumerate(AXES):
+            tensor = tensor if name in names else tensor.unsqueeze(axis)
+        return tensor
