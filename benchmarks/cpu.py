@@ -11,8 +11,8 @@ memory: what a forward and backward hold at their highest point beyond inputs an
 features: what features cost beside SDPA without them, on one thread; q is 1x2048x4x64. `forward_ms` and `both_ms` are the least
     CPU time of a turn.
 
-Outputs and gradients are first held against float64: those of features by the accuracy rule of tests/judge.py; those of calls may
-err 1.5 times as much as the worse of plain PyTorch and SDPA, whose kernel computes them. A row fails that is wrong, or above
+Outputs and gradients are first held against float64: those of features by the accuracy rule of tests/judge.py; those of calls
+may err 1.5 times as much as the worse of plain PyTorch and SDPA, whose kernel computes them. A row fails that is wrong or above
 its bar: SMALL times SDPA's time, LONG from LONG_KEYS keys on, STEP, MEMORY, or MOST for features.
 """
 
@@ -79,8 +79,9 @@ def ours(case: Case, tensors: Tensors) -> Callable[[], Any]:
 
 def sdpa(case: Case, tensors: Tensors) -> Callable[[], Any]:
     """SDPA of the same tensors, without the feature."""
-    heads_first = [tensors[name].transpose(1, 2) for name in "qkv"]
-    return lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=case.causal)
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    grouped = case.heads_q != case.heads_kv
+    return lambda: attend(*(tensors[n].transpose(1, 2) for n in "qkv"), is_causal=case.causal, enable_gqa=grouped)
 
 
 def cpu_ms(call: Callable[[], Any], backward: bool) -> float:
@@ -251,10 +252,10 @@ def main() -> int:
             elif section == "step":
                 measure_step(record)
             elif section == "calls":
-                measure_call(*about, chosen.rounds, until, record)
+                measure_call(about[0], about[1], chosen.rounds, until, record)
             else:
                 torch.set_num_threads(1)
-                measure_features(*about, chosen.rounds, until, record)
+                measure_features(about[0], about[1], chosen.rounds, until, record)
     return record.end()
 
 

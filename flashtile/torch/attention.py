@@ -28,7 +28,7 @@ from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, 
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
-from flashtile.torch.replay import Replay, addresses_of
+from flashtile.torch.replay import HostReplay, Replay, addresses_of
 from flashtile.torch.run import DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
@@ -137,7 +137,9 @@ class PreparedCall:
         self.bound_backward: dict[Any, Bound] = {}
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
-        self.direct: dict[Any, tuple[Replay, list[int | None] | None]] = {}  # of backwards: replay; which outputs, if not all
+        self.direct: dict[
+            Any, tuple[Replay | HostReplay, list[int | None] | None]
+        ] = {}  # of backwards: replay; which outputs, if not all
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:

@@ -34,8 +34,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "companions": (["--section", "norm"], dict(NORM_SHAPES=((8, 16),), FLUSH_BYTES=1024, WARM_CALLS=1), 12),
     "cpu": (
         ["--rounds", "2"],
-        dict(SHAPES=((1, 16, 16, 2, 1, 16, True),), BURST_US=1.0, SMALL=1e9, STEP=1e9, STEPS=Setup(4, batch=1, context=8), LENGTHS=(16,)),
-        4,
+        dict(
+            SHAPES=((1, 16, 16, 2, 1, 16, True),), BURST_US=1.0, SMALL=1e9, STEP=1e9, MEMORY=1e9, LENGTHS=(16,),
+            STEPS=Setup(4, batch=1, context=8),
+        ), 4,
     ),
     "cpu --features": (
         ["--section", "features", "--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16,

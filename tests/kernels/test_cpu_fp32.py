@@ -57,7 +57,7 @@ def test_long_rows(case: Case) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_s_own_bits_forward_and_backward(causal: bool, how: dict[str, int]) -> None:
     """The first call, and the ones after it, which ask less; laid as torch has it, and as ours."""
-    sizes = {"batch": 2, "seqlen_q": 130, "seqlen_k": 130, **how}
+    sizes: dict[str, Any] = {"batch": 2, "seqlen_q": 130, "seqlen_k": 130, **how}
     if causal and sizes["seqlen_q"] != sizes["seqlen_k"]:
         sizes["seqlen_k"] = sizes["seqlen_q"]
     q, k, v, dout = inputs(**sizes)
