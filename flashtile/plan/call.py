@@ -118,17 +118,22 @@ class HostCall:
     """One step that PyTorch itself computes: `function(problem, tensors, outputs)` returns the buffers named in `outputs`.
 
     It allocates them, in any dtype and memory order; the executor converts what is not as its buffer describes.
+    `bind(problem, outputs, inputs)`, where there is one, is the same for all inputs that lie as these do, without what need not
+    be asked again at every call: a function of them, which returns the outputs in order, or None for a call that `function`
+    must do; or None where there is no such function.
     """
 
     function: Callable[[Any, dict[str, Any], tuple[str, ...]], dict[str, Any]]
     outputs: tuple[str, ...]
+    bind: Callable[[Any, tuple[str, ...], Sequence[Any]], Callable[..., list[Any] | None] | None] | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """Buffers and calls, in order. `notes` are the lines that `explain` prints.
 
-    `optional`: outputs that no kernel writes whose address is given as 0, by a caller without use of them.
+    `optional`: outputs that no kernel writes whose address is given as 0, by a caller without use of them. A host call's may
+    lie as they come.
     """
 
     problem: Problem

@@ -29,7 +29,7 @@ from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
 from flashtile.torch.plain import is_traced
-from flashtile.torch.replay import Replay, addresses_of
+from flashtile.torch.replay import HostReplay, Replay, addresses_of
 from flashtile.torch.run import DTYPE_NAMES, DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain
 
@@ -127,7 +127,7 @@ class PreparedCall:
     """A validated problem, bound to one layout of q, k, v, with the backwards met so far."""
 
     def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
-        self.problem, self.options, self.device = problem, options, device
+        self.problem, self.options, self.device, self.on_gpu = problem, options, device, device.type == "cuda"
         self.names = tuple(b.name for b in input_buffers(problem)[3:])  # besides q, k, v
         self.place = device_of(device)
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
@@ -138,7 +138,9 @@ class PreparedCall:
         self.bound_backward: dict[Any, Bound] = {}
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
-        self.direct: dict[Any, tuple[Replay, list[int | None] | None]] = {}  # of backwards: replay; which outputs, if not all
+        self.direct: dict[
+            Any, tuple[Replay | HostReplay, list[int | None] | None]
+        ] = {}  # of backwards: replay; which outputs, if not all
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -175,7 +177,7 @@ class PreparedCall:
             if self.packing is not APART:
                 packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
             inputs = *packs, *others
-            return replay.direct(inputs, addresses_of(inputs), whole)
+            return replay.direct(inputs, addresses_of(inputs) if self.on_gpu else (), whole)
         tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
@@ -201,7 +203,7 @@ class PreparedCall:
             deterministic = torch.are_deterministic_algorithms_enabled()
         key: Any = None
         if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
-            addresses = addresses_of(inputs)
+            addresses = addresses_of(inputs) if self.on_gpu else ()
             key = needs, deterministic, _alignment(addresses), *map(torch.Tensor.stride, inputs)
             direct = self.direct.get(key)
             if direct is not None:
@@ -308,8 +310,8 @@ def prepare(
             plain_mask = masking.key
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _alignment(addresses_of((q, k, v))), causal, type(causal), plain_mask, scale,
-            type(scale), options, return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
+            q.device, k.device, v.device, _alignment(addresses_of((q, k, v))) if q.is_cuda else 0, causal, type(causal),
+            plain_mask, scale, type(scale), options, return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
         if window is not None:
             key += _exactly(window)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from flashtile.errors import NotSupported
 from flashtile.plan.call import Problem
 from flashtile.torch.lasting import lasting
-from flashtile.torch.plain import is_wrapped, transforms
+from flashtile.torch.plain import is_compiling, is_wrapped, transforms
 
 NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to make than tensors
 
@@ -76,8 +76,9 @@ _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # pyright: ignore[re
 
 def is_mapped(grads: Iterable[torch.Tensor | None]) -> bool:
     """Whether these are gradients of a batch, without memory: within torch.func.vmap of torch.autograd.grad, or the like."""
-    old = _included().has(_VMAP_MODE) if torch.compiler.is_compiling() else _holds(_VMAP_MODE)
-    return old or (transforms() and any(g is not None and is_wrapped(g) for g in grads))
+    if transforms() and any(g is not None and is_wrapped(g) for g in grads):
+        return True
+    return _included().has(_VMAP_MODE) if is_compiling() else _holds(_VMAP_MODE)
 
 
 def each_gradient(

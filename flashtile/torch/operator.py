@@ -49,7 +49,7 @@ def run_forward(
     if wanted:
         layout.call.require_backward()
     out, lse, *kept = layout.call.forward(layout.slabs(packs), rest)
-    residual = _residual(lse, kept, q.dtype)
+    residual, lse = _residual(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
     if layout.varlen:
         out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
     return _laid(out, layout.out_strides), lse, residual

@@ -17,7 +17,7 @@ from flashtile.torch.descriptor import MOST_ADDRESSES
 from flashtile.torch.graph import Launches, LaunchGraph
 
 if TYPE_CHECKING:
-    from flashtile.torch.run import Allocation, Bound
+    from flashtile.torch.run import Allocation, Bound, HostStep
 
 SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
 KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger problems the host's time does not count
@@ -123,6 +123,43 @@ class Replay:
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
         self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return self.known[places]
+
+
+class HostReplay:
+    """The one host call of a plan, bound to its problem, for tensors of one layout: as `Replay` of launches."""
+
+    allocations: tuple[Any, ...] = ()  # it makes all outputs itself
+    outputs: tuple[Any, ...] = ()
+
+    def __init__(self, step: HostStep, function: Callable[..., list[torch.Tensor] | None], inputs: Sequence[str]):
+        self.step, self.function, self.inputs = step, function, inputs
+        self.made, self.layouts = [*step.layouts], [*step.layouts.values()]
+        self.fits = False  # whether the function's outputs are known to lie as the plan's
+
+    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int] = (), whole: bool = True) -> list[torch.Tensor]:
+        """The plan's outputs, of inputs in the order in which they were bound."""
+        made = self.function(*inputs)
+        if made is None:
+            tensors = dict(zip(self.inputs, inputs, strict=True))
+            self.step(tensors)
+            return [tensors[name] for name in self.made]
+        if self.fits:
+            return made
+        found = [laid(tensor, *layout) for tensor, layout in zip(made, self.layouts, strict=True)]
+        self.fits = all(a is b for a, b in zip(found, made, strict=True))
+        return found
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.step(tensors)
+
+
+def laid(tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor with these strides, or any, and dtype: itself, or a copy where it has others."""
+    if strides is None:
+        return tensor.to(dtype)
+    if tensor.stride() == strides and tensor.dtype is dtype:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:

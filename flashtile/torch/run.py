@@ -19,7 +19,7 @@ from flashtile.plan.device import NAMED, Device
 from flashtile.spec.dtype import DType
 from flashtile.torch.descriptor import DescribedBuffer, addressable, staged_strides
 from flashtile.torch.packing import PackedGradient
-from flashtile.torch.replay import Replay
+from flashtile.torch.replay import HostReplay, Replay, laid
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
 TORCH_DTYPES = {
@@ -115,7 +115,7 @@ class Bound:
         # whether inputs are taken as they are, and all outputs are tensors that nothing but launches writes
         self.plain = not (self.staged or packed or self.over or self.shared or any(zeroed for *_, zeroed in self.allocations))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
-        self.replay: Replay | None = None  # once every kernel is compiled
+        self.replay: Replay | HostReplay | None = None  # once every kernel is compiled
         self.ahead = _triton.INTERPRETED or not self.on_gpu  # whether nothing is left to compile ahead
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,6 +167,8 @@ class Bound:
                 isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches
             ):
                 self.replay = Replay(self)
+            elif len(self.launches) == 1 and isinstance(self.launches[0], HostStep) and self.plain:
+                self.replay = self.launches[0].replay({name: tensors[name] for name in self.inputs})
         for name, source in self.shared:
             tensors[name] = tensors[source]
         return tensors
@@ -191,7 +193,8 @@ class HostStep:
     def __init__(self, call: HostCall, plan: Plan, strides: dict[str, Any], device: torch.device):
         self.call, self.problem, self.device = call, plan.problem, device
         made = [b for b in plan.buffers if b.name in call.outputs]
-        self.layouts = {b.name: (strides[b.name], TORCH_DTYPES[b.dtype]) for b in made}
+        # strides, None for any, and dtype
+        self.layouts = {b.name: (None if b.name in plan.optional else strides[b.name], TORCH_DTYPES[b.dtype]) for b in made}
         self.over = {b.name for b in made if b.over is not None}
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -206,9 +209,12 @@ class HostStep:
             if name in tensors:  # a part of a packed gradient
                 tensors[name].copy_(tensor)
                 continue
-            if tensor.stride() != strides or tensor.dtype != dtype:
-                tensor = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
-            tensors[name] = tensor
+            tensors[name] = laid(tensor, strides, dtype)
+
+    def replay(self, inputs: dict[str, torch.Tensor]) -> HostReplay | None:
+        """The call without what need not be asked again, if it has such a form."""
+        function = self.call.bind and self.call.bind(self.problem, self.call.outputs, [*inputs.values()])
+        return HostReplay(self, function, [*inputs]) if function else None
 
 
 class KernelLaunch:

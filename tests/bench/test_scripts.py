@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import companion_cells, companion_sections, processes, record, replay
+from flashtile.demo.train import Setup
 from flashtile.kernels.triton.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
 from flashtile.spec.attention import AttentionProblem
@@ -31,7 +32,16 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         ["--section", "varlen"], dict(HEADS=1, HEAD_DIM=16, ROUNDS=1, DENSE=8, lognormal_lengths=lambda: [5, 3]), 8,
     ),
     "companions": (["--section", "norm"], dict(NORM_SHAPES=((8, 16),), FLUSH_BYTES=1024, WARM_CALLS=1), 12),
-    "cpu": (["--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16),
+    "cpu": (
+        ["--rounds", "2"],
+        dict(
+            SHAPES=((1, 16, 16, 2, 1, 16, True),), BURST_US=1.0, SMALL=1e9, STEP=1e9, MEMORY=1e9, LENGTHS=(16,),
+            STEPS=Setup(4, batch=1, context=8),
+        ), 4,
+    ),
+    "cpu --features": (
+        ["--section", "features", "--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16,
+    ),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
     "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
     "host --cross": (["--cross"], dict(CROSS=TINY, CALLS=1, ROUNDS=1, WARM_CALLS=1), 2),

@@ -32,7 +32,8 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def nothing_delegated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "LEAST_KEYS", 10**9)
+    for name in ("delegates", "takes_mask"):
+        monkeypatch.setattr(backend, name, lambda p: False)
     forget_plans()
     yield
     forget_plans()

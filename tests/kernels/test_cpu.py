@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import Alibi, Band, Blocks, Captured, Dilated, Document, Score, Softcap, Stored
-from flashtile.kernels.cpu import region, tiled
+from flashtile.kernels.cpu import products, region, tiled
 from flashtile.kernels.cpu.backend import BACKEND, delegates
 from flashtile.plan.device import CPU, H100
 from flashtile.reference.attention import attention_plain, attention_reference
@@ -47,7 +47,10 @@ DELEGATED = {
     "grouped heads": problem(heads_q=6),
     "negative scale": problem(scale=-1.0),
     "head_dim 5": problem(head_dim=5, head_dim_v=5),
+    "few keys": problem(64, 15),
+    "one key": problem(64, 1),
 }
+DELEGATED_AS = "cpu: delegates to torch's flash attention, whose float32 sums are plain PyTorch's"
 TILED = {
     "softcap": problem(score=(ScoreSpec(Softcap, (30.0,)),)),
     "window": problem(mask=Band(62, 0)),
@@ -56,7 +59,6 @@ TILED = {
     "causal, negative scale": problem(mask=CAUSAL, scale=-1.0),
     "causal, scale 0": problem(mask=CAUSAL, scale=0.0),
     "nothing visible": problem(mask=Band(-2, 1)),
-    "few keys": problem(64, 15),
     "no keys": problem(10, 0),
     "no batch": problem(batch=0),
 }
@@ -66,8 +68,21 @@ TILED = {
 def test_delegated(name: str) -> None:
     assert delegates(DELEGATED[name])
     forward, backward = notes(DELEGATED[name])
-    assert forward == "cpu: delegates to torch's flash attention, rows that few keys decide again"
-    assert backward.startswith("cpu: tiled online softmax, tile ")
+    assert forward == f"{DELEGATED_AS} (precision 'ieee' has stricter ones)"
+    assert backward == f"{forward}, and tiles for items where scores are large"
+
+
+@pytest.mark.parametrize("name", DELEGATED)
+def test_strict_sums(name: str) -> None:
+    """Those of few keys in float64, also where a call returns lse; of more keys the backward is tiled."""
+    p = DELEGATED[name]
+    strict, with_lse = (notes(replace(p, **change)) for change in ({"precision": "ieee"}, {"returns_lse": True}))
+    if p.seqlen_k > products.FEW_KEYS:
+        assert strict[0] == "cpu: delegates to torch's flash attention, rows that few keys decide again"
+        assert strict[1].startswith("cpu: tiled online softmax, tile ")
+        assert with_lse == notes(p)
+    else:
+        assert strict == with_lse == ("cpu: delegates to torch's flash attention in fp64",) * 2
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -77,7 +92,7 @@ def test_tiled(name: str) -> None:
 
 
 def test_notes_name_the_tile_and_the_widening() -> None:
-    assert notes(problem(mask=CAUSAL), dlse=True)[1] == "cpu: tiled online softmax, tile 64x64, in fp64"
+    assert notes(problem(mask=CAUSAL, returns_lse=True), dlse=True)[1] == "cpu: tiled online softmax, tile 64x64, in fp64"
     assert notes(problem(2048, 2048, mask=Band(9, 9)))[0] == "cpu: tiled online softmax, tile 256x512"
     assert notes(TILED["no keys"])[0] == "cpu: tiled online softmax, no query sees a key"
 
@@ -138,7 +153,7 @@ def test_gradients_of_short_rows_are_as_exact_as_plain_torch_s(seqlen: int, caus
 
     The rule says 1.1 and 1.0; both are taken from one draw of roundings, hence 1.15 and 1.1.
     """
-    case = Case("percentiles", 4, seqlen, seqlen, heads_q=4, heads_kv=4, head_dim=32, causal=causal, upstream="out")
+    case = Case("percentiles", 4, seqlen, seqlen, 4, 4, 32, causal=causal, upstream="out", precision="ieee")
     tensors = case.tensors(PLACE)
     result, (truth, plain) = run("cpu", case, tensors), expected(case, tensors)
     for name in ("out", "dq", "dk", "dv"):

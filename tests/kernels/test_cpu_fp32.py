@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi
+from flashtile import Alibi, Options
 from flashtile.kernels.cpu import distance, peaked, products, tiled
-from tests.cases import Case
+from flashtile.reference.attention import attention_plain, attention_reference
+from tests.cases import Case, lay_out
 from tests.judge import expected, judge, run
 from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, step
 
 
 def _long() -> Iterator[Case]:
     """Rows of thousands of keys, which take Triton's interpreter too long for `tests/cases.py`."""
-    base = Case("long", seqlen_q=2048, seqlen_k=2048, heads_q=1, head_dim=64, upstream="out")
+    base = Case("long", seqlen_q=2048, seqlen_k=2048, heads_q=1, head_dim=64, upstream="out", precision="ieee")
     for causal in (False, True):
         one = replace(base, causal=causal)
         name = "long-causal" if causal else "long"
@@ -52,15 +53,94 @@ def test_long_rows(case: Case) -> None:
     judge(case, run("cpu", case, tensors), *expected(case, tensors))
 
 
+@pytest.mark.parametrize("how", [{}, {"heads_q": 2}, {"seqlen_q": 1}, {"seqlen_k": 9}, {"batch": 1, "seqlen_k": 700}], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_delegation_gives_torch_s_own_bits_in_most_rows(causal: bool) -> None:
+def test_torch_s_own_bits_forward_and_backward(causal: bool, how: dict[str, int]) -> None:
+    """The first call, and the ones after it, which ask less; laid as torch has it, and as ours."""
+    sizes: dict[str, Any] = {"batch": 2, "seqlen_q": 130, "seqlen_k": 130, **how}
+    if causal and sizes["seqlen_q"] != sizes["seqlen_k"]:
+        sizes["seqlen_k"] = sizes["seqlen_q"]
+    q, k, v, dout = inputs(**sizes)
+    ours, theirs = ([t.detach().requires_grad_() for t in (q, k, v)] for _ in range(2))
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    want = sdpa(*(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=True).transpose(1, 2)
+    wanted = (want, *torch.autograd.grad(want, theirs, dout))
+    for layout in ("bshd", "bshd", "bhsd"):
+        leaves = [lay_out(t.detach(), layout).requires_grad_() for t in ours]
+        out = flashtile.attention(*leaves, causal=causal, options=OPTIONS)
+        for got, exact in zip((out, *torch.autograd.grad(out, leaves, dout)), wanted, strict=True):
+            assert torch.equal(got, exact)
+
+
+def test_a_subset_of_gradients_and_any_that_arrives() -> None:
+    q, k, v, _ = inputs(1, 40, 40)
+    for _ in range(3):
+        leaves = [q, k.detach().requires_grad_(), v]
+        flashtile.attention(*leaves, options=OPTIONS).sum().backward()
+        assert leaves[1].grad is not None
+        exact = k.double().requires_grad_()
+        attention_reference(q.double(), exact, v.double())[0].sum().backward()
+        torch.testing.assert_close(leaves[1].grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("seqlen", [1, 3, 7, 15, 16, 40])
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+def test_nan_reaches_what_it_reaches_in_plain_torch(precision: Any, seqlen: int, name: str) -> None:
+    """At every call of a layout, also where rows are shorter than a vector register."""
+    how, given = {"options": Options(backend="cpu", precision=precision)}, inputs(1, seqlen, seqlen, 2, 2)
+    infinite = (math.inf, -math.inf) if seqlen > 1 else ()  # a row whose scores are all -inf is one that sees nothing
+    for bad in (None, math.nan, *infinite):
+        leaves = [t.clone() for t in given[:3]]
+        if bad is not None:
+            leaves["qkv".index(name)][0, seqlen // 2, 0, 3] = bad
+        results: list[tuple[torch.Tensor, ...]] = []
+        for function, extra in ((flashtile.attention, how), (lambda *qkv: attention_plain(*qkv)[0], {})):
+            mine = [t.clone().requires_grad_() for t in leaves]
+            out = function(*mine, **extra)
+            results.append((out, *torch.autograd.grad(out, mine, given[3])))
+        for got, plain in zip(*results, strict=True):
+            assert (~got.isfinite()).ge(~plain.isfinite()).all()
+            assert got.isfinite()[:, :, 1].all()
+            if bad is None:
+                torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_scores_that_torch_s_lse_is_too_coarse_for(causal: bool) -> None:
+    """Of such items tiles compute the backward; the others have torch's bits."""
+    q, k, v, dout = inputs(2, 150, 150, head_dim=32)
+    calm = [t.detach().requires_grad_() for t in (q, k, v)]
+    small = torch.autograd.grad(flashtile.attention(*calm, causal=causal, options=OPTIONS), calm, dout)
+    q[1] *= 300.0
+    leaves, exact = ([t.to(dtype).requires_grad_() for t in (q, k, v)] for dtype in (torch.float32, torch.float64))
+    for _ in range(2):
+        found = torch.autograd.grad(flashtile.attention(*leaves, causal=causal, options=OPTIONS), leaves, dout)
+        truth = torch.autograd.grad(attention_reference(*exact, causal=causal)[0], exact, dout.double())
+        for got, want, before in zip(found, truth, small, strict=True):
+            assert torch.equal(got[0], before[0])
+            assert (got - want)[1].abs().max() <= 1e-3 * want[1].abs().max()
+
+
+def test_lse_of_many_keys_has_its_gradient() -> None:
+    """Torch's kernels have none: tiles compute it, of torch's own out and lse."""
+    case = Case("many", seqlen_q=40, seqlen_k=300)
+    tensors = case.tensors(PLACE)
+    judge(case, run("cpu", case, tensors), *expected(case, tensors))
+
+
+STRICT = Options(backend="cpu", precision="ieee")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_strict_sums_give_torch_s_own_bits_in_most_rows(causal: bool) -> None:
     q, k, v, _ = inputs(2, 600, 600)
     q[1, 500, 2] *= 8.0  # a row that few keys decide
     given = [t.transpose(1, 2) for t in (q, k, v)]
     theirs = torch.nn.functional.scaled_dot_product_attention(
         given[0], given[1], given[2], is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
-    out = flashtile.attention(q, k, v, causal=causal, options=OPTIONS)
+    out = flashtile.attention(q, k, v, causal=causal, options=STRICT)
     torch.testing.assert_close(out, theirs, rtol=1e-5, atol=1e-5)
     again = (out != theirs).any(3)
     assert again[1, 500, 2]
@@ -70,7 +150,7 @@ def test_delegation_gives_torch_s_own_bits_in_most_rows(causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gradients_of_large_scores(causal: bool) -> None:
     """An item's large scores cost other items nothing, not even a bit."""
-    case = Case("large", 2, 600, 600, head_dim=32, causal=causal, upstream="out")
+    case = Case("large", 2, 600, 600, head_dim=32, causal=causal, upstream="out", precision="ieee")
     tensors = case.tensors(PLACE)
     small = run("cpu", case, tensors)
     tensors["q"][1] *= 6.0

@@ -18,9 +18,10 @@ from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Score
 
 DELEGATED = "cpu: delegates to torch's flash attention"
+PLAIN_SUMS = ", whose float32 sums are plain PyTorch's (precision 'ieee' has stricter ones)"
 EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
-LEAST_KEYS = 16  # `delegate.py` says what torch's flash attention makes of fewer
+LEAST_KEYS = 16  # beside a mask; `delegate.py` says what torch's flash attention makes of fewer
 
 
 class CpuBackend:
@@ -54,7 +55,9 @@ class CpuBackend:
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):
             buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
-        return Plan(problem, self.name, "", buffers, (HostCall(module.forward, tuple(names)),), (note,))
+        call = HostCall(module.forward, tuple(names), getattr(module, "bind_forward", None))
+        optional = frozenset(() if problem.returns_lse else ("lse",))
+        return Plan(problem, self.name, "", buffers, (call,), (note,), optional)
 
     def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
         """The plan of one host call; of none where no gradient is wanted."""
@@ -63,7 +66,7 @@ class CpuBackend:
         if _keeps_low(problem):
             buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
-        calls = (HostCall(module.backward, outputs),) if outputs else ()
+        calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
 
 
@@ -75,7 +78,7 @@ def delegates(p: AttentionProblem) -> bool:
     region = region_of(p)
     if p.score or p.where or p.sink is not None or p.dropout is not None:
         return False
-    if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys < LEAST_KEYS:
+    if p.head_dim != p.head_dim_v or region.rows == 0:
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 
@@ -89,8 +92,8 @@ def takes_mask(p: AttentionProblem) -> bool:
 
 
 def _keeps_low(p: AttentionProblem) -> bool:
-    """Whether the forward hands the backward what lse is short of: where tiles compute float32."""
-    return p.dtype is DType.FP32
+    """Whether the forward hands the backward what lse is short of: where tiles, or strict sums, are float32."""
+    return p.dtype is DType.FP32 and (p.lengths.ragged or not delegates(p) or _strict(p))
 
 
 def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
@@ -107,7 +110,9 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
             return scored, f"{DELEGATED} in {p.dtype} with a mask of scores{otherwise}"
         return _tiled(p)
     if p.dtype is DType.FP32:
-        return delegate, f"{DELEGATED}, rows that few keys decide again"
+        if not _strict(p):
+            return delegate, f"{DELEGATED}{PLAIN_SUMS}"
+        return delegate, f"{DELEGATED} in fp64" if _few_keys(p) else f"{DELEGATED}, rows that few keys decide again"
     if not p.returns_lse or _mends(p):
         return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
@@ -120,7 +125,11 @@ def backward_way(p: AttentionProblem, dlse: bool) -> tuple[ModuleType, str]:
     if p.lengths.ragged:
         return items, EACH
     if p.dtype is DType.FP32 and delegates(p):
-        return peaked, _tiled(p)[1]
+        if not (dlse or _strict(p)):
+            return delegate, f"{DELEGATED}{PLAIN_SUMS}, and tiles for items where scores are large"
+        if not _few_keys(p):
+            return peaked, _tiled(p)[1]
+        return _tiled(p) if dlse else (delegate, f"{DELEGATED} in fp64")
     if not delegates(p) or dlse or _narrow(p):
         return _tiled(p)
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
@@ -132,6 +141,18 @@ def _tiled(p: AttentionProblem) -> tuple[ModuleType, str]:
     region = region_of(p)
     about = f"tile {tiling_of(p, region).spell()}{_arithmetic(p)}" if region.rows else "no query sees a key"
     return tiled, f"cpu: tiled online softmax, {about}"
+
+
+def _strict(p: AttentionProblem) -> bool:
+    from flashtile.kernels.cpu.products import strict
+
+    return strict(p)
+
+
+def _few_keys(p: AttentionProblem) -> bool:
+    from flashtile.kernels.cpu.products import FEW_KEYS
+
+    return region_of(p).keys <= FEW_KEYS
 
 
 def _narrow(p: AttentionProblem) -> bool:

@@ -3,10 +3,15 @@
 What was found by experiment (torch 2.13.0): it takes grouped heads, unequal lengths and all strides but one: q, k, v and out
 must be dense along head_dim, else it reads the wrong elements without a word. Its causal mask is aligned top-left and needs a
 positive scale (it hides a score before it scales it). In float32 NaN and Inf propagate as in plain torch, but a row whose
-scores are all NaN counts as one that sees nothing where there are fewer keys than a vector register holds, 16. Its roundings
-are of plain torch's size, and the largest of two such draws differ: out, dq, dk and dv each pass the contract's 1.5 times
-plain torch's error in 2 to 6 of 100 problems of 512 to 2048 keys. Of the forward the rows that make the largest errors are
-computed again (`peaked.py`); the backward, where p = exp(s - lse) inherits the rounding of lse besides, is tiled.
+scores are all NaN counts as one that sees nothing, and has lse 0, where there are fewer keys than a vector register holds, at
+most 16: tiles compute such calls.
+
+In float32 its roundings are of plain torch's size: mean errors are 1.0 (out), 1.2 to 1.4 (dq), 1.0 to 1.4 (dk, dv) times plain
+torch's, where p = exp(score - lse) inherits the rounding of lse. The largest errors of two such draws differ, and so break the
+contract's 1.5 times in 0 to 7 of 100 problems (out), and in up to 40 (dq), of 48 to 700 keys. Where scores are large, p is off
+by more, and tiles compute the backward of such items. This is what a call gets by default. Where sums are to be strict
+(`products.strict`), few keys are computed by the same kernels in float64; of more, the rows of out that make the largest errors
+are computed again, and the backward is tiled (`peaked.py`).
 
 In fp16 and bf16 its exponential is coarse. out is as exact as it is in plain torch or better. lse is off by 5e-5 where a row
 has one key, and by up to 1.1e-4 elsewhere; the contract is 1e-5, so it serves the backward alone, or is mended (`lse.py`).
@@ -19,41 +24,51 @@ that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flashtile.kernels.cpu import tiled
 from flashtile.kernels.cpu.lse import mend_lse
 from flashtile.kernels.cpu.peaked import Rows, mend_peaked
-from flashtile.kernels.cpu.products import mends
+from flashtile.kernels.cpu.products import FEW_KEYS, mends, strict
 from flashtile.kernels.cpu.region import region_of
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
+Bound = Callable[..., list[torch.Tensor] | None]
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# From `torch.ops` it would take 4 us longer.
+FLASH: Any = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 
 # Below this a score's error in float32, and with it that of p = exp(score - lse), is less than that of bf16.
 MOST_SCORE = 2.0**16
+# Up to here p, off by the rounding of lse and of its score, is within 1e-5 of itself, which is what lse is promised to be.
+MOST_LSE = {torch.float32: 128.0, torch.float64: 2.0**30}
+REGISTER_KEYS = 16  # float32 numbers in the widest vector register
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """The outputs out and lse; lse, float32, is coarse for 16-bit inputs unless the problem returns it.
+    """The outputs out, lse and, if named, lse_low; lse, float32, is coarse for 16-bit inputs unless the problem returns it.
 
     `first_batch` as in `tiled.forward`.
     """
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
-    dtype = torch.float32 if p.returns_lse and not mends(p) else tensors["q"].dtype
-    q, k, v = (heads_first(tensors[name], part, dtype) for name, part in (("q", rows), ("k", keys), ("v", keys)))
-    if dtype is not torch.float32 and not most_score(p, q, k) <= MOST_SCORE:
+    q, k, v = (heads_first(tensors[name], part, _dtype(p)) for name, part in (("q", rows), ("k", keys), ("v", keys)))
+    found = _attend(p, not region.full, q, k, v)
+    if found is None:
         return tiled.forward(p, tensors, outputs, first_batch)
-    out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale_value)
-    low = torch.zeros_like(lse) if p.dtype is DType.FP32 else None
-    if low is not None:
+    out, sums = found
+    lse = sums.float()
+    low = torch.zeros_like(lse) if strict(p) else None
+    if low is not None and q.dtype is torch.float64:
+        low = torch.where(lse.isfinite(), sums - lse, 0.0).float()
+    elif low is not None:
         mend_peaked(p, q, k, v, Rows(out, lse, low))
     made = {
         "out": embedded(out.transpose(1, 2), 1, rows, p.seqlen_q, 0.0),
@@ -61,28 +76,121 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
     }
     if low is not None:
         made["lse_low"] = embedded(low, 2, rows, p.seqlen_q, 0.0)
-    if p.returns_lse and dtype is not torch.float32:
+    if p.returns_lse and q.dtype.itemsize == 2:
         mend_lse(p, tensors, made["lse"])
     return made
 
 
+def bind_forward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence[torch.Tensor]) -> Bound | None:
+    """`forward` as a function of q, k and v, where all of it is one call of torch's."""
+    causal, scale = not region_of(p).full, p.scale_value
+    if not _as_it_is(p, given, _dtype(p)) or outputs != ("out", "lse") or (p.returns_lse and p.dtype is not DType.FP32):
+        return None
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        out, lse = FLASH(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
+        return [out.transpose(1, 2), lse]
+
+    def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor] | None:
+        found = _attend(p, causal, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return found and [found[0].transpose(1, 2), found[1]]
+
+    return plain if p.dtype is DType.FP32 and p.seqlen_k >= REGISTER_KEYS else checked
+
+
+def _as_it_is(p: AttentionProblem, given: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether all queries see a key, all keys are seen, and torch's kernel reads the tensors where they lie."""
+    region = region_of(p)
+    if region.rows < p.seqlen_q or region.keys < p.seqlen_k:
+        return False
+    return all(t.dtype is dtype and t.stride(3) == 1 for t in given)
+
+
+def _dtype(p: AttentionProblem) -> torch.dtype:
+    """The dtype in which torch's kernel computes the forward."""
+    if p.dtype is DType.FP32:
+        return torch.float64 if strict(p) and region_of(p).keys <= FEW_KEYS else torch.float32
+    return torch.float32 if p.returns_lse and not mends(p) else torch.bfloat16 if p.dtype is DType.BF16 else torch.float16
+
+
+def _attend(
+    p: AttentionProblem, causal: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(out, lse) of (batch, heads, seqlen, head_dim) tensors; None where tiles must compute it."""
+    if q.dtype.itemsize == 2 and not most_score(p, q, k) <= MOST_SCORE:
+        return None
+    out, lse = FLASH(q, k, v, 0.0, causal, scale=p.scale)
+    if k.shape[2] < REGISTER_KEYS and q.dtype.itemsize > 2 and not lse.all():
+        return None
+    return out, lse
+
+
 def most_score(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> float:
     """What no score of q and k, (batch, heads, seqlen, head_dim), exceeds; NaN or Inf if an element is."""
-    ends = (torch.aminmax(t.transpose(1, 2)) for t in (q, k))  # in the order in which most callers' tensors lie
-    largest = ((-low).maximum(high).item() for low, high in ends)
-    return p.head_dim * abs(p.scale_value) * math.prod(largest)
+    largest = p.head_dim * abs(p.scale_value)
+    for t in (q, k):
+        low, high = torch.aminmax(t.transpose(1, 2))  # in the order in which most callers' tensors lie
+        largest *= max(-low.item(), high.item())  # both are NaN if one is
+    return largest
 
 
 def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """Those of dq, dk, dv that `outputs` names, float32; `first_batch` matters to modifiers alone, of which there are none."""
+    """Those of dq, dk, dv that `outputs` names; of items with large float32 scores by tiles.
+
+    `first_batch` matters to modifiers alone, of which there are none.
+    """
     region = region_of(p)
     rows, keys = region.row_slice, region.key_slice
+    lse, dtype = tensors["lse"][:, :, rows], torch.float32
+    if "lse_low" in tensors:
+        lse, dtype = lse.double() + tensors["lse_low"][:, :, rows], torch.float64
     parts = {"dout": rows, "q": rows, "k": keys, "v": keys, "out": rows}
-    inputs = (heads_first(tensors[name], part, torch.float32) for name, part in parts.items())
-    lse = tensors["lse"][:, :, rows]
+    inputs = (heads_first(tensors[name], part, dtype) for name, part in parts.items())
     dq, dk, dv = FLASH_BACKWARD(*inputs, lse, 0.0, not region.full, scale=p.scale_value)
     made = {"dq": (dq, rows, p.seqlen_q), "dk": (dk, keys, p.seqlen_k), "dv": (dv, keys, p.seqlen_k)}
-    return {name: embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
+    found = {name: embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
+    return found if p.dtype is not DType.FP32 or is_moderate(lse) else _large_again(p, tensors, outputs, found, lse)
+
+
+def bind_backward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence[torch.Tensor]) -> Bound | None:
+    """`backward` as a function of q, k, v, out, lse and dout, where all of it is one call of torch's."""
+    if strict(p) or not _as_it_is(p, (*given[:4], given[5]), torch.float32):
+        return None
+    causal, scale = not region_of(p).full, p.scale_value
+    places, all_three = ["qkv".index(name[1]) for name in outputs], len(outputs) == 3
+
+    def bound(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> list[torch.Tensor] | None:
+        if not is_moderate(lse):
+            return None
+        dq, dk, dv = FLASH_BACKWARD(
+            dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2), lse, 0.0,
+            causal, scale=scale,
+        )  # fmt: skip
+        if all_three:
+            return [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)]
+        return [(dq, dk, dv)[i].transpose(1, 2) for i in places]
+
+    return bound
+
+
+def is_moderate(lse: torch.Tensor) -> bool:
+    """Whether all scores are so small that p = exp(score - lse) is exact. NaN and Inf are not."""
+    (low, high), most = torch.aminmax(lse), MOST_LSE[lse.dtype]
+    return low.item() >= -most and high.item() <= most
+
+
+def _large_again(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], made: Tensors, lse: torch.Tensor) -> Tensors:
+    """The gradients `made`, those of items whose scores are large by tiles, of a forward by tiles."""
+    one = replace(p, batch=1)
+    for batch in range(p.batch):
+        if not is_moderate(lse[batch]):
+            item = {name: tensors[name][batch : batch + 1] for name in ("q", "k", "v", "dout")}
+            item |= tiled.forward(one, item, ("out", "lse", "lse_low"))
+            for name, gradient in tiled.backward(one, item, outputs).items():
+                made[name][batch] = gradient[0]
+    return made
 
 
 def heads_first(tensor: torch.Tensor, part: slice, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""float32 problems whose forward is torch's flash attention: the rows that few keys decide, and the backward.
+"""float32 problems whose sums are to be strict (`products.strict`) and whose forward is torch's flash attention: the rows
+that few keys decide, and the backward.
 
 Nothing averages out the error of such a row's few large terms, which is that of their scores. The largest errors of out are
 here, plain PyTorch's as well as torch's flash attention's, as two draws of the same roundings. With these rows computed again,
@@ -15,7 +16,7 @@ import torch
 
 from flashtile.kernels.cpu import tiled
 from flashtile.kernels.cpu.distance import LEAST_EXPONENT
-from flashtile.kernels.cpu.products import FEW_KEYS, Scratch
+from flashtile.kernels.cpu.products import Scratch
 from flashtile.kernels.cpu.region import ELEMENTS, region_of
 from flashtile.kernels.cpu.strip import indices
 from flashtile.spec.attention import AttentionProblem
@@ -43,16 +44,12 @@ class Rows(NamedTuple):
 
 def mend_peaked(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: Rows) -> None:
     """Mend `made` of a problem without modifiers whose mask is full or causal; q, k, v (batch, heads, length, head_dim)."""
-    region, scratch, first = region_of(p), Scratch(exact=True), 0
-    if region.rows < FIRST_ROWS and region.keys > FEW_KEYS:  # as in decoding: too few for one to stand out
+    region, scratch = region_of(p), Scratch(exact=True)
+    if region.rows < FIRST_ROWS:  # as in decoding: too few for one to stand out
         return
-    if region.keys <= FEW_KEYS:
-        q, k, v = (t.double() for t in (q, k, v))
-    if region.causal:
-        first = min(FIRST_ROWS, region.rows)
+    first = FIRST_ROWS if region.causal else 0
     left = region.rows - first
-    # Of few keys all rows: how exact torch's are differs from processor to processor.
-    count = left if region.keys <= FEW_KEYS else min(max(LEAST_ROWS, left // SHARE), left)
+    count = min(max(LEAST_ROWS, left // SHARE), left)
     chosen = _far_out(made.out[:, :, first:], count).add_(first)
     heads = max(1, ELEMENTS // (p.group * max(count, 1) * region.keys))  # of as many batch entries as it takes
     height = max(1, ELEMENTS // (p.group * region.keys))
@@ -115,7 +112,8 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     lse = tensors["lse"]
     again = (lse.masked_fill(lse == -math.inf, 0.0).abs().amax((1, 2)) > most).tolist()
     if any(again):
-        tensors = tensors | {name: tensors[name].clone() for name in ("out", "lse", "lse_low")}
+        low = tensors.get("lse_low", torch.zeros_like(lse))
+        tensors = tensors | {"out": tensors["out"].clone(), "lse": lse.clone(), "lse_low": low.clone()}
         for batch in (i for i, large in enumerate(again) if large):
             item = {name: tensors[name][batch : batch + 1] for name in "qkv"}
             for name, made in tiled.forward(replace(p, batch=1), item, ("out", "lse", "lse_low")).items():

@@ -42,6 +42,13 @@ FEW_KEYS = 128
 SCORES_OF_SUMS = 2**20
 
 
+def strict(p: AttentionProblem) -> bool:
+    """Whether float32 sums are to be stricter than those of torch's flash attention: as "ieee" asks for, and of the few
+    keys of a call that returns lse, which that kernel rounds as much as the others' many.
+    """
+    return p.dtype is DType.FP32 and (p.precision == "ieee" or (p.returns_lse and region_of(p).keys <= FEW_KEYS))
+
+
 def score_dtype(p: AttentionProblem) -> torch.dtype:
     """The dtype of scores and sums."""
     if p.dtype is not DType.FP32:
