@@ -283,7 +283,6 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "options-deterministic-1": (lambda: Options(deterministic=1), "deterministic is 1; it must be True, False or None"),
     "options-deterministic-tensor": (lambda: Options(deterministic=torch.ones(2)), "it must be True, False or None"),
     "options-precision": (lambda: Options(precision="fp32"), "precision is 'fp32'; it must be one of tf32x3, ieee, tf32"),
-    "options-fused": (lambda: Options(backward="fused", deterministic=True), "backward is 'fused' and deterministic is True"),
 }
 
 

@@ -17,9 +17,9 @@ class Options:
     """How to run a call.
 
     backend: name of the backend ("hopper", "triton", "cpu"), or None for the first one that can.
-    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically),
-        or "auto" (whichever was measured to be faster, see `flashtile.explain`; if deterministic, on Hopper also a fused one
-        that adds in a fixed order).
+    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically; if
+        deterministic, in a fixed order on Hopper, and refused elsewhere), or "auto" (whichever was measured to be faster of
+        those that can, see `flashtile.explain`).
     deterministic: True asks for a bitwise repeatable backward; None follows
         `torch.are_deterministic_algorithms_enabled()`.
     precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
@@ -42,10 +42,6 @@ class Options:
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.backward == "fused" and self.deterministic:
-            raise InvalidProblem(
-                "backward is 'fused' and deterministic is True; the fused backward adds dq atomically, use 'split'."
-            )
 
 
 DEFAULT = Options()

@@ -19,7 +19,7 @@ from flashtile.spec.dropout import Dropout
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
-from flashtile.spec.predicate import Joined
+from flashtile.spec.predicate import Joined, check_ends
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.dropout import check_dropout, draw_seed
@@ -73,9 +73,12 @@ def attention(
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
-    no key gives out 0 and, without a sink, lse -inf. Raises InvalidProblem for a request without meaning, NotSupported
-    (with every backend's reason) for one that nothing here can run, such as forward-mode differentiation; both before
-    any launch.
+    no key gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it
+    reaches nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from
+    which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
+
+    Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
+    here can run, such as forward-mode differentiation; both before any launch.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
@@ -373,6 +376,7 @@ def make_problem(
         predicates = predicates_of(causal, window, mask, batch, q.shape[2])
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
+        check_ends(where, q.shape[1], k.shape[1], lengths)
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,

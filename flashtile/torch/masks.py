@@ -15,7 +15,7 @@ from flashtile.spec.score import broadcasts
 from flashtile.torch.lasting import lasting
 
 KINDS = {
-    torch.int32: "int32", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
+    torch.int32: "int32", torch.int64: "int64", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
 }  # fmt: skip
 

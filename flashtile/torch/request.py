@@ -20,7 +20,7 @@ from flashtile.spec.dropout import threshold
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
 from flashtile.spec.options import DEFAULT, Options
-from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec
+from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec, check_ends
 from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
 from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.inputs import check_arguments, check_modifier, check_sink
@@ -206,6 +206,7 @@ class Request:
             given.check(q)
             batch, lengths = given.batch(q), given.lengths(*longest)
             longest = [n if m is None else min(n, m) for n, m in zip(longest, most, strict=True)]
+        check_ends(where, q.shape[1], k.shape[1], lengths)
         problem = AttentionProblem(
             batch=batch, seqlen_q=longest[0], seqlen_k=longest[1], heads_q=q.shape[2], heads_kv=k.shape[2],
             head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band, score=score, scale=scale,

@@ -43,7 +43,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "window-distance": call(window=(torch.tensor(3), 0)),
     "band-tensor": lambda: flashtile.attention(*[t(1, 8, 2, 16)] * 3, mask=flashtile.Band(t(1))),  # pyright: ignore
     "mask": call(mask=t(8, 8)),
-    "mask-dtype": call(mask=Document(t(8, dtype=torch.int64))),
+    "mask-dtype": call(mask=Document(t(8, dtype=torch.int16))),
     "mask-shape": call(mask=Stored(t(1, 1, 3, 3, dtype=torch.bool))),
     "sink": call(sink=3.0),
     "sink-dtype": call(sink=t(2, dtype=torch.float64)),
