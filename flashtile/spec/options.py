@@ -7,6 +7,7 @@ from typing import Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.attention import PRECISIONS, Precision
+from flashtile.spec.number import PLAIN, plain
 
 Variant = Literal["auto", "split", "fused"]
 VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
@@ -34,6 +35,8 @@ class Options:
     precision: Precision = "tf32x3"
 
     def __post_init__(self) -> None:
+        if type(self.deterministic) not in PLAIN:
+            object.__setattr__(self, "deterministic", plain(self.deterministic))
         if self.backend is not None and not isinstance(self.backend, str):
             raise InvalidProblem(f"backend is {self.backend!r}; it must be a backend's name or None.")
         if self.backward not in VARIANTS:

@@ -20,6 +20,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.number import PLAIN, plain
 from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
 
@@ -139,6 +140,8 @@ class PredicateSpec:
     tensors: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype of each
 
     def __post_init__(self) -> None:
+        if not PLAIN.issuperset(map(type, self.scalars)):
+            object.__setattr__(self, "scalars", tuple(map(plain, self.scalars)))
         for number in self.scalars:
             if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= 2**31:
                 raise InvalidProblem(f"{self.kind.name} has the scalar {number!r}; it must be an int within 32 bits.")

@@ -18,13 +18,14 @@ from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.number import plain, plain_pair
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.spec.predicate import Joined, check_ends
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
+from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -315,8 +316,9 @@ def prepare(
         )  # fmt: skip
         if window is not None:
             key += _exactly(window)
-        if not isinstance(score, (tuple, list)) or score:
-            captured, score_key = _capture(score, *_rows(q, given))
+        listed = isinstance(score, (tuple, list))
+        if not listed or score:
+            captured, score_key = _capture(score if listed else modifiers(score), *_rows(q, given))
             key += (score_key,)
         if sink is not None:
             captured += (sink,)
@@ -329,11 +331,19 @@ def prepare(
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
+        given_ones = causal, window, scale, return_lse
+        numbers = plain(causal), plain_pair(window), plain(scale), plain(return_lse)
+        if any(a is not b for a, b in zip(numbers, given_ones, strict=True)):  # a tensor is another key as it changes
+            causal, window, scale, return_lse = numbers
+            return prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, **softmax)
         problem, options = make_problem(
             q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
         )
+        score = modifiers(score)
         captured, _ = _capture(score, *_rows(q, given))
         captured += () if sink is None else (sink,)
+        if any(isinstance(number, torch.Tensor) for modifier in score for number in modifier.scalars()):
+            key = None
         call = PreparedCall(problem, options, q.device)
         if key is not None:
             if len(_CALLS) >= _MOST_CALLS:
@@ -359,6 +369,7 @@ def make_problem(
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     sink, dropout = softmax_options(**softmax)
     options = DEFAULT if options is None else options
+    score = modifiers(score)
     check_arguments(score, scale, options, return_lse)
     check_tensors(q, k, v, given)
     batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
@@ -405,7 +416,7 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
         for tensor in tensors:
             _check_resolved(f"{modifier.name}'s tensor", tensor)
         described = tuple(TensorSpec(tuple(t.shape), DTYPES[t.dtype].value, _wants_grad(t)) for t in tensors)
-        specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
+        specs.append(ScoreSpec(type(modifier), tuple(float(plain(s)) for s in modifier.scalars()), described))
     return tuple(specs)
 
 

@@ -14,11 +14,12 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.kernels.companions.catalogue import OPS, select
 from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.spec.companion import Companion, Described, make
+from flashtile.spec.number import plain
 from flashtile.torch.derivative import NOTHING, each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.distributed import is_distributed
 from flashtile.torch.namespace import LIBRARY, NAMESPACE, define
 from flashtile.torch.plain import autocasts, is_compiling, is_watched, is_wrapped, transforms
-from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+from flashtile.torch.run import DEVICES, TORCH_DTYPES, Bound, device_of
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp64"}  # which is for scratch alone
 Maybe = torch.Tensor | None
@@ -75,8 +76,8 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
             raise within_transforms(f"an op on {name}")
         if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.device.type not in DEVICES:
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
         if tensor.device != device:
             raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
 
@@ -291,6 +292,8 @@ def prepare(
         key, call = None, None
     if call is None:
         check_tensors(tensors, called)
+        if any(isinstance(value, torch.Tensor) for value in options.values()):  # it is another key as it changes
+            return prepare(op, tensors, {n: plain(value) for n, value in options.items()}, backend, called)
         kind, problem = OPS[op].kind, make_problem(op, tensors, options, called)
         assert list(tensors) == [name for name in kind.tensors if name in tensors]
         wanted = frozenset(n for n in kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad)
@@ -349,6 +352,7 @@ def write(
     called: Mapping[str, str] = AS_IT_IS,
 ) -> tuple[str, list[float], list[int]]:  # fmt: skip
     """(text, floats, ints) of a call; `read` is the text's inverse."""
+    options = {name: plain(value) for name, value in options.items()}
     floats = {name: value for name, value in options.items() if isinstance(value, float)}
     ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
     rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)

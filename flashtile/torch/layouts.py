@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from flashtile.errors import InvalidProblem, check_names
+from flashtile.spec.number import plain, told
 from flashtile.torch.attention import attend, prepare
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
@@ -103,11 +104,12 @@ def attention_qkvpacked(
     check_names("attention_qkvpacked", arguments, NAMES)
     packing, axes = QKV, (4 if heads_q is not None else 5) - (cu_seqlens is not None)
     _check_pack("qkv", qkv, axes, 3 if heads_q is None else None)
+    heads_q = plain(heads_q)
     if heads_q is not None:
         heads_kv, odd = divmod(qkv.shape[-2] - heads_q, 2) if isinstance(heads_q, int) else (0, 1)
         if isinstance(heads_q, bool) or odd or heads_kv < 1 or heads_q < 1:
             raise InvalidProblem(
-                f"heads_q is {heads_q!r} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as for v."
+                f"heads_q is {told(heads_q)} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as for v."
             )
         packing = Packing((Pack(("q", "k", "v"), (heads_q, heads_kv, heads_kv)),))
     given = given_lengths(

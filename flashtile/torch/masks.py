@@ -10,6 +10,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.predicate.within import Within
 from flashtile.spec.mask import Band
+from flashtile.spec.number import plain_pair
 from flashtile.spec.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
 from flashtile.spec.score import broadcasts
 from flashtile.torch.lasting import lasting
@@ -130,7 +131,7 @@ def call_mask(causal: Any, window: Any, mask: Joined, batch: int, heads_q: int) 
         find = predicates_of if known is None else lasting(predicates_of)
         predicates = find(causal, window, mask, batch, heads_q)
         found = CallMask(predicates.key(), predicates.flat)
-        if known is not None:
+        if known is not None and plain_pair(window) is window:  # a tensor is another key as it changes
             if len(known) >= MOST_REMEMBERED:
                 known.clear()
             known[key] = found
