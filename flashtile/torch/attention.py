@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.spec.attention import AttentionProblem
@@ -34,6 +34,10 @@ from flashtile.torch.run import DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain, is_traced
 
 Tensors = dict[str, torch.Tensor]
+ARGUMENTS = (
+    "q", "k", "v", "causal", "window", "mask", "score", "scale", "sink", "dropout", "seqused_q", "seqused_k", "return_lse",
+    "options",
+)  # fmt: skip
 
 
 def attention(
@@ -52,6 +56,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
@@ -83,6 +88,8 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
+    if unknown:
+        check_names("attention", unknown, ARGUMENTS)
     given = None
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)

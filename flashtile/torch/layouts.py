@@ -40,6 +40,7 @@ class Arguments(TypedDict, total=False):
 
 
 NAMES = Arguments.__optional_keys__
+OF_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
 def attention_varlen(
@@ -69,7 +70,7 @@ def attention_varlen(
     The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
     what the tensors of lengths hold is checked on the CPU alone.
     """
-    check_names("attention_varlen", arguments, NAMES)
+    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
@@ -101,7 +102,7 @@ def attention_qkvpacked(
 
     Returns what `attention`, or with cu_seqlens `attention_varlen`, does.
     """
-    check_names("attention_qkvpacked", arguments, NAMES)
+    check_names("attention_qkvpacked", arguments, NAMES, ("qkv", "heads_q", "cu_seqlens", "max_seqlen", "seqused"))
     packing, axes = QKV, (4 if heads_q is not None else 5) - (cu_seqlens is not None)
     _check_pack("qkv", qkv, axes, 3 if heads_q is None else None)
     heads_q = plain(heads_q)
@@ -136,7 +137,7 @@ def attention_kvpacked(
     `attention_varlen`, (total_q, heads_q, head_dim) and (total_k, 2, heads_kv, head_dim). The other arguments, and what is
     returned, are those of `attention` or `attention_varlen`.
     """
-    check_names("attention_kvpacked", arguments, NAMES)
+    check_names("attention_kvpacked", arguments, NAMES, ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
     varlen = cu_seqlens_q is not None
     if not varlen and cu_seqlens_k is not None:
         raise InvalidProblem("cu_seqlens_k is given and cu_seqlens_q is None; cu_seqlens_q must be given too.")
