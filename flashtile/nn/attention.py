@@ -97,8 +97,8 @@ class Attention(torch.nn.Module):
         """(batch, seqlen, width); with cu_seqlens, int32 (batch + 1,), of sequences one after another: (total, width).
 
         x: queries, and keys and values too unless there is a context, (batch, seqlen_k, width), which has no rotary.
-        padding_mask: bool or ints (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as they are
-            (`Blocks.padded`). max_seqlen: no sequence is longer; with cu_seqlens alone.
+        padding_mask: bool or ints (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as
+            they are (`Blocks.padded`). max_seqlen: no sequence is longer; with cu_seqlens alone.
         Raises InvalidProblem for what does not fit.
         """
         if unknown:
@@ -171,8 +171,8 @@ def _refuse(unknown: dict[str, NoReturn]) -> None:
     """Raise TypeError for arguments of a forward that it does not take."""
     if "key_padding_mask" in unknown:
         raise TypeError(
-            "forward() got an unexpected keyword argument 'key_padding_mask'; did you mean padding_mask, which is True for keys "
-            "that count? torch.nn.MultiheadAttention's is True for those that do not: padding_mask=~key_padding_mask."
+            "forward() got an unexpected keyword argument 'key_padding_mask'; did you mean padding_mask, which is True for "
+            "keys that count? torch.nn.MultiheadAttention's is True for those that do not: padding_mask=~key_padding_mask."
         )
     if {"attn_mask", "is_causal"} & unknown.keys():
         name = next(iter({"attn_mask", "is_causal"} & unknown.keys()))

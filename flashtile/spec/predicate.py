@@ -158,8 +158,8 @@ class PredicateSpec:
         for _, dtype in self.tensors if self.kind.truths else ():
             if dtype in FLOATS:  # numbers are added to scores elsewhere, where 0 is a key that counts
                 raise InvalidProblem(
-                    f"{self.kind.name}'s tensor is {dtype}; it must be bool, or ints of which 0 hides. Numbers that are added to "
-                    "scores are the score modifier Bias."
+                    f"{self.kind.name}'s tensor is {dtype}; it must be bool, or ints of which 0 hides. Numbers that are added "
+                    "to scores are the score modifier Bias."
                 )
         for (name, side), shape in zip(self.kind.along, shapes, strict=False):
             seqlen = scores[2 if side == "q" else 3]
@@ -194,8 +194,8 @@ def check_ends(where: Where, seqlen_q: int, seqlen_k: int, lengths: Lengths) -> 
             seqlen = seqlen_q if side == "q" else seqlen_k
             if shape[1] > seqlen:
                 raise InvalidProblem(
-                    f"the shape of {name} is {shape}; its last axis must be seqlen_{side}, {seqlen}. Take those that are meant: "
-                    f"[..., :{seqlen}] are the first, [..., -{seqlen}:] the last."
+                    f"the shape of {name} is {shape}; its last axis must be seqlen_{side}, {seqlen}. Take those that are "
+                    f"meant: [..., :{seqlen}] are the first, [..., -{seqlen}:] the last."
                 )
 
 

@@ -292,13 +292,11 @@ def prepare(
         key, call = None, None
     if call is None:
         check_tensors(tensors, called)
-        if any(isinstance(value, torch.Tensor) for value in options.values()):  # it is another key as it changes
-            return prepare(op, tensors, {n: plain(value) for n, value in options.items()}, backend, called)
         kind, problem = OPS[op].kind, make_problem(op, tensors, options, called)
         assert list(tensors) == [name for name in kind.tensors if name in tensors]
         wanted = frozenset(n for n in kind.differentiable if n in tensors and differentiates and tensors[n].requires_grad)
         call = Call(problem, next(iter(tensors.values())).device, backend, wanted)
-        if key is not None:
+        if key is not None and not any(isinstance(v, torch.Tensor) for v in options.values()):  # whose numbers may change
             _remember(key, call)
     if is_dual_level() and (call.wanted or call.backend != "cpu"):  # which computes in PyTorch, with tangents
         refuse_tangents(op, call.backend, ((called.get(name, name), t) for name, t in tensors.items()))

@@ -19,7 +19,8 @@ def is_jagged(tensor: Any) -> bool:
 def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any) -> Any:
     """`attention` of q, k, v (batch, jagged, heads, head_dim); out and lse, (batch, heads, jagged), are nested as q is.
 
-    k and v are nested alike, by the same offsets or, on the CPU, by equal ones. What lies between items of a nested tensor with holes is never looked at.
+    k and v are nested alike, by the same offsets or, on the CPU, by equal ones. What lies between items of a nested tensor with
+    holes is never looked at.
     """
     if given is not None:
         raise InvalidProblem(f"{next(iter(given.tensors))} is given and q is nested; its own lengths count.")

@@ -110,7 +110,8 @@ def attention_qkvpacked(
         heads_kv, odd = divmod(qkv.shape[-2] - heads_q, 2) if isinstance(heads_q, int) else (0, 1)
         if isinstance(heads_q, bool) or odd or heads_kv < 1 or heads_q < 1:
             raise InvalidProblem(
-                f"heads_q is {told(heads_q)} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as for v."
+                f"heads_q is {told(heads_q)} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as "
+                "for v."
             )
         packing = Packing((Pack(("q", "k", "v"), (heads_q, heads_kv, heads_kv)),))
     given = given_lengths(

@@ -93,7 +93,8 @@ def test_a_float32_mask_keeps_its_numbers(front: str, dtype: torch.dtype) -> Non
     torch.manual_seed(0)
     q = torch.randn(1, 1, N, 16).to(dtype)
     bias = 0.25 * torch.arange(N, dtype=torch.float32).expand(1, 1, N, N)
-    mask = torch.where(torch.ones(N, N).tril().bool(), bias, torch.finfo(torch.float32).min if dtype is torch.bfloat16 else -1e4)
+    hidden = torch.finfo(torch.float32).min if dtype is torch.bfloat16 else -1e4
+    mask = torch.where(torch.ones(N, N).tril().bool(), bias, hidden)
     exact = torch.softmax(q.double() @ q.double().mT / 4 + mask.double(), -1) @ q.double()
     theirs = (F.scaled_dot_product_attention(q, q, q, mask).double() - exact).abs().max()
     ours = (FRONTS[front](q, q, q, mask).double() - exact).abs().max()

@@ -47,7 +47,7 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"score": (Alibi(jnp.zeros(3)),)}, r"alibi slopes have shape \(3,\)"),
         ((Q, K, K), {"attend_to": "all"}, "attend_to is a str"),
         ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 7), bool))}, r"key padding is \(2, 7\); its last axis must be"),
-        ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 9), bool))}, r"key padding is \(2, 9\); its last axis must be seqlen_k, 8"),
+        ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 9), bool))}, r"\(2, 9\); its last axis must be seqlen_k, 8"),
         ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 8)))}, "key_padding's tensor is fp32; it must be bool, or ints"),
         ((Q, K, K), {"dropout": 0.1}, "dropout is 0.1"),
         ((Q, K, K), {"dropout": Dropout(0.1)}, "dropout seed is None"),
