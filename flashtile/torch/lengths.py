@@ -11,7 +11,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.lengths import Lengths
-from flashtile.spec.number import plain, told
+from flashtile.spec.number import PLAIN, plain, told
 
 OTHER_INTS = frozenset({torch.int64, torch.int16, torch.int8, torch.uint8})
 
@@ -121,14 +121,16 @@ def given_lengths(alike: bool = False, **named: Any) -> Given | None:
     if not tensors:
         return None
     dense: dict[str, Any] = {}
+    before = made = None
     for name, tensor in tensors.items():
-        first = next((n for n in dense if tensors[n] is tensor), None)
-        dense[name] = _dense(tensor) if first is None else dense[first]
-    return Given(dense, plain(named.get("max_seqlen_q")), plain(named.get("max_seqlen_k")), alike)
-
-
-def _dense(tensor: Any) -> Any:
-    """As kernels read it; of other ints a copy, which the device makes and nobody waits for."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return (tensor.to(torch.int32) if tensor.dtype in OTHER_INTS else tensor).contiguous()
+        if tensor is not before:
+            before = made = tensor
+            if isinstance(tensor, torch.Tensor):
+                if tensor.dtype is not torch.int32 and tensor.dtype in OTHER_INTS:
+                    made = tensor.to(torch.int32)  # on its device, for which nobody waits
+                made = made.contiguous()
+        dense[name] = made
+    most_q, most_k = named.get("max_seqlen_q"), named.get("max_seqlen_k")
+    if type(most_q) in PLAIN and type(most_k) in PLAIN:
+        return Given(dense, most_q, most_k, alike)
+    return Given(dense, plain(most_q), plain(most_k), alike)
