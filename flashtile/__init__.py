@@ -6,9 +6,11 @@ The names below are loaded at first use, so that `import flashtile` costs nothin
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashtile import compat, integrations, jax, nn, ops  # noqa: F401  lazy, as the names below are
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
@@ -95,7 +97,12 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("compat", "integrations", "jax", "nn", "ops")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name], __name__), name)
@@ -104,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted((*__all__, *(name for name in _PACKAGES if name != "jax" or find_spec("jax"))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.device import NAMED, Device
@@ -16,6 +16,9 @@ from flashtile.spec.options import DEFAULT, Options
 
 AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 
+ARGUMENTS = (
+    "problem", "k", "v", "device", "causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options"
+)  # fmt: skip
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
@@ -86,8 +89,7 @@ def explain(
 
     Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only.
     """
-    if unknown := sorted(lengths.keys() - LENGTHS):
-        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
+    check_names("explain", lengths, LENGTHS, ARGUMENTS)
     options = DEFAULT if options is None else options
     wanted, layout, gathered = frozenset("qkv"), None, tuple[str, ...]()
     if isinstance(problem, (str, AttentionProblem)):

@@ -13,6 +13,7 @@ from flashtile.score.alibi import Alibi
 from flashtile.score.softcap import Softcap
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import Band
+from flashtile.spec.number import plain
 from flashtile.spec.options import DEFAULT, Options
 from flashtile.torch.dropout import random_words
 
@@ -27,12 +28,13 @@ def window_of(window_size: Any) -> Window | None:
     distances = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     if not isinstance(distances, (tuple, list)) or len(distances) != 2:
         raise InvalidProblem(f"window_size is {window_size!r}; it must be a pair (left, right).")
-    left, right = (None if d is None or (isinstance(d, int) and d < 0) else d for d in distances)
+    left, right = (None if d is None or (isinstance(d, int) and d < 0) else d for d in map(plain, distances))
     return None if left is None and right is None else (left, right)
 
 
 def top_left(causal: Any, seqlen_q: int, seqlen_k: int) -> Band | None:
     """The mask of a causal order that is counted from the first key."""
+    causal = plain(causal)
     if not isinstance(causal, bool):
         raise InvalidProblem(f"causal is {causal!r}; it must be True or False.")
     return Band(right=seqlen_q - seqlen_k) if causal else None

@@ -31,7 +31,8 @@ MOST_LINES = 2000
 # Operators that move elements and compute nothing: of the elements' own numbers they make which element goes where.
 MOVES = {
     "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice",
-    "stack", "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach", "clone",
+    "stack", "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach",
+    "clone",
 }  # fmt: skip
 REDUCTIONS = {
     "sum": "{} + {}", "mean": "{} + {}", "prod": "({}) * ({})", "amax": "larger({}, {})", "amin": "smaller({}, {})",

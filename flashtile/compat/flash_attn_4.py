@@ -16,6 +16,7 @@ from flashtile.compat.flash_attn_3 import flash_attn_combine, get_scheduler_meta
 from flashtile.errors import InvalidProblem
 from flashtile.score.softcap import Softcap
 from flashtile.spec.mask import Band
+from flashtile.spec.number import plain
 from flashtile.torch.attention import attention
 from flashtile.torch.layouts import attention_varlen
 
@@ -75,6 +76,7 @@ def flash_attn_varlen_func(
 def _arguments(scale: Any, causal: bool, window_size: Any, sink: Tensor, softcap: float, deterministic: bool) -> dict[str, Any]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise InvalidProblem(f"window_size is {window_size!r}; it must be a pair (left, right).")
+    causal = plain(causal)
     if not isinstance(causal, bool):
         raise InvalidProblem(f"causal is {causal!r}; it must be True or False.")
     left, right = window_size[0], 0 if causal else window_size[1]

@@ -65,6 +65,8 @@ def scaled_dot_product_attention(
 class Override(TorchFunctionMode):
     """While it is entered, torch's scaled_dot_product_attention is flashtile's, for whoever calls it in this thread.
 
+    Of float64, which is not computed here, it stays torch's own.
+
     `with Override(): model(x)`; under `torch.compile` too, around the compiled function or within it. Of torch's own modules
     that is what `torch.nn.MultiheadAttention` calls unless it is to return weights.
     """
@@ -73,11 +75,17 @@ class Override(TorchFunctionMode):
         return _OURS.get(func, func)(*args, **(kwargs or {}))
 
 
+def _ours_or_theirs(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """Within the mode, whose functions do not come to it again."""
+    function = F.scaled_dot_product_attention if query.dtype is torch.float64 else scaled_dot_product_attention
+    return function(query, *rest, **named)
+
+
 def _with_ours(function: Any) -> Any:
     """A function of torch.nn.functional that calls ours: what it calls itself, a mode does not see."""
     names = {
         **vars(F),
-        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "scaled_dot_product_attention": _ours_or_theirs,
         "has_torch_function": lambda tensors: False,
     }
     del names["__name__"]  # torch.compile would look names up in the module of that name
@@ -87,7 +95,7 @@ def _with_ours(function: Any) -> Any:
 
 
 _OURS = {
-    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.scaled_dot_product_attention: _ours_or_theirs,
     F.multi_head_attention_forward: _with_ours(F.multi_head_attention_forward),
 }
 

@@ -242,7 +242,7 @@ class _Cpu:
 
     @staticmethod
     def asked(q: torch.Tensor, k: torch.Tensor, wanted: int, causal: bool, bias: Maybe, scale: float | None) -> Asked:
-        score = () if bias is None else (Bias(bias.to(q.dtype)),)
+        score = () if bias is None else (Bias(bias),)  # its own numbers: q's dtype may round them
         return _ask(q, None, wanted, mask=_top_left(q, k, causal), scale=scale, score=score, options=Options(backend="cpu"))
 
 

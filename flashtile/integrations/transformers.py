@@ -252,8 +252,12 @@ def attention_forward(
         seen = attention_mask[..., : k.shape[1]]
         if seen.dtype is torch.bool:
             arguments["mask"] = Stored(seen)
-        else:  # hidden by the least number of a dtype
-            score.append(Bias(seen.to(q.dtype)))
+        elif seen.is_floating_point():  # hidden by the least number of a dtype; its own numbers, which q's dtype may round
+            score.append(Bias(seen))
+        else:  # which added would hide nothing
+            raise InvalidProblem(
+                f"attention_mask is {seen.dtype}; it must be bool, True where a query sees a key, or numbers to be added."
+            )
     elif attention_mask is not None:
         raise InvalidProblem(f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor or None.")
     elif causal:

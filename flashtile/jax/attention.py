@@ -46,7 +46,7 @@ from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
 from flashtile.spec.options import VARIANTS
-from flashtile.spec.predicate import Joined, PredicateSpec, normal_form
+from flashtile.spec.predicate import Joined, PredicateSpec, check_ends, normal_form
 from flashtile.spec.score import Score, ScoreSpec
 
 if TYPE_CHECKING:
@@ -283,8 +283,6 @@ class _Rest:
             raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.backward == "fused" and self.deterministic:
-            raise InvalidProblem("backward is 'fused' and deterministic is True; 'fused' adds dq atomically, use 'split'.")
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
             raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
 
@@ -359,6 +357,7 @@ def _describe(
         where=where, sink=None if rest.sinks is None else described(arrays["sink"]),
         dropout=None if rest.dropout is None else rest.dropout.p,
     )  # fmt: skip
+    check_ends(where, q.shape[1], k.shape[1], known)
     if problem.dropout is not None:
         assert rest.dropout is not None
         arrays["seed"] = seed_words(rest.dropout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from flashtile.ops.position import rotary
 from flashtile.predicate.key_padding import KeyPadding
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.mask import make_mask
+from flashtile.spec.number import plain, told
 from flashtile.spec.options import DEFAULT
 from flashtile.spec.predicate import Joined, narrowed
 from flashtile.spec.score import broadcasts
@@ -23,6 +24,7 @@ from flashtile.torch.inputs import check_arguments
 from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
 
 # Of `flashtile.attention`: sinks and dropout are the module's own, and what it returns is one tensor.
+OWN = ("width", "heads", "heads_kv", "head_dim", "bias", "qk_norm", "rotary_base", "sinks", "dropout_p", "device", "dtype")
 ARGUMENTS = ("causal", "window", "mask", "score", "scale", "options")
 
 
@@ -45,7 +47,8 @@ class Attention(torch.nn.Module):
         device: Any = None, dtype: Any = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__()
-        check_names("Attention", arguments, ARGUMENTS)
+        check_names("Attention", arguments, ARGUMENTS, OWN)
+        width, heads, heads_kv, head_dim, rotary_base = map(plain, (width, heads, heads_kv, head_dim, rotary_base))
         check_sizes(width=width, heads=heads)
         heads_kv = heads if heads_kv is None else heads_kv
         if head_dim is None and width % heads:
@@ -89,15 +92,17 @@ class Attention(torch.nn.Module):
 
     def forward(
         self, x: torch.Tensor, context: torch.Tensor | None = None, *, padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
+        cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None, **unknown: NoReturn,
     ) -> torch.Tensor:  # fmt: skip
         """(batch, seqlen, width); with cu_seqlens, int32 (batch + 1,), of sequences one after another: (total, width).
 
         x: queries, and keys and values too unless there is a context, (batch, seqlen_k, width), which has no rotary.
-        padding_mask: bool (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as they are
-            (`Blocks.padded`). max_seqlen: no sequence is longer; with cu_seqlens alone.
+        padding_mask: bool or ints (batch or 1, seqlen_k), True for the keys that count; beside `Blocks` their lists stay as
+            they are (`Blocks.padded`). max_seqlen: no sequence is longer; with cu_seqlens alone.
         Raises InvalidProblem for what does not fit.
         """
+        if unknown:
+            _refuse(unknown)
         varlen = cu_seqlens is not None
         if x.dim() != 3 - varlen or x.shape[-1] != self.width:
             must = f"({'total' if varlen else 'batch, seqlen'}, {self.width})"
@@ -116,8 +121,10 @@ class Attention(torch.nn.Module):
             shape = tuple(getattr(padding_mask, "shape", ()))
             if shape[1:] != wanted[1:] or not broadcasts(shape[:1], wanted[:1]):
                 raise InvalidProblem(f"padding_mask has shape {shape}; it must be (batch, seqlen_k) = {wanted}.")
-            if padding_mask.dtype is not torch.bool:  # numbers are often added to scores, where 0 is a key that counts
-                raise InvalidProblem(f"padding_mask is {padding_mask.dtype}; it must be bool, True for the keys that count.")
+            if padding_mask.is_floating_point():  # these are often added to scores, where 0 is a key that counts
+                raise InvalidProblem(
+                    f"padding_mask is {padding_mask.dtype}; it must be bool, True for the keys that count, or ints likewise."
+                )
             mask = arguments.get("mask")
             if isinstance(mask, Blocks):
                 arguments["mask"] = mask.padded(padding_mask)
@@ -160,9 +167,25 @@ class Attention(torch.nn.Module):
         return q, k, v
 
 
+def _refuse(unknown: dict[str, NoReturn]) -> None:
+    """Raise TypeError for arguments of a forward that it does not take."""
+    if "key_padding_mask" in unknown:
+        raise TypeError(
+            "forward() got an unexpected keyword argument 'key_padding_mask'; did you mean padding_mask, which is True for "
+            "keys that count? torch.nn.MultiheadAttention's is True for those that do not: padding_mask=~key_padding_mask."
+        )
+    if {"attn_mask", "is_causal"} & unknown.keys():
+        name = next(iter({"attn_mask", "is_causal"} & unknown.keys()))
+        raise TypeError(
+            f"forward() got an unexpected keyword argument {name!r}; masks are the module's own: Attention(.., causal=True) or "
+            "mask=.., and padding_mask here."
+        )
+    check_names("forward", unknown, ("x", "context", "padding_mask", "cu_seqlens", "max_seqlen"))
+
+
 def _check_rotary(base: Any, head_dim: int) -> None:
     if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < float("inf"):
-        raise InvalidProblem(f"rotary_base is {base!r}; it must be a positive, finite number or None.")
+        raise InvalidProblem(f"rotary_base is {told(base)}; it must be a positive, finite number or None.")
     if head_dim % 2:
         raise InvalidProblem(f"head_dim is {head_dim}; it must be even for rotary.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
+from flashtile.spec.number import plain, told
 from flashtile.spec.predicate import Predicate
 from flashtile.spec.score import Position
 
@@ -26,8 +27,9 @@ class Dilated(Predicate):
     visible = dilated_visible
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "step", plain(self.step))
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 1 <= self.step < 2**31:
-            raise InvalidProblem(f"dilated step is {self.step!r}; it must be a positive int.")
+            raise InvalidProblem(f"dilated step is {told(self.step)}; it must be a positive int.")
 
     def scalars(self) -> tuple[int, ...]:
         return (self.step,)

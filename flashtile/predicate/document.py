@@ -20,9 +20,10 @@ def document_visible(at, args):
 
 @dataclass(frozen=True, eq=False)
 class Document(Predicate):
-    """Query i sees key j where queries[i] == keys[j]; int32 (seqlen,) or (batch or 1, seqlen), `keys` is `queries` by default.
+    """Query i sees key j where queries[i] == keys[j]; ints (seqlen,) or (batch or 1, seqlen), `keys` is `queries` by default.
 
-    Either may be longer than there are queries or keys: what lies beyond is not looked at.
+    Of as many queries and keys as there are: where a cache holds more keys, Document(ids[:, -seqlen_q:], ids). Where items
+    differ in length they may be as short as the longest one; in `attention_varlen` they count each item's own tokens.
     """
 
     queries: Any

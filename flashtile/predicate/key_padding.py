@@ -18,7 +18,9 @@ def key_padding_visible(at, args):
 
 @dataclass(frozen=True, eq=False)
 class KeyPadding(Predicate):
-    """Key j is visible where keep[b, j]; bool (batch or 1, seqlen_k or longer). The other keys keep their positions.
+    """Key j is visible where keep[b, j]; (batch or 1, seqlen_k), bool or ints. The other keys keep their positions.
+
+    Where items differ in length it may be as short as the longest one; in `attention_varlen` it counts each item's own keys.
 
     Where padding stands at the end, `seqused_k` says the same and costs nothing. With holes, `seqused_k=keep` takes the hidden
     keys out first: a copy, and positions that count the others alone, but no time for what is hidden.
@@ -29,6 +31,7 @@ class KeyPadding(Predicate):
     name = "key_padding"
     visible = key_padding_visible
     along = (("key padding", "k"),)
+    truths = True
 
     def __post_init__(self) -> None:
         shape = getattr(self.keep, "shape", None)

@@ -18,7 +18,7 @@ def prefix_visible(at, args):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Predicate):
-    """Every query sees the first lengths[b] keys; int32 (batch,). A prefix-LM's mask is Prefix(lengths) | Band(right=0)."""
+    """Every query sees the first lengths[b] keys; ints (batch,). A prefix-LM's mask is Prefix(lengths) | Band(right=0)."""
 
     lengths: Any
 

@@ -20,7 +20,9 @@ def stored_visible(at, args):
 
 @dataclass(frozen=True, eq=False)
 class Stored(Predicate):
-    """Query i sees key j where mask[b, h, i, j]; bool, four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k).
+    """Query i sees key j where mask[b, h, i, j]; bool or ints, axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k).
+
+    Two axes are (seqlen_q, seqlen_k), the same for all items and heads.
 
     It is read where it lies, once for every tile; `Blocks` and bands visit fewer tiles. Dense batches only.
     """
@@ -30,13 +32,17 @@ class Stored(Predicate):
     name = "stored"
     visible = stored_visible
     broadcast = True
+    truths = True
 
     def __post_init__(self) -> None:
+        if len(getattr(self.mask, "shape", ())) == 2:
+            object.__setattr__(self, "mask", self.mask[None, None])
         shape = getattr(self.mask, "shape", None)
         if shape is None or len(shape) != 4:
             raise InvalidProblem(
                 f"stored mask is {type(self.mask).__name__ if shape is None else tuple(shape)}; it must have four axes "
-                "that broadcast to (batch, heads_q, seqlen_q, seqlen_k)."
+                "that broadcast to (batch, heads_q, seqlen_q, seqlen_k), or two, (seqlen_q, seqlen_k). Of three, mask[:, None] "
+                "has the batch first and mask[None] the heads."
             )
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashtile._triton import jit, tl
 from flashtile.errors import InvalidProblem
+from flashtile.spec.number import plain, told
 from flashtile.spec.score import Curve, Position, Score
 
 
@@ -67,6 +68,7 @@ class Softcap(Score):
     curve = Curve(tanh, tanh_derivative, softcap_width, tanh_approximate, largest=lambda scalars: scalars[0])
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cap", plain(self.cap))
         Softcap.check((self.cap,))
 
     @staticmethod
@@ -76,7 +78,7 @@ class Softcap(Score):
             raise InvalidProblem(f"softcap has {len(scalars)} parameters; it must have one, the cap.")
         (cap,) = scalars
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-            raise InvalidProblem(f"softcap is {cap!r}; it must be a positive finite number.")
+            raise InvalidProblem(f"softcap is {told(cap)}; it must be a positive finite number.")
 
     def scalars(self) -> tuple[float, ...]:
         return (float(self.cap),)

@@ -15,6 +15,7 @@ from flashtile.spec.dropout import check_chance, threshold
 from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE, Lengths
 from flashtile.spec.mask import FULL, Band
+from flashtile.spec.number import PLAIN, plain, told
 from flashtile.spec.predicate import PredicateSpec, Where, parse_where, spell_where
 from flashtile.spec.score import ScoreSpec, TensorSpec, broadcasts
 
@@ -29,6 +30,10 @@ FORMS = {  # how the parts of a spelling with a value are written
     "where": "where=NAME(NUMBER;...;SHAPE:DTYPE;...)&...|...", "used": "used=q, used=k or used=qk",
 }  # fmt: skip
 DTYPES = tuple(dtype.value for dtype in DType)
+NUMBERS = (
+    "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "scale", "deterministic", "returns_lse",
+    "dropout",
+)  # fmt: skip
 WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse")
 
 
@@ -69,6 +74,9 @@ class AttentionProblem:
     blocks: BlockSpec | None = None
 
     def __post_init__(self) -> None:
+        for name in NUMBERS:
+            if type(getattr(self, name)) not in PLAIN:
+                object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("batch", "seqlen_q", "seqlen_k"):
             _check_int(name, getattr(self, name), 0)
         for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v"):
@@ -108,7 +116,7 @@ class AttentionProblem:
             object.__setattr__(self, "precision", "tf32x3")
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise InvalidProblem(f"scale is {scale!r}; it must be a number.")
+            raise InvalidProblem(f"scale is {told(scale)}; it must be a number.")
         if not abs(scale) <= sys.float_info.max:  # also of ints, which math.isfinite cannot convert
             raise InvalidProblem(f"scale is {scale}; it must be finite.")
         object.__setattr__(self, "scale", float(scale) + 0.0)  # -0.0 becomes 0.0: equal problems have one spelling

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.number import plain
 
 LEAST_BLOCK = 32
 
@@ -26,7 +27,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
-            size = getattr(self, name)
+            object.__setattr__(self, name, size := plain(getattr(self, name)))
             if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_BLOCK or size & (size - 1):
                 raise InvalidProblem(f"{name} is {size!r}; it must be a power of two, at least {LEAST_BLOCK}.")
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.dtype import SIZES_BYTES
+from flashtile.spec.number import plain, told
 
 FLOATS = ("fp16", "bf16", "fp32")
 
@@ -60,6 +61,9 @@ class Companion:
         Companion.kinds[cls.op] = cls
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if hasattr(value := getattr(self, field.name), "shape"):
+                object.__setattr__(self, field.name, plain(value))
         self.check()
 
     def check(self) -> None:
@@ -128,14 +132,14 @@ class Companion:
     def expect_number(self, name: str, least: float = -float("inf"), most: float = float("inf")) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidProblem(f"{name} is {value!r}; it must be a number.")
+            raise InvalidProblem(f"{name} is {told(value)}; it must be a number.")
         if not (least <= value <= most and abs(value) < float("inf")):
             raise InvalidProblem(f"{name} is {value}; it must be finite, from {least} to {most}.")
 
     def expect_bool(self, *names: str) -> None:
         for name in names:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+                raise InvalidProblem(f"{name} is {told(getattr(self, name))}; it must be True or False.")
 
     # -- the canonical spelling ---------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.number import PLAIN, plain, told
 
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -43,6 +44,9 @@ class Dropout:
     seed: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("p", "seed"):
+            if type(getattr(self, name)) not in PLAIN:
+                object.__setattr__(self, name, plain(getattr(self, name)))
         check_chance(self.p)
         if isinstance(self.seed, bool) or not (self.seed is None or isinstance(self.seed, int) or hasattr(self.seed, "shape")):
             raise InvalidProblem(f"dropout seed is {self.seed!r}; it must be an int, an int64 tensor (2,) or None.")
@@ -53,7 +57,7 @@ class Dropout:
 def check_chance(p: object) -> None:
     """Raise InvalidProblem unless p is a chance that leaves something."""
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1 or threshold(p) > WORD:
-        raise InvalidProblem(f"dropout p is {p!r}; it must be a number, at least 0 and below 1.")
+        raise InvalidProblem(f"dropout p is {told(p)}; it must be a number, at least 0 and below 1.")
 
 
 def threshold(p: float) -> int:

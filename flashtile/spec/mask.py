@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashtile.errors import InvalidProblem
+from flashtile.spec.number import PLAIN, plain, told
 
 if TYPE_CHECKING:
     from flashtile.spec.predicate import Joined
@@ -30,6 +31,8 @@ class Band:
             bound = getattr(self, name)
             if bound is None:
                 continue
+            if type(bound) not in PLAIN:
+                object.__setattr__(self, name, bound := plain(bound))
             if isinstance(bound, bool) or not isinstance(bound, int):
                 raise InvalidProblem(f"Band {name} is {told(bound)}; it must be an int or None.")
             if abs(bound) >= 2**31:
@@ -108,12 +111,16 @@ def _tighter(a: int | None, b: int | None) -> int | None:
 
 def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: Band | None) -> Band:
     """The band that `causal`, `window` and `mask` mean together. `window` distances must not be negative."""
+    causal = plain(causal)
     if not isinstance(causal, bool):
-        raise InvalidProblem(f"causal is {causal!r}; it must be True or False.")
+        raise InvalidProblem(f"causal is {told(causal)}; it must be True or False.")
     band = CAUSAL if causal else FULL
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise InvalidProblem(f"window is {told(window)}; it must be a pair (left, right) of ints or None.")
+            n = plain(window)
+            pairs = f": ({n}, {n}) for {n} to either side, ({n}, 0) for {n} before and none after" if type(n) is int else ""
+            raise InvalidProblem(f"window is {told(window)}; it must be a pair (left, right) of ints or None{pairs}.")
+        window = plain(window[0]), plain(window[1])
         for side, distance in zip(("left", "right"), window, strict=True):
             if distance is None:
                 continue
@@ -127,11 +134,6 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
             raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be a flashtile mask such as Band.")
         band = band & mask
     return band
-
-
-def told(value: object) -> str:
-    """The value, or what it is: torch.compile cannot print a tensor, nor an array of NumPy."""
-    return f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
 
 
 # No annotations: Triton reads them. pyright: ignore below, for that reason alone.

@@ -7,6 +7,7 @@ from typing import Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.attention import PRECISIONS, Precision
+from flashtile.spec.number import PLAIN, plain
 
 Variant = Literal["auto", "split", "fused"]
 VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
@@ -17,9 +18,9 @@ class Options:
     """How to run a call.
 
     backend: name of the backend ("hopper", "triton", "cpu"), or None for the first one that can.
-    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically),
-        or "auto" (whichever was measured to be faster, see `flashtile.explain`; if deterministic, on Hopper also a fused one
-        that adds in a fixed order).
+    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically; if
+        deterministic, in a fixed order on Hopper, and refused elsewhere), or "auto" (whichever was measured to be faster of
+        those that can, see `flashtile.explain`).
     deterministic: True asks for a bitwise repeatable backward; None follows
         `torch.are_deterministic_algorithms_enabled()`.
     precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
@@ -36,6 +37,8 @@ class Options:
     precision: Precision = "tf32x3"
 
     def __post_init__(self) -> None:
+        if type(self.deterministic) not in PLAIN:
+            object.__setattr__(self, "deterministic", plain(self.deterministic))
         if self.backend is not None and not isinstance(self.backend, str):
             raise InvalidProblem(f"backend is {self.backend!r}; it must be a backend's name or None.")
         if self.backward not in VARIANTS:
@@ -44,10 +47,6 @@ class Options:
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.backward == "fused" and self.deterministic:
-            raise InvalidProblem(
-                "backward is 'fused' and deterministic is True; the fused backward adds dq atomically, use 'split'."
-            )
 
 
 DEFAULT = Options()

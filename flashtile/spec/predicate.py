@@ -20,10 +20,12 @@ from flashtile.errors import InvalidProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.number import PLAIN, plain
 from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
 
-DTYPES = ("int32", "int8", "uint8", "bool", "fp16", "bf16", "fp32")
+FLOATS = ("fp16", "bf16", "fp32")
+DTYPES = ("int32", "int64", "int8", "uint8", "bool", *FLOATS)
 
 
 class Joined:
@@ -93,8 +95,9 @@ class Predicate(Joined):
 
     name: ClassVar[str] = ""
     visible: ClassVar[Callable[..., Any]]
-    # of each tensor (batch, length): what errors call it, and whether it must reach the last query ("q") or key ("k")
+    # of each tensor (batch, length): what errors call it, and whether it has an element for every query ("q") or key ("k")
     along: ClassVar[tuple[tuple[str, str], ...]] = ()
+    truths: ClassVar[bool] = False  # whether its tensors say yes or no: bool, or ints of which 0 is no
     broadcast: ClassVar[bool] = False  # whether its tensors broadcast to (batch, heads_q, seqlen_q, seqlen_k), as `check` asks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -137,6 +140,8 @@ class PredicateSpec:
     tensors: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype of each
 
     def __post_init__(self) -> None:
+        if not PLAIN.issuperset(map(type, self.scalars)):
+            object.__setattr__(self, "scalars", tuple(map(plain, self.scalars)))
         for number in self.scalars:
             if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= 2**31:
                 raise InvalidProblem(f"{self.kind.name} has the scalar {number!r}; it must be an int within 32 bits.")
@@ -150,6 +155,12 @@ class PredicateSpec:
         """Raise InvalidProblem for tensors that do not serve (batch, heads_q, seqlen_q, seqlen_k) scores."""
         shapes = tuple(shape for shape, _ in self.tensors)
         self.kind.check(shapes, scores)
+        for _, dtype in self.tensors if self.kind.truths else ():
+            if dtype in FLOATS:  # numbers are added to scores elsewhere, where 0 is a key that counts
+                raise InvalidProblem(
+                    f"{self.kind.name}'s tensor is {dtype}; it must be bool, or ints of which 0 hides. Numbers that are added "
+                    "to scores are the score modifier Bias."
+                )
         for (name, side), shape in zip(self.kind.along, shapes, strict=False):
             seqlen = scores[2 if side == "q" else 3]
             # where items differ in length it must reach the longest one's end, which the device alone knows
@@ -171,6 +182,21 @@ class PredicateSpec:
 
 
 Where = tuple[tuple[PredicateSpec, ...], ...]
+
+
+def check_ends(where: Where, seqlen_q: int, seqlen_k: int, lengths: Lengths) -> None:
+    """Raise InvalidProblem for tensors of more queries or keys than a caller's batch has: which of them are meant is unknown.
+
+    Of items that lie one after another it is: each counts its own.
+    """
+    for leaf in (leaf for term in where for leaf in term if not lengths.varlen):
+        for (name, side), (shape, _) in zip(leaf.kind.along, leaf.tensors, strict=False):
+            seqlen = seqlen_q if side == "q" else seqlen_k
+            if shape[1] > seqlen:
+                raise InvalidProblem(
+                    f"the shape of {name} is {shape}; its last axis must be seqlen_{side}, {seqlen}. Take those that are "
+                    f"meant: [..., :{seqlen}] are the first, [..., -{seqlen}:] the last."
+                )
 
 
 def spell_where(where: Where) -> str:

@@ -6,25 +6,26 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flashtile import dispatch
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dropout import Dropout
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.number import plain, plain_pair
 from flashtile.spec.options import DEFAULT, Options
-from flashtile.spec.predicate import Joined
+from flashtile.spec.predicate import Joined, check_ends
 from flashtile.spec.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.derivative import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.dropout import check_dropout, draw_seed
 from flashtile.torch.holes import counts, holes
-from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors
+from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.masks import call_mask, mask_of_call, predicates_of
 from flashtile.torch.packing import APART, PackedGradient, Packing
@@ -34,6 +35,10 @@ from flashtile.torch.run import DTYPE_NAMES, DTYPES, Bound, device_of
 from flashtile.torch.traced import attend_traced, autocast, is_plain
 
 Tensors = dict[str, torch.Tensor]
+ARGUMENTS = (
+    "q", "k", "v", "causal", "window", "mask", "score", "scale", "sink", "dropout", "seqused_q", "seqused_k", "return_lse",
+    "options",
+)  # fmt: skip
 
 
 def attention(
@@ -52,6 +57,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
@@ -74,12 +80,17 @@ def attention(
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
-    no key gives out 0 and, without a sink, lse -inf. Raises InvalidProblem for a request without meaning, NotSupported
-    (with every backend's reason) for one that nothing here can run, such as forward-mode differentiation; both before
-    any launch.
+    no key gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it
+    reaches nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from
+    which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
+
+    Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
+    here can run, such as forward-mode differentiation; both before any launch.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
+    if unknown:
+        check_names("attention", unknown, ARGUMENTS)
     given = None
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
@@ -315,8 +326,9 @@ def prepare(
         )  # fmt: skip
         if window is not None:
             key += _exactly(window)
-        if not isinstance(score, (tuple, list)) or score:
-            captured, score_key = _capture(score, *_rows(q, given))
+        listed = isinstance(score, (tuple, list))
+        if not listed or score:
+            captured, score_key = _capture(score if listed else modifiers(score), *_rows(q, given))
             key += (score_key,)
         if sink is not None:
             captured += (sink,)
@@ -329,11 +341,19 @@ def prepare(
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
+        given_ones = causal, window, scale, return_lse
+        numbers = plain(causal), plain_pair(window), plain(scale), plain(return_lse)
+        if any(a is not b for a, b in zip(numbers, given_ones, strict=True)):  # a tensor is another key as it changes
+            causal, window, scale, return_lse = numbers
+            return prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, **softmax)
         problem, options = make_problem(
             q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
         )
+        score = modifiers(score)
         captured, _ = _capture(score, *_rows(q, given))
         captured += () if sink is None else (sink,)
+        if any(isinstance(number, torch.Tensor) for modifier in score for number in modifier.scalars()):
+            key = None
         call = PreparedCall(problem, options, q.device)
         if key is not None:
             if len(_CALLS) >= _MOST_CALLS:
@@ -359,6 +379,7 @@ def make_problem(
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
     sink, dropout = softmax_options(**softmax)
     options = DEFAULT if options is None else options
+    score = modifiers(score)
     check_arguments(score, scale, options, return_lse)
     check_tensors(q, k, v, given)
     batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
@@ -376,6 +397,7 @@ def make_problem(
         predicates = predicates_of(causal, window, mask, batch, q.shape[2])
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
+        check_ends(where, q.shape[1], k.shape[1], lengths)
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
@@ -404,7 +426,7 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
         for tensor in tensors:
             _check_resolved(f"{modifier.name}'s tensor", tensor)
         described = tuple(TensorSpec(tuple(t.shape), DTYPE_NAMES[t.dtype], _wants_grad(t)) for t in tensors)
-        specs.append(ScoreSpec(type(modifier), tuple(float(s) for s in modifier.scalars()), described))
+        specs.append(ScoreSpec(type(modifier), tuple(float(plain(s)) for s in modifier.scalars()), described))
     return tuple(specs)
 
 

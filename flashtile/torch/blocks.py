@@ -16,6 +16,7 @@ from flashtile.predicate.key_padding import KeyPadding
 from flashtile.predicate.stored_blocks import StoredBlocks
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.mask import Band
+from flashtile.spec.number import plain
 from flashtile.spec.predicate import Joined, Predicate, Terms, terms_of
 from flashtile.spec.score import Position
 from flashtile.torch.block_mask import HIDDEN, PARTIAL, WHOLE, Said, said_of
@@ -280,7 +281,7 @@ def _in_part(lists: Lists) -> Lists:
 
 def _pair(block_size: Any) -> tuple[int, int]:
     """Queries and keys of a block. Raises InvalidProblem unless they are positive ints; `BlockSpec` knows which."""
-    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    sizes = tuple(map(plain, block_size)) if isinstance(block_size, (tuple, list)) else ()
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise InvalidProblem(f"block_size is {block_size!r}; it must be a pair of positive ints (queries, keys).")
     return sizes[0], sizes[1]

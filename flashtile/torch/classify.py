@@ -15,8 +15,9 @@ from flashtile.kernels.triton.blocks import plan_classify
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dtype import DType
+from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band
-from flashtile.spec.predicate import PREDICATES, PredicateSpec, Where
+from flashtile.spec.predicate import PREDICATES, PredicateSpec, Where, check_ends
 from flashtile.torch.masks import KINDS, Predicates
 from flashtile.torch.namespace import define
 from flashtile.torch.run import Bound
@@ -42,6 +43,7 @@ def _run(
     tensors: list[torch.Tensor], band: Band, where: Where, scores: Scores, spec: BlockSpec, place: torch.device
 ) -> torch.Tensor:
     batch, heads, seqlen_q, seqlen_k = scores
+    check_ends(where, seqlen_q, seqlen_k, ALIKE)
     problem = AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads, 1, 1, DType.FP16, mask=band, where=where, blocks=spec)
     names = (f"mask.{i}.{j}" for i, leaf in enumerate(problem.leaves) for j in range(len(leaf.tensors)))
     named = dict(zip(names, tensors, strict=True))

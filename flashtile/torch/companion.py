@@ -24,6 +24,7 @@ from flashtile.torch.companion_operator import COMPANION, write
 from flashtile.torch.derivative import NOTHING, each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
 from flashtile.torch.distributed import is_distributed
 from flashtile.torch.plain import autocasts, is_compiling, is_traced, is_wrapped
+from flashtile.torch.run import DEVICES
 
 Given = Mapping[str, Maybe]
 
@@ -75,8 +76,8 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
             raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
         if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.device.type not in DEVICES:
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
         if tensor.device != device:
             raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
 
@@ -194,7 +195,7 @@ def prepare(
         assert list(tensors) == [name for name in kind.tensors if name in tensors]
         wanted = frozenset(wanted_of(op, tensors, called))
         call = Call(problem, next(iter(tensors.values())).device, backend, wanted)
-        if key is not None:
+        if key is not None and not any(isinstance(v, torch.Tensor) for v in options.values()):  # whose numbers may change
             remember(key, call)
     if is_dual_level() and (call.wanted or call.backend != "cpu"):  # which computes in PyTorch, with tangents
         refuse_tangents(op, call.backend, ((called.get(name, name), t) for name, t in tensors.items()))

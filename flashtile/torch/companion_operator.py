@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.kernels.companions.catalogue import OPS
 from flashtile.spec.companion import Companion, Described, make
+from flashtile.spec.number import plain
 from flashtile.torch.companion_call import (
     AS_IT_IS,
     Call,
@@ -83,6 +84,7 @@ def write(
     called: Mapping[str, str] = AS_IT_IS,
 ) -> tuple[str, list[float], list[int]]:  # fmt: skip
     """(text, floats, ints) of a call; `read` is the text's inverse."""
+    options = {name: plain(value) for name, value in options.items()}
     floats = {name: value for name, value in options.items() if isinstance(value, float)}
     ints = {name: value for name, value in options.items() if isinstance(value, int) and not isinstance(value, bool)}
     rest = ";".join(f"{n}={v!r}" for n, v in options.items() if n not in floats and n not in ints)

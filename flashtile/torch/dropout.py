@@ -8,6 +8,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.dropout import Dropout, keep
+from flashtile.spec.number import plain, told
 
 
 def dropout_mask(
@@ -21,9 +22,10 @@ def dropout_mask(
         raise InvalidProblem(f"dropout is a {type(dropout).__name__}; it must be a flashtile.Dropout.")
     if dropout.seed is None:
         raise InvalidProblem("dropout has no seed; every call draws a new one. Give it an int or a tensor.")
+    batch, heads_q, seqlen_q, seqlen_k = map(plain, (batch, heads_q, seqlen_q, seqlen_k))
     for name, size in (("batch", batch), ("heads_q", heads_q), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidProblem(f"{name} is {size!r}; it must be an int, at least 0.")
+            raise InvalidProblem(f"{name} is {told(size)}; it must be an int, at least 0.")
     if isinstance(dropout.seed, torch.Tensor):
         check_seed(dropout.seed, dropout.seed.device)
     if device is None:

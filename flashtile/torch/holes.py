@@ -110,7 +110,7 @@ def holes(tensors: Sequence[Any], seqused_q: Any, seqused_k: Any, mask: Any, sco
         rest = "goes by the tokens' own places; keys are to be hidden there, by the mask KeyPadding(keep)."
         if isinstance(mask, Joined):
             raise InvalidProblem(f"{name} is a mask with holes, and mask {rest}")
-        for modifier in score if isinstance(score, (tuple, list)) else ():
+        for modifier in score if isinstance(score, (tuple, list)) else (score,):
             if isinstance(modifier, Score) and _by_token(modifier, tensors[0]):
                 raise InvalidProblem(f"{name} is a mask with holes, and {modifier.name} {rest}")
     keep_q, keep_k = (keep if is_mask(keep) else None for keep in given.values())

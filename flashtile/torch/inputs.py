@@ -8,11 +8,16 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.mask import told
+from flashtile.spec.number import is_scalar, plain, told
 from flashtile.spec.options import Options
 from flashtile.spec.score import Score
 from flashtile.torch.lengths import Given
-from flashtile.torch.run import DTYPE_NAMES, DTYPES
+from flashtile.torch.run import DEVICES, DTYPE_NAMES, DTYPES
+
+
+def modifiers(score: Any) -> Any:
+    """The score modifiers of a call, which may be one without a sequence around it."""
+    return (score,) if isinstance(score, Score) else score
 
 
 def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = False) -> None:
@@ -20,12 +25,13 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
     if not isinstance(options, Options):
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
     if scale is not None and not _is_number(scale):
-        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.")
-    if not isinstance(return_lse, bool):
-        raise InvalidProblem(f"return_lse is {return_lse!r}; it must be True or False.")
-    if isinstance(score, Score) or not isinstance(score, (tuple, list)):
-        shown = f"a {type(score).__name__}" if isinstance(score, Score) else told(score)
-        raise InvalidProblem(f"score is {shown}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+        remedy = " A scale that is learned, or traced, multiplies q: attention(q * scale, k, v, scale=1.0)."
+        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.{remedy if is_scalar(scale) else ''}")
+    if not isinstance(plain(return_lse), bool):
+        raise InvalidProblem(f"return_lse is {told(return_lse)}; it must be True or False.")
+    score = modifiers(score)
+    if not isinstance(score, (tuple, list)):
+        raise InvalidProblem(f"score is {told(score)}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
     for modifier in score:
         if not isinstance(modifier, Score):
             raise InvalidProblem(
@@ -41,7 +47,7 @@ def check_modifier(modifier: Score, scalars: Sequence[Any], tensors: Sequence[An
         _check_captured(f"{modifier.name}'s tensor", tensor, q, DTYPE_NAMES)
     for number in scalars:
         if not _is_number(number):
-            raise InvalidProblem(f"{modifier.name} has the scalar {number!r}; it must be a number.")
+            raise InvalidProblem(f"{modifier.name} has the scalar {told(number)}; it must be a number.")
 
 
 def check_sink(sink: Any, q: torch.Tensor) -> None:
@@ -63,6 +69,7 @@ def _check_captured(
 
 def _is_number(value: Any) -> bool:
     """Whether it is one; while a graph is traced its symbols are."""
+    value = plain(value)
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
@@ -83,8 +90,8 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
             raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU.")
+        if tensor.device.type not in DEVICES:
+            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
         if tensor.dtype != q.dtype:
             raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
         if tensor.device != q.device:

@@ -9,6 +9,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.torch.layouts import attention_varlen
 from flashtile.torch.lengths import Given
+from flashtile.torch.plain import is_watched
 
 
 def is_jagged(tensor: Any) -> bool:
@@ -18,7 +19,8 @@ def is_jagged(tensor: Any) -> bool:
 def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any) -> Any:
     """`attention` of q, k, v (batch, jagged, heads, head_dim); out and lse, (batch, heads, jagged), are nested as q is.
 
-    k and v are nested alike. What lies between items of a nested tensor with holes is never looked at.
+    k and v are nested alike, by the same offsets or, on the CPU, by equal ones. What lies between items of a nested tensor with
+    holes is never looked at.
     """
     if given is not None:
         raise InvalidProblem(f"{next(iter(given.tensors))} is given and q is nested; its own lengths count.")
@@ -30,8 +32,12 @@ def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any)
                 f"{name} has shape {tuple(tensor.shape)} with axis {tensor._ragged_idx} jagged; it must be "
                 "(batch, jagged seqlen, heads, head_dim)."
             )
-    if tuple(v.shape[:2]) != tuple(k.shape[:2]):
-        raise InvalidProblem(f"k has lengths {k.shape[1]} and v has {v.shape[1]}; they must be nested by the same offsets.")
+    if tuple(v.shape[:2]) != tuple(k.shape[:2]) and not _alike(k, v):
+        raise InvalidProblem(
+            f"k has lengths {k.shape[1]} and v has {v.shape[1]}; they must be nested by the same offsets, one tensor: "
+            "v = torch.nested.nested_tensor_from_jagged(v.values(), k.offsets(), lengths=k.lengths()). Offsets that are equal "
+            "and two tensors are compared on the CPU alone, where nobody waits for a device."
+        )
     made = attention_varlen(
         q.values(), k.values(), v.values(), q.offsets().int(), k.offsets().int(), seqused_q=_used(q), seqused_k=_used(k),
         **arguments,
@@ -39,6 +45,14 @@ def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any)
     out, lse = made if isinstance(made, tuple) else (made, None)
     out = _nested(out, q)
     return out if lse is None else (out, _nested(lse.transpose(0, 1), q).transpose(1, 2))
+
+
+def _alike(k: Any, v: Any) -> bool:
+    """Whether tensors of offsets, and of lengths, that are two hold the same; known on the CPU, outside of traced graphs."""
+    theirs, ours = (v.offsets(), v.lengths()), (k.offsets(), k.lengths())
+    if is_watched(*(t for t in (*theirs, *ours) if t is not None)) or k.device.type != "cpu":
+        return False
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(theirs, ours, strict=True))
 
 
 def _used(tensor: Any) -> torch.Tensor | None:

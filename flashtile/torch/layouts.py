@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from flashtile.errors import InvalidProblem, check_names
+from flashtile.spec.number import plain, told
 from flashtile.torch.attention import attend, prepare
 from flashtile.torch.lengths import Given, given_lengths
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
@@ -40,6 +41,7 @@ class Arguments(TypedDict, total=False):
 
 
 NAMES = Arguments.__optional_keys__
+OF_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
 def attention_varlen(
@@ -69,7 +71,7 @@ def attention_varlen(
     The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
     what the tensors of lengths hold is checked on the CPU alone.
     """
-    check_names("attention_varlen", arguments, NAMES)
+    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
@@ -101,14 +103,16 @@ def attention_qkvpacked(
 
     Returns what `attention`, or with cu_seqlens `attention_varlen`, does.
     """
-    check_names("attention_qkvpacked", arguments, NAMES)
+    check_names("attention_qkvpacked", arguments, NAMES, ("qkv", "heads_q", "cu_seqlens", "max_seqlen", "seqused"))
     packing, axes = QKV, (4 if heads_q is not None else 5) - (cu_seqlens is not None)
     _check_pack("qkv", qkv, axes, 3 if heads_q is None else None)
+    heads_q = plain(heads_q)
     if heads_q is not None:
         heads_kv, odd = divmod(qkv.shape[-2] - heads_q, 2) if isinstance(heads_q, int) else (0, 1)
         if isinstance(heads_q, bool) or odd or heads_kv < 1 or heads_q < 1:
             raise InvalidProblem(
-                f"heads_q is {heads_q!r} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as for v."
+                f"heads_q is {told(heads_q)} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as "
+                "for v."
             )
         packing = Packing((Pack(("q", "k", "v"), (heads_q, heads_kv, heads_kv)),))
     given = given_lengths(
@@ -135,7 +139,7 @@ def attention_kvpacked(
     `attention_varlen`, (total_q, heads_q, head_dim) and (total_k, 2, heads_kv, head_dim). The other arguments, and what is
     returned, are those of `attention` or `attention_varlen`.
     """
-    check_names("attention_kvpacked", arguments, NAMES)
+    check_names("attention_kvpacked", arguments, NAMES, ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
     varlen = cu_seqlens_q is not None
     if not varlen and cu_seqlens_k is not None:
         raise InvalidProblem("cu_seqlens_k is given and cu_seqlens_q is None; cu_seqlens_q must be given too.")

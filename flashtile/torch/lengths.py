@@ -11,6 +11,9 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.lengths import Lengths
+from flashtile.spec.number import PLAIN, plain, told
+
+OTHER_INTS = frozenset({torch.int64, torch.int16, torch.int8, torch.uint8})
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Given:
                     "tokens of each item count, from its first one on. The mask KeyPadding(keep) hides keys where they stand."
                 )
             if tensor.dtype is not torch.int32:
-                raise InvalidProblem(f"{name} is {tensor.dtype}; it must be int32.")
+                raise InvalidProblem(f"{name} is {tensor.dtype}; it must be int32, or other ints, which a call converts.")
             if tensor.device != q.device:
                 raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
             if tensor.dim() != 1 or (name.startswith("cu_") and not tensor.shape[0]):
@@ -73,7 +76,7 @@ class Given:
         for key in ("max_seqlen_q", "max_seqlen_k"):
             name, longest = self.called(key), getattr(self, key)
             if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 0):
-                raise InvalidProblem(f"{name} is {longest!r}; it must be an int, at least 0, or None.")
+                raise InvalidProblem(f"{name} is {told(longest)}; it must be an int, at least 0, or None.")
 
     def check_values(self, spans: Mapping[str, int]) -> None:
         """Raise InvalidProblem for numbers without meaning; asked on the CPU alone, where looking costs nothing.
@@ -117,5 +120,17 @@ def given_lengths(alike: bool = False, **named: Any) -> Given | None:
     tensors = {n: t for n, t in named.items() if t is not None and not n.startswith("max_")}
     if not tensors:
         return None
-    dense = {n: t.contiguous() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
-    return Given(dense, named.get("max_seqlen_q"), named.get("max_seqlen_k"), alike)
+    dense: dict[str, Any] = {}
+    before = made = None
+    for name, tensor in tensors.items():
+        if tensor is not before:
+            before = made = tensor
+            if isinstance(tensor, torch.Tensor):
+                if tensor.dtype is not torch.int32 and tensor.dtype in OTHER_INTS:
+                    made = tensor.to(torch.int32)  # on its device, for which nobody waits
+                made = made.contiguous()
+        dense[name] = made
+    most_q, most_k = named.get("max_seqlen_q"), named.get("max_seqlen_k")
+    if type(most_q) in PLAIN and type(most_k) in PLAIN:
+        return Given(dense, most_q, most_k, alike)
+    return Given(dense, plain(most_q), plain(most_k), alike)

@@ -10,12 +10,13 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.predicate.within import Within
 from flashtile.spec.mask import Band
+from flashtile.spec.number import plain_pair
 from flashtile.spec.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
 from flashtile.spec.score import broadcasts
 from flashtile.torch.lasting import lasting
 
 KINDS = {
-    torch.int32: "int32", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
+    torch.int32: "int32", torch.int64: "int64", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
 }  # fmt: skip
 
@@ -130,7 +131,7 @@ def call_mask(causal: Any, window: Any, mask: Joined, batch: int, heads_q: int) 
         find = predicates_of if known is None else lasting(predicates_of)
         predicates = find(causal, window, mask, batch, heads_q)
         found = CallMask(predicates.key(), predicates.flat)
-        if known is not None:
+        if known is not None and plain_pair(window) is window:  # a tensor is another key as it changes
             if len(known) >= MOST_REMEMBERED:
                 known.clear()
             known[key] = found

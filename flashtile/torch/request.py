@@ -19,11 +19,12 @@ from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.dropout import threshold
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.mask import Band, make_mask
+from flashtile.spec.number import plain
 from flashtile.spec.options import DEFAULT, Options
-from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec
+from flashtile.spec.predicate import PREDICATES, Joined, PredicateSpec, check_ends
 from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
 from flashtile.torch.dropout import check_dropout, draw_seed
-from flashtile.torch.inputs import check_arguments, check_modifier, check_sink
+from flashtile.torch.inputs import check_arguments, check_modifier, check_sink, modifiers
 from flashtile.torch.lengths import Given
 from flashtile.torch.masks import KINDS, predicates_of
 from flashtile.torch.packing import APART, KV, QKV, Pack, Packing
@@ -44,6 +45,7 @@ def write(
     q: the queries, (batch, seqlen_q, heads_q, head_dim), (1, total, ...) of varlen; only its sizes and device are looked at.
     """
     options = DEFAULT if options is None else options
+    score, scale, return_lse = modifiers(score), plain(scale), plain(return_lse)
     check_arguments(score, scale, options, return_lse)  # errors within the operator would say its arguments
     batch, heads_q = q.shape[0] if given is None else given.batch(q), q.shape[2]
     floats: list[float] = []
@@ -70,7 +72,7 @@ def write(
         scalars, tensors = modifier.scalars(), modifier.tensors(batch, heads_q)
         check_modifier(modifier, scalars, tensors, q)
         kinds.append(f"{modifier.name}:{len(scalars)}:{len(tensors)}")
-        floats += scalars
+        floats += map(plain, scalars)
         captured += tensors
     if kinds:
         parts.append("score=" + "+".join(kinds))
@@ -206,6 +208,7 @@ class Request:
             given.check(q)
             batch, lengths = given.batch(q), given.lengths(*longest)
             longest = [n if m is None else min(n, m) for n, m in zip(longest, most, strict=True)]
+        check_ends(where, q.shape[1], k.shape[1], lengths)
         problem = AttentionProblem(
             batch=batch, seqlen_q=longest[0], seqlen_k=longest[1], heads_q=q.shape[2], heads_kv=k.shape[2],
             head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band, score=score, scale=scale,

@@ -22,6 +22,7 @@ from flashtile.torch.packing import PackedGradient
 from flashtile.torch.replay import HostReplay, Replay, laid
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
+DEVICES = frozenset({"cpu", "cuda", "meta"})  # on meta there are shapes alone
 TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,
     "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool,
@@ -40,7 +41,7 @@ DIRECT_LAUNCH = (
 @cache
 def device_of(device: torch.device) -> Device:
     """What backends may know of a torch device."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return NAMED["cpu"]
     properties = torch.cuda.get_device_properties(device)
     smem = int(getattr(properties, "shared_memory_per_block_optin", 0))
@@ -178,6 +179,8 @@ KIND = "hip" if torch.version.hip else "cuda"  # of PyTorch's GPUs
 
 
 def _launcher(call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any], device: torch.device) -> Callable[..., None]:
+    if device.type == "meta":
+        return ShapeStep(call, plan, strides)
     return HostStep(call, plan, strides, device) if isinstance(call, HostCall) else KernelLaunch(call, plan, strides, device)
 
 
@@ -185,6 +188,20 @@ def staged_inputs(plan: Plan, inputs: dict[str, torch.Tensor]) -> list[str]:
     """Inputs that a run copies first, because the bulk copy engine cannot address them where they lie."""
     described = {name: inputs[name] for name in sorted(plan.described & inputs.keys())}
     return [n for n, t in described.items() if not addressable(t.shape, t.stride(), t.element_size(), t.data_ptr())]
+
+
+class ShapeStep:
+    """A call on meta: it makes what a host call would, of no numbers."""
+
+    def __init__(self, call: KernelCall | HostCall, plan: Plan, strides: dict[str, Any]):
+        outputs = call.outputs if isinstance(call, HostCall) else ()
+        made = [b for b in plan.buffers if b.name in outputs and b.over is None]
+        self.made = {b.name: (tuple(b.shape), strides[b.name], TORCH_DTYPES[b.dtype]) for b in made}
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, (shape, strides, dtype) in self.made.items():
+            if name not in tensors:  # a part of a packed gradient is there
+                tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 class HostStep:

@@ -8,7 +8,7 @@ import torch
 
 from flashtile.torch.distributed import attend_distributed, is_distributed
 from flashtile.torch.functional import attend_transformed, requires_grad_below
-from flashtile.torch.inputs import check_tensors
+from flashtile.torch.inputs import check_tensors, modifiers
 from flashtile.torch.lengths import Given
 from flashtile.torch.masks import mask_of_call
 from flashtile.torch.operator import ATTENTION, spread
@@ -34,6 +34,7 @@ def _lowered(tensor: torch.Tensor) -> torch.Tensor:
 
 def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
     """What `attention` and its kin return."""
+    arguments["score"] = modifiers(arguments.get("score", ()))
     if is_distributed(*packs):
         return attend_distributed(packing, packs, given, **arguments)
     varlen = given is not None and given.varlen

@@ -151,7 +151,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x-list": ({"x": [1.0]}, "x is a list; it must be a torch.Tensor"),
     "x-int": ({"x": t(3, 4, dtype=torch.int32)}, "x is int32; it must be fp16 or bf16 or fp32"),
-    "x-meta": ({"x": t(3, 4).to("meta")}, "x is on meta; it must be on the CPU or a GPU"),
+    "x-meta": ({"x": t(3, 4).to("meta")}, "weight1 is on cpu and others are on meta; they must be on one"),
     "weight1-none": ({"weight1": None}, "weight1 is a NoneType; it must be a torch.Tensor"),
     "weight1-width": ({"weight1": t(6, 5)}, r"weight1 has shape \(6, 5\); it must be \(hidden, width\), x's being 4"),
     "weight1-dtype": ({"weight1": t(6, 4, dtype=torch.bfloat16)}, "weight1 is bf16; it must be fp32"),
@@ -177,7 +177,7 @@ def test_bad_input_is_named(name: str) -> None:
         ({"weight": t(6, 5)}, r"weight has shape \(6, 5\); it must be \(hidden, width\), x's being 4"),
         ({"weight": t(6, 4, dtype=torch.float64)}, "weight is torch.float64; it must be fp32"),
         ({"bias": t(4)}, r"bias has shape \(4,\); it must be \(hidden,\) = \(6,\)"),
-        ({"bias": t(6).to("meta")}, "bias is on meta; it must be on the CPU or a GPU"),
+        ({"bias": t(6).to("meta")}, "bias is on meta and others are on cpu; they must be on one device"),
     ],
 )
 def test_bad_input_of_one_layer_is_named(arguments: dict[str, Any], message: str) -> None:

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x-double": ({"x": t(2, 8, dtype=torch.float64)}, "x is torch.float64; it must be fp16 or bf16 or fp32"),
     "x-empty": ({"x": t(2, 0)}, "x must be there, with a last axis of at least 1"),
     "x-sparse": ({"x": t(2, 8).to_sparse()}, "x has layout torch.sparse_coo; it must be a strided"),
-    "x-meta": ({"x": t(2, 8).to("meta")}, "x is on meta; it must be on the CPU or a GPU"),
+    "weight-meta": ({"weight": t(8).to("meta")}, "weight is on meta and others are on cpu; they must be on one device"),
     "weight-shape": ({"weight": t(7)}, r"weight has shape \(7,\); it must be \(hidden,\) = \(8,\)"),
     "weight-number": ({"weight": 1.0}, "weight is a float; it must be a torch.Tensor"),
     "bias-dtype": ({"bias": t(8, dtype=torch.int32)}, "bias is int32; it must be"),

@@ -15,6 +15,7 @@ from flashtile.torch import run as executor
 from flashtile.torch.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import Case
 from tests.judge import run
+from tests.test_imports import fresh
 
 CASE = Case("determinism", seqlen_q=36, seqlen_k=40, causal=True, heads_q=4, score=("alibi",))
 
@@ -75,9 +76,33 @@ def test_torch_asks_for_determinism_after_the_forward(
     assert plans[1][1]
 
 
-def test_fused_and_deterministic_contradict_each_other() -> None:
-    with pytest.raises(flashtile.InvalidProblem, match="backward is 'fused' and deterministic is True"):
-        Options(backward="fused", deterministic=True)
+def test_fused_and_deterministic_is_refused_by_each_backend_s_own_reason(device: torch.device) -> None:
+    options = Options(backward="fused", deterministic=True)
+    q = CASE.tensors(device)["q"]
+    reasons = {"cpu": "the CPU has one backward, 'split'", "triton": "adds dq atomically and is not deterministic; use 'split'"}
+    with pytest.raises(flashtile.NotSupported) as refusal:
+        flashtile.attention(q, q, q, options=options)
+    for name, reason in reasons.items():
+        assert any(reason in line for line in refusal.value.reasons[name])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fused_and_deterministic_is_planned_on_hopper(head_dim: int) -> None:
+    """In a process of its own, where kernels are not interpreted."""
+    pytest.importorskip("triton")
+    fresh(f"""
+from flashtile import AttentionProblem, NotSupported, dispatch
+from flashtile.plan.device import named
+problem = AttentionProblem.parse("attention(q=2x4096x8x{head_dim},kv=4096x8x{head_dim},bf16,band=:0,deterministic)")
+plan = dispatch.plan_backward(problem, named("sm90"), variant="fused")
+assert (plan.backend, plan.variant) == ("hopper", "fused"), plan
+try:
+    dispatch.plan_backward(problem, named("sm80"), variant="fused")
+except NotSupported as refusal:
+    assert "not deterministic" in refusal.reasons["triton"][0]
+else:
+    raise SystemExit("sm80 adds dq atomically")
+""")
 
 
 @pytest.mark.usefixtures("strict_determinism")

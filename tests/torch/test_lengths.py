@@ -202,7 +202,7 @@ def ints(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 VARLEN: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"cu_seqlens_q": None}, "cu_seqlens_q is None; it must be a torch.Tensor"),
     "list": ({"cu_seqlens_q": [0, 6]}, "cu_seqlens_q is a list; it must be a torch.Tensor"),
-    "int64": ({"cu_seqlens_q": ints(0, 6, dtype=torch.int64)}, "cu_seqlens_q is torch.int64; it must be int32"),
+    "float": ({"cu_seqlens_q": ints(0, 6, dtype=torch.float32)}, "cu_seqlens_q is torch.float32; it must be int32"),
     "rank": ({"cu_seqlens_q": ints(0, 6)[None]}, "cu_seqlens_q has shape (1, 2); it must be (batch + 1,)"),
     "empty": ({"cu_seqlens_q": ints()}, "cu_seqlens_q has shape (0,); it must be (batch + 1,)"),
     "items": ({"cu_seqlens_k": ints(0, 6, 8)}, "cu_seqlens_k has 3 elements and the batch 1 items; it must have 2"),

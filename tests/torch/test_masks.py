@@ -22,6 +22,7 @@ from flashtile import (
     NotSupported,
     Options,
     Prefix,
+    Stored,
 )
 from flashtile.kernels.cpu.blocks import classify
 from flashtile.predicate.within import Within
@@ -296,7 +297,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         call(mask=Document(IDS.expand(3, 8))),
         "document queries have shape (3, 8); their first axis must",
     ),
-    "ids-int64": (call(mask=Document(IDS.long())), "document's tensor is torch.int64; it must be one of int32, int8"),
+    "ids-int16": (call(mask=Document(IDS.short())), "document's tensor is torch.int16; it must be one of int32, int64, int8"),
+    "holes-added": (call(mask=KeyPadding(torch.zeros(2, 8))), "key_padding's tensor is fp32; it must be bool, or ints"),
+    "stored-added": (call(mask=Stored(torch.zeros(8, 8))), "stored's tensor is fp32; it must be bool, or ints"),
+    "stored-three": (
+        lambda: Stored(torch.ones(2, 8, 8, dtype=torch.bool)),
+        "stored mask is (2, 8, 8); it must have four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k), or two",
+    ),
     "ids-meta": (call(mask=Document(IDS.to("meta"))), "document's tensor is on meta and q is on cpu; they must be on one"),
     "prefix": (call(mask=Prefix(IDS)), "prefix lengths are torch.Size([8]); they must be a tensor (2,)"),
     "holes": (lambda: KeyPadding(IDS), "it must be a (batch, seqlen_k) tensor"),
@@ -352,16 +359,6 @@ def test_bad_masks(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(InvalidProblem, match=re.escape(message)):
         make()
-
-
-def test_masks_that_reach_beyond_the_keys() -> None:
-    """A cache's mask has a column for each of its places."""
-    q, keep, ids = torch.randn(2, 8, 4, 16), torch.arange(24).view(2, 12) % 3 > 0, torch.arange(12, dtype=torch.int32) // 3
-    for long, exact in (
-        (KeyPadding(keep), KeyPadding(keep[:, :8])), (KeyPadding(keep[:1]), KeyPadding(keep[:1, :8])),
-        (Document(ids), Document(ids[:8])), (Document(ids[None], ids), Document(ids[None, :8], ids[:8])),
-    ):  # fmt: skip
-        torch.testing.assert_close(flashtile.attention(q, q, q, mask=long), flashtile.attention(q, q, q, mask=exact))
 
 
 def test_masks_of_items_of_unequal_lengths_are_as_long_as_the_longest() -> None:

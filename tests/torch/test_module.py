@@ -155,7 +155,7 @@ def test_unknown_arguments(name: str) -> None:
         (lambda: Attention(32, 4, window=3), "window is 3; it must be a pair"),
         (lambda: Attention(32, 4, window=(-1, 0)), "window left is -1; it must not be negative"),
         (lambda: Attention(32, 4, mask=torch.ones(9, 9)), "mask is a Tensor; it must be a flashtile mask such as Band"),
-        (lambda: Attention(32, 4, score=Softcap(3.0)), "it must be a sequence of score modifiers"),
+        (lambda: Attention(32, 4, score=3.0), "it must be a sequence of score modifiers"),
         (lambda: Attention(32, 4, score=(3.0,)), "score holds a float; it must hold score modifiers"),
         (lambda: Attention(32, 4, scale="1"), "scale is '1'; it must be a number or None"),
         (lambda: Attention(32, 4, options=Options(backend="gpu")), "backend is 'gpu'; it must be one of hopper, triton, cpu"),

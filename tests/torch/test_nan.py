@@ -108,6 +108,22 @@ def test_visible_values_propagate(backend: str, place: torch.device, name: str, 
         assert torch.equal(strange.any(-1), expected)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_some_queries_see(backend: str, place: torch.device, name: str, value: float, dtype: str) -> None:
+    """In k it reaches no out of a query that does not see the key; in v it may, within the item and head (0 times NaN)."""
+    case = Case("some", batch=2, seqlen_q=40, seqlen_k=40, causal=True, heads_q=2, heads_kv=2, dtype=dtype, upstream="out")
+    clean = case.tensors(place)
+    dirty = {key: t.clone() for key, t in clean.items()}
+    dirty[name][0, 30, 1] = value
+    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    first = 30 if name == "k" else 0
+    for out in (got["out"], calm["out"]):
+        out[0, first:, 1] = 0.0
+    torch.testing.assert_close(got["out"], calm["out"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_visible_nan_reaches_the_gradients(

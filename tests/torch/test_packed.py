@@ -132,9 +132,9 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: flashtile.attention_kvpacked(zeros(8, 2, 16), zeros(8, 2, 16), cu_seqlens_q=ENDS_8),
         "kv has shape (8, 2, 16); it must be (total, 2, heads, head_dim)",
     ),
-    "int64": (
-        lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8.long()),
-        "cu_seqlens is torch.int64; it must be int32",
+    "float32": (
+        lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8.float()),
+        "cu_seqlens is torch.float32; it must be int32",
     ),
     "start": (lambda: flashtile.attention_qkvpacked(zeros(8, 3, 2, 16), cu_seqlens=ENDS_8 + 1), "cu_seqlens is [1, 9]; it"),
     "longest": (

@@ -31,7 +31,7 @@ def norm(**arguments: Any) -> Callable[[], Any]:
 
 BAD: dict[str, Callable[[], Any]] = {
     "scale": call(scale="x"),
-    "scale-tensor": call(scale=torch.tensor(0.5)),
+    "scale-tensor": call(scale=t(1)),
     "score-tensor": call(score=t(2)),
     "scale-infinite": call(scale=float("inf")),
     "score": call(score=(3.0,)),
@@ -40,10 +40,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "causal": call(causal=1),
     "window": call(window=(-1, 2)),
     "window-tensor": call(window=t(2)),
-    "window-distance": call(window=(torch.tensor(3), 0)),
+    "window-distance": call(window=(t(1), 0)),
     "band-tensor": lambda: flashtile.attention(*[t(1, 8, 2, 16)] * 3, mask=flashtile.Band(t(1))),  # pyright: ignore
     "mask": call(mask=t(8, 8)),
-    "mask-dtype": call(mask=Document(t(8, dtype=torch.int64))),
+    "mask-dtype": call(mask=Document(t(8, dtype=torch.int16))),
     "mask-shape": call(mask=Stored(t(1, 1, 3, 3, dtype=torch.bool))),
     "sink": call(sink=3.0),
     "sink-dtype": call(sink=t(2, dtype=torch.float64)),
