@@ -119,6 +119,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "wide-band-blocks": lambda case, device: blocks(case, device, Band(left=150, right=40), (128, 256)),
     "first-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(left=70, right=0), (128, 128)),
     "flash-attn-v1": lambda case, device: table(case, device, (16, 256)),
+    "top-left-window": lambda case, device: TopLeft(left=12),
 }
 
 

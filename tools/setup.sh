@@ -43,6 +43,13 @@ if has triton; then beside newest-triton triton==3.9.0 & fi
 # JAX: PyTorch and JAX hand each other tensors in tests/integrations/test_dlpack.py. The last for Python 3.11; 380 MB,
 # and without SciPy, which its import does not need. Nothing else looks there.
 beside jax jax==0.10.2 jaxlib==0.10.2 opt_einsum &
+# onnxruntime: tests/integrations/test_onnx.py runs what torch exports in each. The oldest that the export is for, one that caps
+# scores after the mask, and the newest. 40 to 80 MB each. Nothing else looks there.
+(
+    beside onnxruntime-oldest onnxruntime==1.20.0
+    beside onnxruntime-capping onnxruntime==1.23.2
+    beside onnxruntime-newest onnxruntime==1.32.0
+) &
 # Zig, whose compiler of C is clang: the tests compile what `flashtile export` writes with it where the machine has no clang.
 beside clang ziglang==0.17.1 &
 pip install --quiet --editable . --group dev

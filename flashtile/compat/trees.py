@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -43,14 +44,24 @@ VERSION_1 = (
     "flash_attn_func", "flash_attn_unpadded_func", "flash_attn_unpadded_kvpacked_func", "flash_attn_unpadded_qkvpacked_func",
     "flash_attn_unpadded_qkvpacked_split_func",
 )  # fmt: skip
-XFORMERS_OPS = ("AttentionBias", "LowerTriangularMask")
-XFORMERS_FMHA = ("AttentionBias", "BlockDiagonalMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias")
+XFORMERS_OPS = ("AttentionBias", "AttentionMask=AttentionBias", "LowerTriangularMask")
+XFORMERS_FMHA = (
+    "AttentionBias",
+    "BlockDiagonalMask",
+    "LowerTriangularMask",
+    "LowerTriangularMaskWithTensorBias",
+    "VARLEN_BIASES",
+)
 XFORMERS_BIASES = (
     *XFORMERS_FMHA, "BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
-    "BlockDiagonalCausalLocalAttentionMask", "BlockDiagonalCausalMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask",
-    "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
-    "LowerTriangularFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionMask", "BlockDiagonalCausalLocalAttentionPaddedKeysMask", "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalWithOffsetGappyKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask", "BlockDiagonalGappyKeysMask",
+    "BlockDiagonalLocalAttentionPaddedKeysMask", "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask",
+    "LowerTriangularFromBottomRightLocalAttentionMask", "LowerTriangularFromBottomRightMask",
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask", "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "PagedBlockDiagonalGappyKeysMask", "PagedBlockDiagonalPaddedKeysMask",
 )  # fmt: skip
+XFORMERS_ITEMS = ("_SeqLenInfo", "_PaddedSeqLenInfo", "_GappySeqInfo")
 VERSION_3 = ("_flash_attn_forward", "_flash_attn_backward", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")
 VERSION_4 = ("flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata")
 
@@ -100,7 +111,7 @@ TREES: dict[str, dict[str, Sources]] = {
         "xformers": (),
         "xformers.ops": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_OPS)),
         "xformers.ops.fmha": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_FMHA)),
-        "xformers.ops.fmha.attn_bias": (("xformers_bias", XFORMERS_BIASES),),
+        "xformers.ops.fmha.attn_bias": (("xformers_bias", XFORMERS_BIASES), ("xformers_items", XFORMERS_ITEMS)),
     },
     "flash_attn_interface": {
         "flash_attn_interface": (("flash_attn_3", (*VERSION_4, *VERSION_3)),),
@@ -170,4 +181,15 @@ def _module(library: str, name: str, sources: Sources, tree: dict[str, Sources])
             for part in (ours or theirs).split("."):
                 value = getattr(value, part)
             setattr(module, theirs, value)
+    module.__dict__["__getattr__"] = partial(_refuse, library, module)
     return module
+
+
+def _refuse(library: str, module: ModuleType, attribute: str) -> Any:
+    """Raise AttributeError for a name that the translation of a module has not."""
+    has = ", ".join(sorted(name for name in vars(module) if not name.startswith("__"))) or "no names"
+    raise AttributeError(
+        f"module {module.__name__!r} is flashtile's translation and has no attribute {attribute!r}; it has {has}. "
+        f"flashtile.compat.uninstall({library!r}) gives back the library itself, if there is one.",
+        name=attribute, obj=module,
+    )  # fmt: skip

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import options, refuse
-from flashtile.compat.xformers_bias import (
-    AttentionBias,
-    BlockDiagonalPaddedKeysMask,
-    ItemsMask,
-    LowerTriangularMaskWithTensorBias,
-)
+from flashtile.compat.xformers_bias import AttentionBias, ItemsMask, LowerTriangularMaskWithTensorBias
+from flashtile.compat.xformers_items import _GappySeqInfo, _UsedInfo
 from flashtile.errors import InvalidProblem
 from flashtile.score.bias import Bias
 from flashtile.spec.dropout import Dropout
@@ -62,7 +58,7 @@ def _mask(bias: Any, axes: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
     if not isinstance(bias, AttentionBias):
         kind = f"{type(bias).__module__}.{type(bias).__qualname__}"
         raise InvalidProblem(f"attn_bias is a {kind}; it must be a tensor, None or a bias of flashtile.compat.xformers_bias.")
-    made: dict[str, Any] = {"mask": bias.mask(seqlen_q, seqlen_k)}
+    made: dict[str, Any] = {"mask": bias.band(seqlen_q, seqlen_k)}
     if isinstance(bias, LowerTriangularMaskWithTensorBias):
         made |= _mask(bias._bias, axes, seqlen_q, seqlen_k)
     return made
@@ -72,11 +68,17 @@ def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, h
     if q.shape[0] != 1 or k.shape[0] != 1:
         raise InvalidProblem(f"query has batch {q.shape[0]} and key {k.shape[0]}; with a block-diagonal mask both must be 1.")
     for name, tensor, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):
-        if tensor.shape[1] != info.seqstart_py[-1]:
-            total = info.seqstart_py[-1]
-            raise InvalidProblem(f"{name} has {tensor.shape[1]} tokens and the mask's items {total}; they must be equal.")
-    used = bias.used(q.device) if isinstance(bias, BlockDiagonalPaddedKeysMask) else None
-    most = dict(max_seqlen_q=bias.q_seqinfo.max_seqlen, max_seqlen_k=bias.k_seqinfo.max_seqlen)
-    ends = (bias.starts("q", q.device), bias.starts("k", q.device))
-    mask = bias.mask(*most.values())
-    return attention_varlen(q[0], k[0], v[0], *ends, seqused_k=used, mask=mask, **most, **how)[None]
+        if tensor.shape[1] != info.total:
+            raise InvalidProblem(f"{name} has {tensor.shape[1]} tokens and the mask's items {info.total}; they must be equal.")
+    q_info, k_info, used = bias.q_seqinfo, bias.k_seqinfo, None
+    if isinstance(k_info, _GappySeqInfo) and not k_info.is_sorted:
+        k, v = (torch.cat([t[:, a:b] for a, b in k_info.intervals()], 1) for t in (k, v))
+        k_info = k_info.joined
+    starts_q = q_info.tensor("seqstart", q.device)
+    starts_k = starts_q if k_info is q_info else k_info.tensor("seqstart", q.device)
+    if isinstance(k_info, _UsedInfo):
+        used = k_info.tensor("seqlen", q.device)
+        if first := k_info.seqstart_py[0]:  # read where they lie, from the first item's first key on
+            k, v, starts_k = k[:, first:], v[:, first:], starts_k - first
+    most = dict(max_seqlen_q=q_info.widest, max_seqlen_k=k_info.widest)
+    return attention_varlen(q[0], k[0], v[0], starts_q, starts_k, seqused_k=used, mask=bias.mask(), **most, **how)[None]

@@ -1,33 +1,49 @@
-"""xformers' attention biases: `xformers.ops.fmha.attn_bias`. Each says which keys a query sees, as an argument of ours.
+"""xformers' attention biases: `xformers.ops.fmha.attn_bias`, version 0.0.35. Each says which keys a query sees.
 
-`LowerTriangular...` without "FromBottomRight" counts positions from the first key; the others from the last.
+Classes with "FromBottomRight", "WithOffset" or "PaddedKeys" in their names count positions from the last key, the others from
+the first. `make_local_attention` gives what its class there gives: of `BlockDiagonalCausalFromBottomRightMask`, too, a window
+that is counted from the first key; `make_local_attention_from_bottomright` counts from the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from flashtile.compat.asked import top_left
+from flashtile.compat.xformers_items import (
+    _GappySeqInfo,
+    _PaddedSeqLenInfo,
+    _SeqLenInfo,
+    refuse_pages,
+    whole_numbers,
+)
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.predicate.top_left import TopLeft
-from flashtile.spec.mask import CAUSAL, Band
-from flashtile.torch.lasting import keeps, lasting
+from flashtile.reference.attention import visible
+from flashtile.spec.mask import CAUSAL, FULL, Band
 
 
 class AttentionBias:
     """Base of all biases: what `memory_efficient_attention` takes beside tensors."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        """One of our masks, or None, for so many queries and keys of every item."""
-        raise NotImplementedError
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        """What a query sees of an item with so many queries and keys."""
+        reason = "a bias of your own, which has no `band`; give it as a tensor, what its `materialize` returns"
+        raise NotSupported(type(self).__qualname__, {"flashtile": [reason]})
 
-    def to(self, device: Any) -> AttentionBias:
-        """Itself: its tensors are made where they are needed."""
+    def materialize(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """What is added to the scores: 0 where a query sees a key, else -inf. shape: (..., seqlen_q, seqlen_k). Quadratic."""
+        return _written(self.band(*shape[-2:]), shape, dtype, device)
+
+    def to(self, device: Any) -> Any:
+        """The same with its tensors on a device."""
         return self
 
 
@@ -39,27 +55,27 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_right: int
 
     def __post_init__(self) -> None:
-        for name in ("window_left", "window_right"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise InvalidProblem(f"{name} is {size!r}; it must be an int, at least 0.")
+        _check_sides(self.window_left, self.window_right)
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return Band(self.window_left, self.window_right)
 
 
 class LowerTriangularMask(AttentionBias):
-    """Causal, positions counted from the first key."""
+    """Causal, positions counted from the first key. device is not needed, there neither."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        return top_left(True, seqlen_q, seqlen_k)
+    def __init__(self, device: Any = None):
+        pass
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return _from_first(None, seqlen_q, seqlen_k)
 
     def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
         """The same with a tensor that is added to the scores."""
         return LowerTriangularMaskWithTensorBias(bias)
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """The same with the last window_size keys alone."""
+    def make_local_attention(self, window_size: int) -> NoReturn:
+        """NotSupported: xformers has none either."""
         raise NotSupported("LowerTriangularMask.make_local_attention", {
             "flashtile": ["a window counted from the first key; use LowerTriangularFromBottomRightMask"]
         })  # fmt: skip
@@ -68,7 +84,7 @@ class LowerTriangularMask(AttentionBias):
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, the last query sees the last key."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return CAUSAL
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
@@ -85,7 +101,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     def __post_init__(self) -> None:
         _check_window(self._window_size)
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return Band(self._window_size - 1, 0)
 
 
@@ -95,86 +111,72 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     def __init__(self, bias: torch.Tensor):
         self._bias = bias
 
+    def to(self, device: Any) -> LowerTriangularMaskWithTensorBias:
+        return LowerTriangularMaskWithTensorBias(self._bias.to(device))
 
-@dataclass(frozen=True)
-class _SeqLenInfo:
-    """Where items lie among all tokens: item i from seqstart_py[i] to seqstart_py[i + 1]."""
-
-    seqstart_py: tuple[int, ...]
-
-    @classmethod
-    def from_seqlens(cls, seqlens: Iterable[int]) -> _SeqLenInfo:
-        """Items of these lengths, one after another."""
-        return cls((0, *accumulate(seqlens)))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.seqstart_py[:-1], self.seqstart_py[1:], strict=True))
-
-    @property
-    def max_seqlen(self) -> int:
-        return max(self.lengths, default=0)
-
-    @property
-    def seqstart(self) -> torch.Tensor:
-        return _lengths(self.seqstart_py, torch.device("cpu"))
-
-    def split(self, tensor: torch.Tensor, batch_sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """(1, total, ...) in parts of so many items of one length each, by default one: (items, seqlen, ...)."""
-        total = self.seqstart_py[-1]
-        if tensor.shape[:2] != (1, total):
-            raise InvalidProblem(f"tensor has shape {tuple(tensor.shape)}; it must be (1, {total}, ...).")
-        tokens, parts, first = tensor[0].split(self.lengths), list[torch.Tensor](), 0
-        for size in batch_sizes or [1] * len(tokens):
-            parts.append(torch.stack(tokens[first : first + size]))
-            first += size
-        return parts
+    def materialize(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        return super().materialize(shape, dtype, device) + self._bias
 
 
 class ItemsMask(AttentionBias):
     """Base of masks of items one after another in (1, total, heads, head_dim), each of which sees its own keys alone."""
 
-    def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo):
-        self.q_seqinfo, self.k_seqinfo = q_seqinfo, k_seqinfo
-        self._starts: dict[Any, torch.Tensor] = {}
+    q_seqinfo: _SeqLenInfo
+    k_seqinfo: Any  # _SeqLenInfo, or what extends it
 
-    def starts(self, side: str, device: torch.device) -> torch.Tensor:
-        """cu_seqlens of a side ("q" or "k") on a device, copied there once."""
-        info = self.q_seqinfo if side == "q" or self.k_seqinfo is self.q_seqinfo else self.k_seqinfo
-        return self._kept((id(info), device), info.seqstart_py, device)
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return FULL
 
-    def _kept(self, key: Any, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        if not keeps():
-            return _lengths(numbers, device)
-        if key not in self._starts:
-            self._starts[key] = _lengths(numbers, device)
-        return self._starts[key]
+    def mask(self) -> Any:
+        """One of our masks that is the band of every item."""
+        return self.band(0, 0)
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        return None
+    def materialize(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        totals = (self.q_seqinfo.total, self.k_seqinfo.total)
+        if tuple(shape[-2:]) != totals:
+            raise InvalidProblem(f"shape is {tuple(shape)}; it must end with {totals}, the mask's queries and keys.")
+        made = torch.full(totals, -math.inf, dtype=dtype, device=device)
+        for (q, q_end), (k, k_end) in zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=True):
+            item = (q_end - q, k_end - k)
+            made[q:q_end, k:k_end] = _written(self.band(*item), item, dtype, device)
+        return made.expand(shape)
+
+    def to(self, device: Any) -> Any:
+        """The same with its tensors on a device; itself where they would be there anyway."""
+        if self.q_seqinfo.device == self.k_seqinfo.device == torch.device(device):
+            return self
+        moved = copy(self)
+        moved.q_seqinfo = self.q_seqinfo.to(device)
+        moved.k_seqinfo = moved.q_seqinfo if self.k_seqinfo is self.q_seqinfo else self.k_seqinfo.to(device)
+        return moved
 
 
+@dataclass(eq=False)
 class BlockDiagonalMask(ItemsMask):
     """Items whose queries and keys lie one after another, and all count."""
 
-    def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo, batch_sizes: Sequence[int] | None = None):
-        super().__init__(q_seqinfo, k_seqinfo)
-        self._batch_sizes = batch_sizes
+    q_seqinfo: _SeqLenInfo
+    k_seqinfo: _SeqLenInfo
+    _batch_sizes: Sequence[int] | None = None
 
     @classmethod
-    def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None, **more: Any
-    ) -> Any:
-        """Items of these lengths; keys as many as queries by default. device is not needed."""
-        if kv_seqlen is not None and len(kv_seqlen) != len(q_seqlen):
-            raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
-        q = _SeqLenInfo.from_seqlens(q_seqlen)
-        return cls(q, q if kv_seqlen is None else _SeqLenInfo.from_seqlens(kv_seqlen), **more)
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None) -> Any:
+        """Items of these lengths; keys as many as queries by default. device: where `seqstart` is; calls need it not."""
+        q_sizes = whole_numbers("q_seqlen", q_seqlen)
+        k_sizes = q_sizes if kv_seqlen is None else whole_numbers("kv_seqlen", kv_seqlen)
+        _check_items(q_sizes, k_sizes)
+        q = _SeqLenInfo.from_seqlens(q_sizes, device=device)
+        return cls(q, q if q_sizes == k_sizes else _SeqLenInfo.from_seqlens(k_sizes, device=device))
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """(the mask, the tensors (batch, seqlen, ...) one after another as (1, total, ...))."""
-        made = cls.from_seqlens(_seqlens(tensors), batch_sizes=[t.shape[0] for t in tensors])
+        made = cls.from_seqlens(_seqlens(tensors))
+        made._batch_sizes = [t.shape[0] for t in tensors]
         return made, _joined(tensors)
 
     @classmethod
@@ -189,7 +191,8 @@ class BlockDiagonalMask(ItemsMask):
         if tensors_v is not None and [t.shape[:2] for t in tensors_v] != [t.shape[:2] for t in tensors_k]:
             shapes = ([tuple(t.shape[:2]) for t in tensors] for tensors in (tensors_v, tensors_k))
             raise InvalidProblem("tensors_v have batches and seqlens {} and tensors_k {}; they must be equal.".format(*shapes))
-        made = cls.from_seqlens(_seqlens(tensors_q), _seqlens(tensors_k), batch_sizes=sizes[0])
+        made = cls.from_seqlens(_seqlens(tensors_q), _seqlens(tensors_k))
+        made._batch_sizes = sizes[0]
         return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
 
     def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -203,98 +206,231 @@ class BlockDiagonalMask(ItemsMask):
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
-        """The same, causal, positions counted from each item's first key."""
+        """The same items, causal, positions counted from each item's first key."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        """The same, causal, each item's last query sees its last key."""
+        """The same items, causal, each item's last query sees its last key."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+        """The same items, causal, with the last window_size keys alone, positions counted from each item's first key."""
+        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
+    def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        """The same, positions counted from each item's last key."""
+        made = BlockDiagonalCausalLocalAttentionFromBottomRightMask
+        return made(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
+
+
+@dataclass(eq=False)
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Causal in each item, positions counted from its first key."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        return CAUSAL if self.q_seqinfo.lengths == self.k_seqinfo.lengths else TopLeft()
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return _from_first(self._left, seqlen_q, seqlen_k)
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
-        """The same with the last window_size keys alone."""
-        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, window_size, self._batch_sizes)
+    @property
+    def _left(self) -> int | None:
+        return None
+
+    def mask(self) -> Any:
+        """A band where all items have as many keys more than queries, as far as the lists say it for sure."""
+        if self.q_seqinfo is self.k_seqinfo:
+            return self.band(0, 0)
+        items = zip(self.q_seqinfo.places, self.k_seqinfo.places, strict=True)
+        shifts = {(k_end - k) - (q_end - q) for (q, q_end), (k, k_end) in items}
+        sure = len(shifts) == 1 and not (self.q_seqinfo.is_shown or self.k_seqinfo.is_shown)
+        return self.band(0, shifts.pop()) if sure else TopLeft(self._left)
 
 
+@dataclass(eq=False)
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Causal in each item, its last query sees its last key."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return CAUSAL
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
-        """The same with the last window_size keys alone."""
-        made = BlockDiagonalCausalLocalAttentionFromBottomRightMask
-        return made(self.q_seqinfo, self.k_seqinfo, window_size, self._batch_sizes)
+
+@dataclass(eq=False)
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """Causal in each item, with the last _window_size keys alone, positions counted from its first key."""
+
+    _window_size: int = 0
+
+    def __post_init__(self) -> None:
+        _check_window(self._window_size)
+
+    @property
+    def _left(self) -> int | None:
+        return self._window_size - 1
 
 
-class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalMask):
-    """Causal in each item, with the last window_size keys alone."""
+@dataclass(eq=False)
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """Causal in each item, with the last _window_size keys alone, positions counted from its last key."""
 
-    def __init__(self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo, _window_size: int, batch_sizes: Any = None):
-        super().__init__(q_seqinfo, k_seqinfo, batch_sizes)
-        _check_window(_window_size)
-        self._window_size = _window_size
+    _window_size: int = 0
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    def __post_init__(self) -> None:
+        _check_window(self._window_size)
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return Band(self._window_size - 1, 0)
 
 
-class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalLocalAttentionFromBottomRightMask):
-    """The same for items with as many keys as queries, counted from the first key."""
+class UsedKeysMask(ItemsMask):
+    """Base of masks whose items use the first keys of their places alone."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
-        if self.q_seqinfo.lengths != self.k_seqinfo.lengths:
-            reason = "items have other numbers of keys than of queries, counted from the first key; use ...FromBottomRightMask"
-            raise NotSupported("BlockDiagonalCausalLocalAttentionMask", {"flashtile": [reason]})
-        return super().mask(seqlen_q, seqlen_k)
+    def make_paged(self, *given: Any, **named: Any) -> NoReturn:
+        """NotSupported."""
+        refuse_pages(f"{type(self).__name__}.make_paged")
 
 
-@dataclass(frozen=True)
-class _PaddedSeqLenInfo(_SeqLenInfo):
-    """Where items lie whose first seqlen_py[i] tokens count, in `padding` tokens each."""
-
-    padding: int = 0
-    seqlen_py: tuple[int, ...] = ()
-
-    @classmethod
-    def from_seqlens_padded(cls, seqlens: Sequence[int], padding: int) -> _PaddedSeqLenInfo:
-        """Items of these lengths, each at a multiple of `padding`."""
-        if max(seqlens, default=0) > padding:
-            raise InvalidProblem(f"kv_seqlen holds {max(seqlens)} and kv_padding is {padding}; it must be at least that.")
-        return cls(tuple(i * padding for i in range(len(seqlens) + 1)), padding, tuple(seqlens))
-
-
-class BlockDiagonalPaddedKeysMask(ItemsMask):
+@dataclass(eq=False)
+class BlockDiagonalPaddedKeysMask(UsedKeysMask):
     """Items whose keys lie in places of kv_padding tokens each, of which the first kv_seqlen[i] count."""
+
+    q_seqinfo: _SeqLenInfo
+    k_seqinfo: _PaddedSeqLenInfo
 
     @classmethod
     def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, *,
         device: Any = None,
     ) -> Any:  # fmt: skip
-        """causal_diagonal is not used, there neither; device is not needed."""
-        if len(kv_seqlen) != len(q_seqlen):
-            raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
-        return cls(_SeqLenInfo.from_seqlens(q_seqlen), _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding))
+        """causal_diagonal is not used, there neither. device: as of `BlockDiagonalMask`."""
+        return cls(*_padded(q_seqlen, kv_padding, kv_seqlen, device))
 
-    def used(self, device: torch.device) -> torch.Tensor:
-        """seqused_k on a device, copied there once."""
-        assert isinstance(self.k_seqinfo, _PaddedSeqLenInfo)
-        return self._kept(("used", device), self.k_seqinfo.seqlen_py, device)
+    def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
+        """The same with keys up to window_left before and window_right behind the query alone, counted from the last key."""
+        return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
 
 
+@dataclass(eq=False)
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """Causal, each item's last query sees the last of its keys that count."""
 
-    def mask(self, seqlen_q: int, seqlen_k: int) -> Any:
+    causal_diagonal: Any = None  # not used, there neither
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         return CAUSAL
+
+
+@dataclass(eq=False)
+class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """Keys up to window_left before and window_right behind the query, each item's last query at the last that counts."""
+
+    window_left: int
+    window_right: int
+
+    def __post_init__(self) -> None:
+        _check_sides(self.window_left, self.window_right)
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return Band(self.window_left, self.window_right)
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_left: int, window_right: int
+    ) -> Any:
+        """As `from_seqlens`."""
+        return cls(*_padded(q_seqlen, kv_padding, kv_seqlen), window_left, window_right)
+
+
+@dataclass(eq=False)
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """Causal, with the last _window_size keys alone, each item's last query at the last key that counts."""
+
+    _window_size: int
+
+    def __post_init__(self) -> None:
+        _check_window(self._window_size)
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return Band(self._window_size - 1, 0)
+
+    @classmethod
+    def from_seqlens_local(cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_size: int) -> Any:
+        """As `from_seqlens`."""
+        return cls(*_padded(q_seqlen, kv_padding, kv_seqlen), window_size)
+
+
+@dataclass(eq=False)
+class BlockDiagonalGappyKeysMask(UsedKeysMask):
+    """Items whose keys lie anywhere: kv_seqlen[i] of them from kv_seqstarts[i] on; two items may share keys."""
+
+    q_seqinfo: _SeqLenInfo
+    k_seqinfo: _GappySeqInfo
+
+    @classmethod
+    def from_seqlens(
+        cls, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *, device: Any = None
+    ) -> Any:
+        """kv_seqstarts: one more number than items, the last of which is how many keys there are."""
+        _check_items(q_seqlen, kv_seqlen)
+        q = _SeqLenInfo.from_seqlens(whole_numbers("q_seqlen", q_seqlen), device=device)
+        return cls(q, _GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, device=device))
+
+
+@dataclass(eq=False)
+class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
+    """Causal, each item's last query sees the last of its keys."""
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        return CAUSAL
+
+
+class Paged(AttentionBias):
+    """Base of the masks whose keys lie in pages: NotSupported. The names are here for `isinstance`."""
+
+    def __init__(self, *given: Any, **named: Any):
+        refuse_pages(type(self).__name__)
+
+    @classmethod
+    def from_seqlens(cls, *given: Any, **named: Any) -> NoReturn:
+        """NotSupported."""
+        refuse_pages(f"{cls.__name__}.from_seqlens")
+
+
+class PagedBlockDiagonalPaddedKeysMask(Paged):
+    """NotSupported."""
+
+
+class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
+    """NotSupported."""
+
+
+class PagedBlockDiagonalGappyKeysMask(Paged):
+    """NotSupported."""
+
+
+class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(PagedBlockDiagonalGappyKeysMask):
+    """NotSupported."""
+
+
+VARLEN_BIASES = (
+    BlockDiagonalMask, BlockDiagonalGappyKeysMask, BlockDiagonalPaddedKeysMask, PagedBlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalGappyKeysMask,
+)  # fmt: skip
+
+
+def _written(band: Band, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    seqlen_q, seqlen_k = shape[-2:]
+    seen = visible(band, seqlen_q, seqlen_k, torch.device(device))
+    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
+
+
+def _from_first(left: int | None, seqlen_q: int, seqlen_k: int) -> Band:
+    """Causal with `left` keys before the query's own, counted from the first key."""
+    ahead = seqlen_k - seqlen_q
+    return Band(None if left is None else left + ahead, -ahead)
+
+
+def _padded(q_seqlen: Any, kv_padding: int, kv_seqlen: Any, device: Any = None) -> tuple[_SeqLenInfo, _PaddedSeqLenInfo]:
+    _check_items(q_seqlen, kv_seqlen)
+    q = _SeqLenInfo.from_seqlens(whole_numbers("q_seqlen", q_seqlen), device=device)
+    return q, _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
 
 
 def _seqlens(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -305,11 +441,17 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.flatten(0, 1) for t in tensors])[None]
 
 
-@lasting
-def _lengths(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def _check_items(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
+    if len(kv_seqlen) != len(q_seqlen):
+        raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
 
 
 def _check_window(size: Any) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InvalidProblem(f"window_size is {size!r}; it must be a positive int.")
+
+
+def _check_sides(window_left: Any, window_right: Any) -> None:
+    for name, size in (("window_left", window_left), ("window_right", window_right)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise InvalidProblem(f"{name} is {size!r}; it must be an int, at least 0.")

@@ -1,15 +1,17 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="flashtile"`.
 
 Two functions: one turns a model's mask into `Mask`, which says in O(seqlen) what sdpa's mask says in O(seqlen^2), the other
-calls `flashtile.attention`. Masks that are made of anything but causality, windows, padding and packed sequences arrive as
-transformers' own boolean tensor, which is read where it lies.
+calls `flashtile.attention`. Masks that are made of anything but causality, windows of one and of two sides, padding and packed
+sequences arrive as transformers' own boolean tensor, which is read where it lies.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from dis import get_instructions
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -35,7 +37,11 @@ OTHERS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "num_items_in_batch",
     "position_embeddings", "logits_to_keep", "output_router_logits", "seq_idx", "interpolate_pos_encoding",
 })  # fmt: skip
-
+# Functions of transformers and its models that make a window of distances, an interval around the query.
+WINDOWS = {
+    "sliding_window_overlay", "sliding_window_bidirectional_overlay", "_bidirectional_window_overlay",
+    "sliding_window_mask_function",
+}  # fmt: skip
 
 _names: set[str] = set()
 _masks: Any = None  # transformers' masking_utils; the compiler of PyTorch 2.11 follows no import of it
@@ -196,9 +202,15 @@ def _known(function: Any) -> tuple[Band, Any] | None:
                 return None
             band, documents = band & found[0], found[1] if documents is None else documents
         return band, documents
-    window = _closure(function, _masks.sliding_window_overlay(1))
+    either = _closure(function, _masks.or_masks())
+    if either is not None:
+        bands = [found[0] for found in map(_known, either["mask_functions"]) if found is not None and found[1] is None]
+        return _union(bands) if len(bands) == len(either["mask_functions"]) else None
+    window = _window(function)
     if window is not None:
-        return Band(left=window["sliding_window"] - 1), None
+        return window, None
+    if _sees_all(function):
+        return FULL, None
     packed = _closure(function, _masks.packed_sequence_mask_function(torch.zeros(1, 1)))
     if packed is not None:
         return FULL, packed["packed_sequence_mask"].int()
@@ -207,6 +219,38 @@ def _known(function: Any) -> tuple[Band, Any] | None:
     if remapped:  # within a document positions differ by as much as they did
         return _known(remapped["mask_function"])
     return None
+
+
+def _union(bands: list[Band]) -> tuple[Band, None] | None:
+    """(the band that any of these is, None); None where it may be none, since one of them does not see its own position."""
+    sides = [[band.left for band in bands], [band.right for band in bands]]
+    if any(distance is not None and distance < 0 for side in sides for distance in side):
+        return None
+    left, right = (None if None in side else max(d for d in side if d is not None) for side in sides)
+    return Band(left, right), None
+
+
+def _window(function: Any) -> Band | None:
+    """The band of one of transformers' windows, which is asked where it ends; None for another function."""
+    module, factory = getattr(function, "__module__", "") or "", getattr(function, "__qualname__", "").partition(".")[0]
+    if not module.startswith("transformers.") or factory not in WINDOWS or not getattr(function, "__closure__", None):
+        return None
+    captured = [cell.cell_contents for cell in function.__closure__]
+    sizes = [n for item in captured for n in (item if isinstance(item, (tuple, list)) else [item])]
+    if not all(isinstance(n, int) for n in sizes) or not function(0, 0, 0, 0):
+        return None
+    beyond = range(1, max(sizes) + 3)
+    ends = [bisect_left(beyond, True, key=lambda d, way=way: not function(0, 0, 0, way * d)) for way in (-1, 1)]
+    left, right = (None if end == len(beyond) else end for end in ends)
+    return Band(left, right)
+
+
+def _sees_all(function: Any) -> bool:
+    """Whether a function of transformers' models says True of every position, for it looks at none."""
+    code = getattr(function, "__code__", None)
+    if code is None or not (function.__module__ or "").startswith("transformers.") or code.co_freevars:
+        return False
+    return not any(step.opname.startswith("LOAD_FAST") for step in get_instructions(code)) and bool(function(0, 0, 0, 0))
 
 
 def _closure(function: Any, like: Callable[..., Any]) -> dict[str, Any] | None:
@@ -265,6 +309,8 @@ def attention_forward(
             packed[0] is None and 1 < q.shape[1] < k.shape[1]
         ):  # an empty static cache: what follows the queries is not there yet
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+            if bias is not None:
+                score[-1] = Bias(bias[..., : q.shape[1]])
         arguments |= {"causal": True, "window": None if window is None else (window - 1, None)}
     elif window is not None:
         raise NotSupported(

@@ -56,6 +56,10 @@ def test_imports_see_it() -> None:
     assert flash_attn.__version__.startswith("2.")
     with pytest.raises(ImportError, match="no_such_name"):
         from flash_attn import no_such_name  # pyright: ignore  # noqa: F401
+    assert not hasattr(flash_attn, "no_such_name")
+    with pytest.raises(AttributeError, match=r"flashtile's translation and has no attribute 'other'; it has bert_padding, .*"
+                                             r"uninstall\('flash_attn'\) gives back"):  # fmt: skip
+        _ = flash_attn.other
 
 
 def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ initializer_range is 1 so that mistakes show: at the default a model's logits ba
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -361,9 +363,20 @@ def test_masks_stay_linear() -> None:
         remap(window, torch.tensor([[0, 1, 0, 1, 2, 0]])),
         theirs.packed_sequence_mask_function(ids),
     )
+    both_sides = theirs.sliding_window_bidirectional_mask_function(2)
+    every = importlib.import_module("transformers.models.t5gemma2.modeling_t5gemma2").sliding_window_mask_function
+    gemma = importlib.import_module("transformers.models.gemma3.modeling_gemma3")._bidirectional_window_overlay
+    uneven = importlib.import_module("transformers.models.gemma4.modeling_gemma4").sliding_window_mask_function
     for function, offset, kv_length in (
         (theirs.causal_mask_function, 0, 6),
         (packed, 0, 6),
+        (both_sides, 0, 6),
+        (both_sides, 3, 9),
+        (theirs.and_masks(both_sides, theirs.packed_sequence_mask_function(ids)), 0, 6),
+        (theirs.or_masks(window, gemma(3)), 0, 6),
+        (theirs.and_masks(theirs.bidirectional_mask_function, every(4, is_causal=False)), 0, 6),
+        (theirs.and_masks(theirs.bidirectional_mask_function, every(4)), 0, 6),
+        (theirs.and_masks(theirs.bidirectional_mask_function, uneven((3, 2))), 0, 6),
         (theirs.causal_mask_function, 2, 11),
     ):
         made = make_mask(1, 6, kv_length, offset, 0, function, torch.ones(1, kv_length, dtype=torch.bool))
@@ -373,8 +386,84 @@ def test_masks_stay_linear() -> None:
         got, _ = attention_forward(torch.nn.Identity(), q, k, k, made)
         expected, _ = attention_forward(torch.nn.Identity(), q, k, k, dense)
         torch.testing.assert_close(got, expected)
-    strange = make_mask(1, 6, 6, 0, 0, lambda b, h, i, j: (i + j) % 2 == 0)
-    assert isinstance(strange, torch.Tensor)
+    overlays = (
+        lambda b, h, i, j: (i + j) % 2 == 0,
+        theirs.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long)),
+        theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, -1]]))),
+    )
+    for function in overlays:  # as the docs list them
+        strange = make_mask(1, 6, 6, 0, 0, function, use_vmap=True)
+        assert isinstance(strange, torch.Tensor)
+        assert torch.equal(strange, theirs.sdpa_mask(1, 6, 6, 0, 0, function, allow_is_causal_skip=False, use_vmap=True))
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def modern_bert() -> Any:
+    config = hf.ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, local_attention=8,
+        global_attn_every_n_layers=2, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2, initializer_range=0.5,
+    )  # fmt: skip
+    return hf.ModernBertModel, config
+
+
+def gemma_both_ways() -> Any:
+    sizes = {**SMALL, "max_position_embeddings": 2048, "initializer_range": 0.2}
+    config = hf.Gemma3TextConfig(
+        **sizes, sliding_window=5, use_bidirectional_attention=True, query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return hf.Gemma3TextModel, config
+
+
+@pytest.mark.parametrize("make", [modern_bert, gemma_both_ways])
+def test_windows_of_two_sides(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients are eager's, with padding too; and a long call makes no tensor of all its scores."""
+    kind, config = make()
+    keep = torch.ones(2, 24, dtype=torch.long)
+    keep[0, 20:] = 0
+    for padding in (None, keep):
+        made = []
+        for implementation in ("eager", "flashtile"):
+            torch.manual_seed(0)
+            model = kind._from_config(config, attn_implementation=implementation).eval()
+            seen = torch.ones(2, 24, dtype=torch.bool) if padding is None else padding.bool()
+            made.append(step(model, lambda out, seen=seen: out.last_hidden_state[seen], tokens(24), attention_mask=padding))
+        agree(made[1], made[0])
+    masks: list[Any] = []
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, **named: (masks.append(named["mask"]), q)[1])
+    length = 1536
+    with torch.no_grad(), Largest() as largest:
+        model(torch.ones(1, length, dtype=torch.long))
+    assert len(masks) == 2
+    assert all(isinstance(mask, Band) for mask in masks)
+    assert largest.elements < length * 64 * 3, "what is linear: hidden states of 32, three times, and rotary tables"
+
+
+def test_a_position_bias_without_a_mask_is_cropped_as_there() -> None:
+    """An empty static cache has more keys than there are queries yet."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as theirs
+
+    q, k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    for bias in (torch.randn(1, 2, 6, 11), torch.randn(2, 1, 1, 11)):
+        for keys in (11, 6):
+            given = (torch.nn.Identity(), q, k[:, :, :keys], v[:, :, :keys], None)
+            wide = bias[..., :keys].requires_grad_()
+            got, expected = (function(*given, position_bias=wide)[0] for function in (attention_forward, theirs))
+            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), wide)[0] for out in (got, expected)))
 
 
 def test_unknown_keywords_raise() -> None:
