@@ -48,7 +48,8 @@ SHAPES = (  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, causal
     (4, 256, 256, 4, 4, 32, True), (1, 1024, 1024, 4, 4, 64, True), (1, 1024, 1024, 4, 4, 64, False),
     (1, 2048, 2048, 4, 2, 64, True),
 )  # fmt: skip
-BURST_US = 2000.0  # of a turn; at least one call
+BURST_US = 400.0  # of a turn, at least one call: seldom interrupted where others work too
+SMALL_ROUNDS = 10  # rounds of a call with fewer than LONG_KEYS keys for one with more
 STEPS = Setup(steps=40)
 LENGTHS = (64, 512, 1024, 2048, 4096)  # of memory
 MOST = 3.0  # times SDPA's time
@@ -203,19 +204,19 @@ def measure_call(shape: tuple[Any, ...], dtype: str, rounds: int, until: float, 
     found, wrong = errors(case, tensors, calls)
     for backward in (False, True):
         turns = {name: bursts(call, tensors, backward) for name, call in calls.items()}
-        times = rotate(list(turns), rounds, lambda name, turns=turns: turns[name](), lambda: time.monotonic() < until)
-        bar = LONG if case.seqlen_k >= LONG_KEYS else SMALL
+        bar, more = (LONG, 1) if case.seqlen_k >= LONG_KEYS else (SMALL, SMALL_ROUNDS)
+        times = rotate(list(turns), rounds * more, lambda name, turns=turns: turns[name](), lambda: time.monotonic() < until)
         judged(record, {**about, "what": "both" if backward else "forward", **compared(times, bar), **found}, wrong)
 
 
-def measure_step(record: Record) -> None:
+def measure_step(until: float, record: Record) -> None:
     """The row of a training step."""
     text = Text()
     trainers = {
         name: Trainer(attend, text, STEPS, torch.device("cpu"))
         for name, attend in (("ours", attend_flashtile), ("sdpa", attend_sdpa))
     }
-    rotate(list(trainers), STEPS.steps, lambda name: trainers[name].step())
+    rotate(list(trainers), STEPS.steps, lambda name: trainers[name].step(), lambda: time.monotonic() < until)
     times = {name: [1e3 * ms for ms in trainer.times_ms[len(trainer.times_ms) // 8 :]] for name, trainer in trainers.items()}
     apart = max(abs(a - b) for a, b in zip(*(trainer.losses for trainer in trainers.values()), strict=True))
     row = dict(section="step", dtype="fp32", what="training step", **compared(times, STEP), loss_difference=apart)
@@ -250,7 +251,7 @@ def main() -> int:
             if section == "memory":
                 measure_memory(record)
             elif section == "step":
-                measure_step(record)
+                measure_step(until, record)
             elif section == "calls":
                 measure_call(about[0], about[1], chosen.rounds, until, record)
             else:

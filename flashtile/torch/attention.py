@@ -277,19 +277,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: PreparedCall = ctx.call
-        dout, dlse = grads if call.problem.returns_lse else (grads[0], None)
+        dout, dlse = (*grads, None)[:2]
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if is_mapped(grads):
-            saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
             each = partial(each_gradient, call.problem, call.plan.backend)
             return None, None, *each(lambda dout, dlse: call.gradients(saved, dout, dlse, needs), (dout, dlse))
-        asked = ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[2:]
         if is_dual_level():
             refuse_tangents(call.problem, call.plan.backend, (("dout", dout), ("dlse", dlse)))
         if not torch.is_grad_enabled():
-            return None, None, *call.gradients(*asked)
+            return None, None, *call.gradients(saved, dout, dlse, needs)
         with torch.no_grad():  # create_graph
-            given = call.gradients(*asked)
-        return None, None, *first_derivatives(call.problem, call.plan.backend, given, asked[0], grads)
+            given = call.gradients(saved, dout, dlse, needs)
+        return None, None, *first_derivatives(call.problem, call.plan.backend, given, saved, grads)
 
 
 # What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.
