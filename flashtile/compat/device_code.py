@@ -31,8 +31,8 @@ MOST_LINES = 2000
 # Operators that move elements and compute nothing: of the elements' own numbers they make which element goes where.
 MOVES = {
     "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice",
-    "stack", "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias", "detach",
-    "clone",
+    "stack", "cat", "unbind", "flip", "select_scatter", "slice_scatter", "split", "split_with_sizes", "alias",
+    "detach", "clone",
 }  # fmt: skip
 REDUCTIONS = {
     "sum": "{} + {}", "mean": "{} + {}", "prod": "({}) * ({})", "amax": "larger({}, {})", "amin": "smaller({}, {})",
@@ -199,7 +199,8 @@ class _Text:
     def reduced(self, node: Node) -> Any:
         assert node.dtype is not None
         source = self.values[id(node.args[0])]
-        dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, []) else list(range(source.dim()))
+        given: Any = node.args[1:2]
+        dims = given[0] if given and given[0] not in (None, []) else list(range(source.dim()))
         dims = sorted(d % max(source.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)) if source.dim() else []
         kept = [d for d in range(source.dim()) if d not in dims]
         rows = source.permute(*kept, *dims).reshape(-1, max(1, torch.Size(source.shape[d] for d in dims).numel()))

@@ -190,7 +190,8 @@ class ScalarScore:
             given.append(squeezed.to(leaf.dtype))
 
         def scalar(*values: torch.Tensor) -> torch.Tensor:
-            inputs = dict(zip((*INPUTS, *(leaf.args[0] for leaf in code.given)), values, strict=True))
+            names: list[str] = [*INPUTS, *(leaf.args[0] for leaf in code.given)]
+            inputs = dict(zip(names, values, strict=True))
             for stands, number in zip(code.standing, numbers, strict=True):
                 inputs[stands.args[0]] = torch.full((), number, dtype=stands.dtype, device=device)
             made = evaluate([code.result], inputs, lambda t: t, device)[0]
@@ -217,9 +218,10 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in DTYPE_NAMES else tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def kind_of(code: Code, called: str, kernels: bool) -> type[ScalarScore]:
+def kind_of(code: Code, called: str, kernels: bool) -> Any:
+    """A subclass of ScalarScore and Score of this name; kernels: with functions for them, where there can be."""
     made = kernels_of(code.result, code.given, code.standing, called) if kernels else Kernels(reason="it runs on the CPU")
-    contributions = made.contributions if made.reason is None else (None,) * len(code.given)
+    contributions: tuple[Any, ...] = made.contributions if made.reason is None else (None,) * len(code.given)
 
     def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
         """The function, mapped over a tile."""

@@ -138,7 +138,7 @@ def _added(signed: tuple[int, Any], spread: Spread) -> Any:
     return Bias(made if sign == 1 else -made)
 
 
-def _slope(node: Any) -> tuple[float, Node | None] | None:
+def _slope(node: Any) -> tuple[float, Any] | None:
     """(c, s), where a node is c s (kv_idx - q_idx) with s the same for all queries and keys, None for 1; else None."""
     if not isinstance(node, Node) or node.detached or node.dtype not in (*WIDE, torch.int64):
         return None
@@ -162,6 +162,10 @@ def _slope(node: Any) -> tuple[float, Node | None] | None:
             if isinstance(other, torch.Tensor) and name == "mul" and slope[1] is None and other.is_floating_point():
                 return slope[0], Node(ATEN.alias.default, (other,), {}, frozenset(), 0, (), other.dtype)
             floating = isinstance(other, Node) and other.dtype is not None and other.dtype.is_floating_point
-            if name == "mul" and slope[1] is None and floating and not {"q_idx", "kv_idx", "score"} & other.needs:
+            if name == "mul" and slope[1] is None and floating and not {"q_idx", "kv_idx", "score"} & _needs(other):
                 return slope[0], other
     return None
+
+
+def _needs(value: Any) -> frozenset[str]:
+    return value.needs if isinstance(value, Node) else frozenset()

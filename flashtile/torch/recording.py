@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from flashtile.errors import InvalidProblem, NotSupported
 
-AXES = ("batch", "head", "q_idx", "kv_idx")
-INPUTS = ("score", *AXES)
+AXES: tuple[str, ...] = ("batch", "head", "q_idx", "kv_idx")
+INPUTS: tuple[str, ...] = ("score", *AXES)
 ATEN = torch.ops.aten
 Sizes = tuple[int, int, int, int]  # of AXES
 MOST_AT_ONCE = 2**24  # numbers of a value's largest part that are made at once: 64 MiB of float32
@@ -237,7 +237,7 @@ def _shown(node: Node, shown: Mapping[str, torch.dtype]) -> torch.dtype:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 

@@ -74,14 +74,14 @@ def both(seed: int, place: torch.device, text: str, masked: bool) -> None:
         everything = lambda b, h, i, j: b.new_ones((), dtype=torch.bool)  # noqa: E731
         same = mod or (lambda s, b, h, i, j: s)
         theirs, lse2, _ = math_attention(*qkv, same, (mask or everything,), SCALE, {})
-    narrow = dict(atol=2e-5, rtol=2e-5)
+    narrow: dict[str, Any] = dict(atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(out, theirs, **narrow)
     torch.testing.assert_close(lse, (lse2 * math.log(2)).float(), **narrow)
     true, true_lse = reference(*qkv, mod, mask)
     torch.testing.assert_close(out, true, **narrow)
     cotangents = [torch.randn_like(out), torch.randn_like(lse) * (lse != -torch.inf)]
     leaves = [*qkv, *captured]
-    how = dict(allow_unused=True, materialize_grads=True)
+    how: dict[str, Any] = dict(allow_unused=True, materialize_grads=True)
     found = torch.autograd.grad([out, lse], leaves, cotangents, **how)
     wanted = torch.autograd.grad([true, torch.where(lse == -torch.inf, 0.0, true_lse)], leaves, cotangents, **how)
     for mine, other in zip(found, wanted, strict=True):
