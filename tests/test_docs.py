@@ -16,6 +16,7 @@ from flashtile.spec.attention import AttentionProblem
 from tools import evidence, goals
 
 ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -45,7 +46,7 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     code = (
         "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
         "page = lambda name: (ROOT / 'docs' / name).read_text();"
-        "print(replaced(text, short()) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
+        "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -121,11 +122,20 @@ def test_rows_of_scripts_speak_by_their_files_names() -> None:
     assert not list(evidence.of_row({"problem": PLAIN, "device": "H100", "provider": "sdpa/cudnn"}, "hopper-backward-h100"))
 
 
-def test_the_readme_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("README.md", "python")
+def test_the_readme_s_pytorch_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = blocks("README.md", "python")[0]
     assert len([line for line in example.splitlines() if line]) <= 6
     exec(example.replace("2, 1024, 8, 64", "1, 32, 2, 16"), {})  # small: the kernels may be interpreted
     assert "forward: " in capsys.readouterr().out
+
+
+def test_the_readme_s_flash_attn_runs() -> None:
+    names: dict[str, Any] = {}
+    try:
+        exec(blocks("README.md", "python")[1].replace("2, 1024, 8, 64", "1, 32, 2, 16"), names)
+    finally:
+        flashtile.compat.uninstall("flash_attn")  # pyright: ignore[reportAttributeAccessIssue]
+    assert names["out"].shape == (1, 32, 2, 16)
 
 
 def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
@@ -146,7 +156,7 @@ def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/add-a-feature.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     home = (ROOT / page).parent

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.export.conftest import ROOT, compile_c, environment
+from tests.test_docs import blocks
 
 COMPILERS = [
     ("gcc", "-std=c99", "-Wpedantic", "-O0"), ("gcc", "-std=c99", "-Wpedantic", "-O3"), ("clang", "-std=c99", "-O2"),
@@ -72,6 +73,19 @@ def program(exported: Path, folder: Path) -> Path:
     extra = ["-std=c99", "-D_XOPEN_SOURCE=600", "-g", f"-I{exported}", str(exported / "flashtile_attention.c")]
     compile_c(ROOT / "tests/export/program.c", made, *extra, *LINK)
     return made
+
+
+def test_the_c_of_the_readme_runs(exported: Path, driver: Path, tmp_path: Path) -> None:
+    """With the functions of a smaller problem, for which there are kernels here, and addresses that nothing looks at."""
+    (code,) = blocks("README.md", "c")
+    main = "int main(void) { void *at = (void *)4096; return (int)attend(at, at, at, at, at, NULL); }\n"
+    (tmp_path / "readme.c").write_text(code.replace("causal_forward", "small_forward") + main)
+    extra = ["-std=c99", "-Wpedantic", f"-I{exported}", str(exported / "flashtile_attention.c")]
+    compile_c(tmp_path / "readme.c", tmp_path / "readme", *extra, *LINK)
+    more = {"LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches"), "PARAMETERS": "1", "CAPABILITY": "80"}
+    done = subprocess.run([tmp_path / "readme"], env=environment(**more), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert launched(tmp_path / "launches") == {"attention_forward": 1}
 
 
 def launched(file: Path) -> Counter[str]:
