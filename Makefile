@@ -8,7 +8,7 @@ NEWEST := .venv/newest-triton
 
 .PHONY: demo test jax check compile gpu bench docs
 
-demo: .venv/.ready
+demo: .venv/.demo
 	$(PY) -m flashtile demo
 
 test: .venv/.ready
@@ -48,4 +48,9 @@ docs: .venv/.ready
 
 .venv/.ready: pyproject.toml tools/setup.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh
+	@touch .venv/.demo $@
+
+# What the demo needs, which is a part of what the tests need.
+.venv/.demo: pyproject.toml tools/setup.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh demo
 	@touch $@
