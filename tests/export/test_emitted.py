@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -115,6 +116,15 @@ def test_the_header_says_what_each_tensor_is(exported: Path) -> None:
     text = (exported / "flashtile_attention.h").read_text()
     assert "const void *q; /* bf16 (batch, seqlen_q, heads_kv * 2, 16)" in text
     assert "void *lse; /* fp32 (batch, heads_kv * 2, seqlen_q)" in text
+    uses = dict(re.findall(r"(\w+); /\* .*; (.*) \*/", text.partition("backward_tensors {")[2]))
+    assert uses == {
+        **dict.fromkeys(("q", "k", "v", "out", "dout", "lse"), "read"),
+        "dq": "written",
+        "dk": "written",
+        "dv": "written",
+    }
+    for word in ("natural logarithm", "-infinity", "aligned to 16 bytes", "may be NULL", "nothing is added"):
+        assert word in " ".join(text.split())
     assert (
         "flashtile_small_backward_scratch(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads_kv, size_t *bytes)"
         in text
