@@ -20,13 +20,14 @@ from flashtile.errors import InvalidProblem
 from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import FULL, Band, make_mask
+from flashtile.spec.picture import Shown
 from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
 
 DTYPES = ("int32", "int8", "uint8", "bool", "fp16", "bf16", "fp32")
 
 
-class Joined:
+class Joined(Shown):
     """What `&` and `|` make of bands and predicates."""
 
     spec: BlockSpec | None = None  # the sizes of its blocks, and the lengths that they are made for
