@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_diff_of_softcap_is_the_code() -> None:
-    (diff,) = blocks("docs/add-a-feature.md", "diff")
-    for part in re.split(r"^--- .*\n", diff, flags=re.MULTILINE)[1:]:
+@pytest.mark.parametrize(("place", "count"), [(0, 3), (1, 3), (2, 6)], ids=["softcap", "dilated", "softmax"])
+def test_the_diffs_of_add_a_feature_are_the_code(place: int, count: int) -> None:
+    parts = re.split(r"^--- .*\n", blocks("docs/add-a-feature.md", "diff")[place], flags=re.MULTILINE)[1:]
+    assert len(parts) == count
+    for part in parts:
         header, _, body = part.partition("\n")
         path = ROOT / header.removeprefix("+++ b/")
         for hunk in re.split(r"^@@.*@@\n", body, flags=re.MULTILINE)[1:]:
@@ -142,7 +145,7 @@ def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("triton")
     import torch
 
-    code = blocks("docs/add-a-feature.md", "python")[-1]
+    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Locality" in block)
     (tmp_path / "locality.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
     monkeypatch.syspath_prepend(tmp_path)
     from locality import Locality  # pyright: ignore[reportMissingImports]
@@ -154,6 +157,42 @@ def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 - 0.5 * distance.float().log1p()
     expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Parity" in block)
+    (tmp_path / "parity.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
+    monkeypatch.syspath_prepend(tmp_path)
+    from parity import Parity  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
+    out = flashtile.attention(q, k, v, mask=Parity(0) & flashtile.Band(right=0))
+    at = torch.arange(32, device=device)
+    keep = ((at[:, None] + at) % 2 == 0) & (at <= at[:, None])
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=keep)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
+    """Each page from its first block to its last, where kernels are not interpreted; what begins with "# needs" is left out."""
+    ran: list[str] = []
+    for page in PAGES:
+        guide = page.startswith(("docs/tutorials/", "docs/how-to/", "docs/reference/")) and page != "docs/tutorials/jax.md"
+        text = (ROOT / page).read_text() if guide else ""  # tests/jax runs that of JAX
+        found = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+        code = "\n".join(textwrap.dedent(block) for block in found if not block.lstrip().startswith("# needs"))
+        if code:
+            ran.append(page.replace("/", "-").replace(".md", ".py"))
+            (tmp_path / ran[-1]).write_text(code)  # Triton reads sources from files
+    assert len(ran) > 10
+    (tmp_path / "all.py").write_text(f"import runpy\nfor page in {ran}:\n    print(page)\n    runpy.run_path(page)\n")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "all.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""README's JAX runs."""
+"""The JAX of README and of its tutorial runs."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ def test_the_readme_s_jax_runs() -> None:
     names: dict[str, Any] = {}
     exec(example.replace("2, 1024, 8, 64", "1, 32, 2, 16"), names)
     assert names["dq"].shape == names["dk"].shape == (1, 32, 2, 16)
+
+
+def test_the_tutorial_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorials" / "jax.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == 2
+    exec("\n".join(found), {})
