@@ -6,9 +6,9 @@ SUITES ?= smoke
 PY := .venv/bin/python
 NEWEST := .venv/newest-triton
 
-.PHONY: demo test jax check compile gpu bench docs
+.PHONY: demo test jax check compile gpu bench docs site
 
-demo: .venv/.ready
+demo: .venv/.demo
 	$(PY) -m flashtile demo
 
 test: .venv/.ready
@@ -42,10 +42,25 @@ bench: .venv/.ready
 docs: .venv/.ready
 	$(PY) tools/make_docs.py
 
+# The documentation site, in site/, by an environment of its own. A link that leads nowhere fails.
+site: .venv-docs/.ready
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+.venv-docs/.ready: pyproject.toml | .venv/.demo
+	@if [ -L .venv-docs ]; then echo ".venv-docs is a link to another checkout's, which is not touched here." >&2; exit 1; fi
+	$(PY) -m venv --clear --without-pip .venv-docs
+	$(PY) -m pip --disable-pip-version-check --python .venv-docs/bin/python install --quiet --group docs
+	@touch $@
+
 .venv-jax/.ready: pyproject.toml tools/setup_jax.sh
 	bash tools/setup_jax.sh
 	@touch $@
 
 .venv/.ready: pyproject.toml tools/setup.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh
+	@touch .venv/.demo $@
+
+# What the demo needs, which is a part of what the tests need.
+.venv/.demo: pyproject.toml tools/setup.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash tools/setup.sh demo
 	@touch $@

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flashtile.torch.dropout import dropout_mask
     from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Alibi": ".score.alibi",

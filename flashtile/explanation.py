@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flashtile import dispatch
-from flashtile.errors import InvalidProblem, check_names
-from flashtile.plan.backend import Gradients
+from flashtile import _triton, dispatch
+from flashtile.errors import InvalidProblem, NotSupported, check_names
+from flashtile.kernels.lib.available import NO_TRITON
+from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
-from flashtile.plan.device import NAMED, Device
+from flashtile.plan.device import CARDS, NAMED, Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import DEFAULT, Options
@@ -87,7 +88,8 @@ def explain(
     lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`.
     device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
 
-    Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only.
+    Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only. Without Triton (macOS,
+    Windows) it says which backend of a GPU would run, and what the problem costs, but not its kernels and tiles.
     """
     check_names("explain", lengths, LENGTHS, ARGUMENTS)
     options = DEFAULT if options is None else options
@@ -119,9 +121,13 @@ def explain(
         gathered = () if moved is None else moved.notes()
     if options.deterministic and not described.deterministic:
         described = replace(described, deterministic=True)
-    chosen = dispatch.select(described, place, options.backend, options.backward)
-    forward = dispatch.plan_forward(described, place, options.backend)
-    backward = dispatch.plan_backward(described, place, Gradients(wanted), options.backend, options.backward)
+    without = _without_triton(described, place, options)
+    if without is None:
+        chosen = dispatch.select(described, place, options.backend, options.backward)
+        forward = dispatch.plan_forward(described, place, options.backend)
+        backward = dispatch.plan_backward(described, place, Gradients(wanted), options.backend, options.backward)
+    else:
+        chosen, forward, backward = without
     return Explanation(
         described,
         place,
@@ -132,15 +138,33 @@ def explain(
     )
 
 
+def _without_triton(problem: AttentionProblem, place: Device, options: Options) -> tuple[Backend, Plan, Plan] | None:
+    """Where Triton is missing: a GPU's backend and plans without calls. None where plans can be made."""
+    if _triton.VERSION is not None or place.kind == "cpu":
+        return None
+    asked = dispatch.BACKENDS if options.backend is None else (dispatch.backend_named(options.backend),)
+    found: list[Backend] = []
+    for variant in (None, options.backward):
+        reasons = {b.name: b.unsupported(problem, place, variant) for b in asked}
+        able = next((b for b in asked if reasons[b.name] in ([], [NO_TRITON])), None)
+        if able is None:
+            raise NotSupported(f"{problem.spell()} on {place.target}", reasons)
+        found.append(able)
+    note = f"{NO_TRITON}: its kernels and tiles are not known here"
+    forward, backward = (Plan(problem, b.name, "", (), (), (note,)) for b in found)
+    return found[1], forward, backward
+
+
 def _device(device: Device | str | None) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
     plain = _plain(str(device))
-    for known in NAMED.values():
+    for known in (*NAMED.values(), *CARDS):
         if plain in (_plain(known.target), _plain(known.name)):
             return known
     names = ", ".join(f"{d.target} ({d.name})" if d.kind != "cpu" else d.target for d in NAMED.values())
-    raise InvalidProblem(f"device is {device!r}; it must be one of {names}.")
+    cards = ", ".join(f"{card.name} ({card.target})" for card in CARDS)
+    raise InvalidProblem(f"device is {device!r}; it must be one of {names}, or {cards}.")
 
 
 def _name(device: Device) -> str:
@@ -199,7 +223,7 @@ def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["fo
     if not known:
         return f"{line}; the peaks of {_name(device)} are not known"
     name = max(known, key=lambda n: known[n])
-    return f"{line}; roofline {known[name]:.3g} ms, bound by {name}"
+    return f"{line}; roofline {_duration(known[name])}, bound by {name}"
 
 
 def _arithmetic_ms(problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> float | None:
@@ -244,6 +268,10 @@ def _layout_notes(tensors: dict[str, Any], backend: str) -> tuple[str, ...]:
         if tensor.data_ptr() % 16:
             notes.append(f"{name} starts {tensor.data_ptr() % 16} bytes past a multiple of 16: loads are narrower")
     return tuple(notes)
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms >= 1 else f"{1000 * ms:.3g} us"
 
 
 def _scaled(number: float, unit: str) -> str:

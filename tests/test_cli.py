@@ -64,13 +64,15 @@ def test_explain_names_a_gpu_that_is_not_there() -> None:
         "backward: triton, split",
         "attention_backward_keys: grid ",
         "68.74 GFLOP",
-        "roofline 0.22 ms, bound by arithmetic",
+        "roofline 220 us, bound by arithmetic",
         "cpu: tensors are on sm80",
     ):
         assert expected in result.stdout
 
 
-@pytest.mark.parametrize("name", ["sm80", "sm_90", "H100", "rtx 4090", "MI300X", "gfx942"])
+@pytest.mark.parametrize(
+    "name", ["sm80", "sm_90", "H100", "H200", "GH200", "A10", "L40S", "rtx 4090", "B200", "MI300X", "gfx942"]
+)
 def test_devices_go_by_architecture_or_name(name: str) -> None:
     assert call("explain", PROBLEM, "--device", name).exit_code == 0
 
@@ -82,6 +84,7 @@ def test_devices_go_by_architecture_or_name(name: str) -> None:
         (PROBLEM.replace("kv=4096x16", "kv=4096x3"), "H100", "InvalidProblem: heads_q is 16 and heads_kv is 3"),
         (PROBLEM.replace("softcap", "nocap"), "H100", "score modifier is 'nocap'"),
         (PROBLEM, "sm1", "InvalidProblem: device is 'sm1'; it must be one of sm80 (A100)"),
+        (PROBLEM, "T4", "triton: sm75 has no bf16 matrix units; supported from sm80"),
         (PROBLEM.replace("x128", "x520"), "H100", "NotSupported: no backend can run attention(q=1x4096x16x520"),
     ],
 )
@@ -184,6 +187,34 @@ def test_explain_needs_no_torch() -> None:
     result = python(f"{hidden}; import flashtile; print(flashtile.explain({PROBLEM!r}, device='sm90'))")
     assert result.returncode == 0, result.stderr
     assert "forward: hopper" in result.stdout
+
+
+HIDDEN = "import sys; sys.modules.update({'torch': None, 'triton': None})"
+
+
+@pytest.mark.parametrize(("device", "backend"), [("H200", "hopper"), ("B200", "triton"), ("MI300X", "triton")])
+def test_explain_speaks_of_gpus_without_triton(device: str, backend: str) -> None:
+    """On macOS and Windows there is none."""
+    result = python(f"{HIDDEN}; import flashtile; print(flashtile.explain({PROBLEM!r}, device={device!r}))")
+    assert result.returncode == 0, result.stderr
+    text = result.stdout
+    assert f"forward: {backend}\n  Triton is not installed: its kernels and tiles are not known here" in text
+    assert "68.74 GFLOP" in text
+    assert "us, bound by arithmetic" in text
+
+
+@pytest.mark.parametrize(
+    ("spelling", "reason"),
+    [
+        ("attention(q=1x128x2x512,kv=128x2x512,fp32)", "triton: head_dim is 512 and head_dim_v 512; fp32"),
+        ("attention(q=1x128x2x520,kv=128x2x520,bf16)", "triton: head_dim is 520; supported up to 512"),
+    ],
+)
+def test_without_triton_explain_refuses_what_it_refuses_with_it(spelling: str, reason: str) -> None:
+    result = python(f"{HIDDEN}; import flashtile; print(flashtile.explain({spelling!r}, device='sm90'))")
+    assert result.returncode == 1
+    assert "NotSupported" in result.stderr
+    assert reason in " ".join(result.stderr.split()), result.stderr
 
 
 def test_without_its_libraries_the_command_line_names_the_extra() -> None:

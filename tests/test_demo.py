@@ -24,7 +24,17 @@ def test_demo(tmp_path: Path) -> None:
         capture_output=True, text=True, env=environment, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    for expected in ("3/3", "loss at step 3", "they agree", "step time, median", "512", "seqlen^", "The model writes:"):
+    for expected in (
+        "3/3",
+        "loss at step 3",
+        "they agree",
+        "step time, median",
+        "512",
+        "seqlen^",
+        "The model writes:",
+        "What the figures mean",
+        "Both models learned the same",
+    ):
         assert expected in result.stdout
     assert (tmp_path / "made" / "demo.png").stat().st_size > 10_000
     assert len((tmp_path / "made" / "sample.txt").read_text()) == 600

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from flashtile.spec.attention import AttentionProblem
 from tools import evidence, goals
 
 ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_diff_of_softcap_is_the_code() -> None:
-    (diff,) = blocks("docs/add-a-feature.md", "diff")
-    for part in re.split(r"^--- .*\n", diff, flags=re.MULTILINE)[1:]:
+@pytest.mark.parametrize(("place", "count"), [(0, 3), (1, 3), (2, 6)], ids=["softcap", "dilated", "softmax"])
+def test_the_diffs_of_add_a_feature_are_the_code(place: int, count: int) -> None:
+    parts = re.split(r"^--- .*\n", blocks("docs/add-a-feature.md", "diff")[place], flags=re.MULTILINE)[1:]
+    assert len(parts) == count
+    for part in parts:
         header, _, body = part.partition("\n")
         path = ROOT / header.removeprefix("+++ b/")
         for hunk in re.split(r"^@@.*@@\n", body, flags=re.MULTILINE)[1:]:
@@ -45,7 +49,7 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     code = (
         "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
         "page = lambda name: (ROOT / 'docs' / name).read_text();"
-        "print(replaced(text, short()) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
+        "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -121,18 +125,27 @@ def test_rows_of_scripts_speak_by_their_files_names() -> None:
     assert not list(evidence.of_row({"problem": PLAIN, "device": "H100", "provider": "sdpa/cudnn"}, "hopper-backward-h100"))
 
 
-def test_the_readme_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("README.md", "python")
+def test_the_readme_s_pytorch_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = blocks("README.md", "python")[0]
     assert len([line for line in example.splitlines() if line]) <= 6
     exec(example.replace("2, 1024, 8, 64", "1, 32, 2, 16"), {})  # small: the kernels may be interpreted
     assert "forward: " in capsys.readouterr().out
+
+
+def test_the_readme_s_flash_attn_runs() -> None:
+    names: dict[str, Any] = {}
+    try:
+        exec(blocks("README.md", "python")[1].replace("2, 1024, 8, 64", "1, 32, 2, 16"), names)
+    finally:
+        flashtile.compat.uninstall("flash_attn")  # pyright: ignore[reportAttributeAccessIssue]
+    assert names["out"].shape == (1, 32, 2, 16)
 
 
 def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     pytest.importorskip("triton")
     import torch
 
-    code = blocks("docs/add-a-feature.md", "python")[-1]
+    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Locality" in block)
     (tmp_path / "locality.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
     monkeypatch.syspath_prepend(tmp_path)
     from locality import Locality  # pyright: ignore[reportMissingImports]
@@ -146,7 +159,43 @@ def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/add-a-feature.md"])
+def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Parity" in block)
+    (tmp_path / "parity.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
+    monkeypatch.syspath_prepend(tmp_path)
+    from parity import Parity  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
+    out = flashtile.attention(q, k, v, mask=Parity(0) & flashtile.Band(right=0))
+    at = torch.arange(32, device=device)
+    keep = ((at[:, None] + at) % 2 == 0) & (at <= at[:, None])
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=keep)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
+    """Each page from its first block to its last, where kernels are not interpreted; what begins with "# needs" is left out."""
+    ran: list[str] = []
+    for page in PAGES:
+        guide = page.startswith(("docs/tutorials/", "docs/how-to/", "docs/reference/")) and page != "docs/tutorials/jax.md"
+        text = (ROOT / page).read_text() if guide else ""  # tests/jax runs that of JAX
+        found = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+        code = "\n".join(textwrap.dedent(block) for block in found if not block.lstrip().startswith("# needs"))
+        if code:
+            ran.append(page.replace("/", "-").replace(".md", ".py"))
+            (tmp_path / ran[-1]).write_text(code)  # Triton reads sources from files
+    assert len(ran) > 10
+    (tmp_path / "all.py").write_text(f"import runpy\nfor page in {ran}:\n    print(page)\n    runpy.run_path(page)\n")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "all.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     home = (ROOT / page).parent

@@ -74,7 +74,8 @@ def test_gradients_that_nobody_wants_are_not_planned() -> None:
 def test_roofline(dtype: str, precision: Any, bound: float | None) -> None:
     problem = flashtile.AttentionProblem(1, 4096, 4096, 16, 16, 128, 128, DType(dtype), precision=precision)
     text = str(flashtile.explain(problem, device=H100)).partition("backward")[0]
-    expected = f"roofline {bound:.3g} ms, bound by arithmetic" if bound else "bound by memory"
+    told = bound and (f"{bound:.3g} ms" if bound >= 1 else f"{1000 * bound:.3g} us")
+    expected = f"roofline {told}, bound by arithmetic" if bound else "bound by memory"
     assert expected in text
 
 

@@ -1,6 +1,6 @@
 """Writes the generated parts of the docs: `make docs`.
 
-docs/support.md from what the backends say, README's table, docs/benchmarks.md, docs/goals.md and docs/*.png from
+docs/support.md from what the backends say, README's tables and figure, docs/benchmarks.md, docs/goals.md and docs/*.png from
 benchmarks/results/*.csv, nothing by hand.
 """
 
@@ -20,12 +20,12 @@ from flashtile.export.matrix import TARGETS
 from flashtile.plan.device import named
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
-from tools import companion_tables, evidence, goals
+from tools import companion_tables, evidence, front_page, goals
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Result files of `flashtile bench`, without the device. README shows the newest one's means, of kernels that run by themselves.
+# Result files of `flashtile bench`, without the device, that docs/benchmarks.md draws.
 SHOWN = ("hopper-fa3-paper", "hopper-cudnn-cross", "hopper-llmc", "hopper-triton-tutorial", "hopper-mla", "fp32-llmc")
 COMPANIONS = RESULTS / "companions-h100.csv"
 
@@ -119,20 +119,18 @@ def is_bench(file: Path) -> bool:
     return file.read_text().startswith("suite,")
 
 
-def short() -> str:
-    """Markdown for README: geometric means of the suites, and how near the other ops come to their ceilings."""
-    parts: list[str] = []
-    for stem in SHOWN:
-        results = max(map(read, RESULTS.glob(f"{stem}-*.csv")), key=lambda rows: max(row.date for row in rows))
-        parts += [f"`{stem}`:", "", report.markdown(results, [report.means(results)])]
-    rows = companion_tables.read(COMPANIONS)
-    parts += [
-        "`flashtile.ops`, beside torch.compile and Liger, one line per op and pass:",
-        "",
-        companion_tables.summary(rows),
-        "",
-    ]
-    return "\n".join([*parts, companion_tables.provenance(rows), ""])
+def readme(text: str) -> str:
+    """README's text with its generated parts as the results and the backends now say."""
+    proof = tuple(evidence.read(RESULTS))
+    parts = {
+        "support": "\n" + front_page.support(FEATURES, proof),
+        "speed": "\n" + front_page.speed(RESULTS),
+        "slower": "\n" + front_page.slower(RESULTS),
+        "field": front_page.field_tests(RESULTS),
+    }
+    for name, part in parts.items():
+        text = replaced(text, name, part)
+    return text
 
 
 def full() -> str:
@@ -142,7 +140,8 @@ def full() -> str:
         parts += [f"## {file.stem}", "", report.markdown(read(file))]
         parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
     rows = companion_tables.read(COMPANIONS)
-    parts += [f"## {COMPANIONS.stem}", "", companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
+    parts += [f"## {COMPANIONS.stem}", "", companion_tables.summary(rows), "", companion_tables.table(rows), ""]
+    parts += [companion_tables.provenance(rows), ""]
     return "\n".join(parts)
 
 
@@ -150,11 +149,14 @@ def is_shown(file: Path) -> bool:
     return file.stem.rpartition("-")[0] in SHOWN
 
 
-def replaced(text: str, block: str) -> str:
-    """README's text with this between its two marks."""
-    before, _, rest = text.partition("<!-- bench:begin -->")
-    _, _, after = rest.partition("<!-- bench:end -->")
-    return f"{before}<!-- bench:begin -->\n{block}<!-- bench:end -->{after}"
+def replaced(text: str, name: str, part: str) -> str:
+    """The text with this between the two marks of that name, which it must have."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{begin} and {end} are not in the text, in this order.")
+    return f"{before}{begin}{part}{end}{after}"
 
 
 def main() -> None:
@@ -163,8 +165,9 @@ def main() -> None:
     (ROOT / "docs" / "goals.md").write_text(goals.page(RESULTS))
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
-    readme = ROOT / "README.md"
-    readme.write_text(replaced(readme.read_text(), short()))
+    front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
+    page = ROOT / "README.md"
+    page.write_text(readme(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds .venv with all that the demo, the tests and the checks need. `make` calls it.
+# Builds .venv with all that the tests and the checks need, or with "demo" what the demo needs. `make` calls it.
 # PYTHON: the interpreter to build on. TORCH: what pip installs as PyTorch where the machine has none for its GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,6 +34,10 @@ pip install --quiet --upgrade 'pip>=25.1' # the first that knows --group
 if ! has torch; then pip install $torch; fi # unquoted: options may follow the name
 if ! has triton && [ "$(uname)" = Linux ]; then
     pip install triton==3.6.0 || echo "There is no Triton for this machine: flashtile runs on its CPU backend." >&2
+fi
+if [ "${1:-}" = demo ]; then
+    pip install --quiet --editable '.[cli]'
+    exit
 fi
 # Beside .venv's own packages, and installed while those are:
 beside() { if [ ! -d ".venv/$1" ]; then pip install --quiet --no-deps --target ".venv/$1" "${@:2}" || rm -rf ".venv/$1"; fi; }

@@ -115,6 +115,9 @@ def _finish(results: list[Result], csv: Path, console: Console) -> None:
         plots.draw(saved, csv.with_suffix(".png"))
         written.append(csv.with_suffix(".png"))
     console.print(Text("wrote " + ", ".join(map(str, written))))
+    if {result.suite for result in saved} == {"smoke"}:
+        console.print(Text("smoke says that everything runs. Its sizes are too small to compare speeds: `flashtile bench "
+                           "fa3-paper` does that on a GPU, `flashtile bench cpu` on a CPU."))  # fmt: skip
     guilty = sorted({r.provider for r in results if r.status in ("wrong", "failed")})
     if guilty:
         typer.echo(f"flashtile bench: wrong or failed: {', '.join(guilty)}", err=True)

@@ -99,7 +99,7 @@ def means(results: Sequence[Result]) -> Grid:
             cells: list[Cell] = []
             for peer in ["best peer", *peers]:
                 found = [r for row in chosen if (r := _against(row, name, peer)) is not None]
-                spread = f" ({min(found):.2f} to {max(found):.2f}, {len(found)} cases)" if found else ""
+                spread = f" ({_digits(min(found))} to {_digits(max(found))}, {len(found)} cases)" if found else ""
                 cells.append(Cell(_times(geometric_mean(found)) + spread))
             if any(cell.text for cell in cells):
                 table.append((Cell(f"{name}, {_short(direction)}"), *cells))
@@ -230,4 +230,9 @@ def _short(direction: str) -> str:
 
 
 def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
+    return "" if value is None else f"{_digits(value)}x"
+
+
+def _digits(value: float) -> str:
+    """Two decimals; of less than a tenth one digit that is not 0."""
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.1g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import log2
 from pathlib import Path
 
@@ -50,8 +50,31 @@ def run_demo(setup: Setup, output: Path, lengths: Sequence[int] | None = None, c
     console.print(written, markup=False, highlight=False)
     story.write_text(written, encoding="utf-8")
     _plot(runs, memory, plot)
+    console.print("\nWhat the figures mean\n", style="bold")
+    for line in _meaning(runs, memory, difference, agree, device):
+        console.print(f"- {line}", highlight=False)
     console.print(f"\nWrote {plot} and {story}.")
     return agree
+
+
+def _meaning(runs: dict[str, Trainer], memory: Memory, difference: float, agree: bool, device: torch.device) -> Iterator[str]:
+    """The demo's results in sentences."""
+    if agree:
+        yield (f"Both models learned the same: their losses never differ by more than {difference:.1e}. Two exact attentions "
+               "round differently, and nothing else.")  # fmt: skip
+    else:
+        yield f"The losses differ by {difference:.1e}, which rounding does not explain. Please report it as a wrong number."
+    share = runs[OURS].step_ms / runs[THEIRS].step_ms
+    yield (f"A training step took {share:.2f} times as long as with {THEIRS}, all of the model included. Attention is a small "
+           "part of so small a model, and a busy machine moves both.")  # fmt: skip
+    if device.type == "cpu":
+        yield ("On a CPU flashtile is not made to be faster: in fp32 it computes the backward itself, for accuracy. "
+               "Its kernels for GPUs are (docs/benchmarks.md).")  # fmt: skip
+    longest = max(memory[NAIVE])
+    times = memory[NAIVE][longest] / memory[OURS][longest]
+    naive, ours = (f"seqlen^{_exponent(memory[name]):.1f}" for name in (NAIVE, OURS))
+    yield (f"At {longest:,} tokens the formula as it stands holds {times:.0f} times the memory of flashtile's tiles. It "
+           f"grows as {naive}, and that of the tiles as {ours}.")  # fmt: skip
 
 
 def _train(text: Text, setup: Setup, device: torch.device, console: Console) -> dict[str, Trainer]:
@@ -105,14 +128,17 @@ def _exponent(sizes: dict[int, int]) -> float:
 
 
 def _plot(runs: dict[str, Trainer], memory: Memory, path: Path) -> None:
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
         left.plot(range(1, len(run.losses) + 1), run.losses, style, label=name, linewidth=1.2)
-    left.set(xlabel="step", ylabel="loss, nats per character", title="Same seed, two attentions")
+    left.set(xlabel="step", ylabel="loss, nats per character", title="Same seed, two attentions: the same training")
+    bars = middle.bar(list(runs), [run.step_ms for run in runs.values()], 0.5, color=["C0", "C1"])
+    middle.bar_label(bars, fmt="%.0f ms")
+    middle.set(ylabel="median time of a step, ms", title="Speed of the whole training step")
     for (name, sizes), style in zip(memory.items(), ("o-", "s--", "^:"), strict=True):
         right.loglog(list(sizes), [size / 2**20 for size in sizes.values()], style, label=name, base=2)
-    right.set(xlabel="seqlen", ylabel="peak extra memory, MiB", title="Forward and backward of one attention")
+    right.set(xlabel="seqlen", ylabel="peak extra memory, MiB", title="Memory of one attention, forward and backward")
     for axis in (right.xaxis, right.yaxis):
         axis.set_major_formatter(ScalarFormatter())
     for axes, corner in ((left, "upper right"), (right, "upper left")):

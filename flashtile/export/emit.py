@@ -315,4 +315,5 @@ flashtile_status flashtile_{entry.name}_scratch({sizes}, size_t *bytes);
 def _member(one: Laid, written: bool) -> str:
     shape, strides = ", ".join(map(in_c, one.buffer.shape)), ", ".join(map(in_c, one.strides))
     kind = "const void" if one.buffer.role == "input" and not written else "void"
-    return f"    {kind} *{identifier(one.name)}; /* {one.buffer.dtype} ({shape}), strides ({strides}) */\n"
+    use = ("written over" if written else "read") if one.buffer.role == "input" else "written"
+    return f"    {kind} *{identifier(one.name)}; /* {one.buffer.dtype} ({shape}), strides ({strides}); {use} */\n"

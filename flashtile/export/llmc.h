@@ -1,6 +1,7 @@
 /* llm.c's attention: inp (B, T, 3, NH, C / NH) holds q, k and v, out (B, T, C), all of one dtype; causal, scale
-   1 / sqrt(C / NH). `stats` is what the backward needs of the forward, float32: the first B * NH * T numbers are the logarithms
-   of the softmax' denominators, (B, NH, T). dinp is written whole, like inp. */
+   1 / sqrt(C / NH). out, stats and dinp (like inp) are written, and nothing is added to what they held. `stats` is what the
+   backward needs of the forward, float32: the first B * NH * T numbers are lse, (B, NH, T). Of the pointers only `stream`, and
+   `scratch` where it has 0 bytes, may be NULL. */
 typedef enum flashtile_dtype { FLASHTILE_FP32 = 0, FLASHTILE_FP16 = 1, FLASHTILE_BF16 = 2 } flashtile_dtype;
 
 /* Bytes of `stats` and, for the backward, of `scratch`. */

@@ -3,12 +3,25 @@
    Attention (and what stands around it) on NVIDIA GPUs, without Python, without cuDNN and without CUDA's headers: kernels
    are part of the C file, and the driver's library is loaded when a function is first called.
 
-   Every function works in the calling thread's current CUDA context (programs that use CUDA's runtime have one after
-   cudaSetDevice or any allocation), only puts work into `stream` (a CUstream or cudaStream_t; NULL is the default one), and
-   may be called by several threads at once. Tensors are device memory, aligned to 16 bytes. Each size is at least 1.
-   `scratch` is device memory of at least so many bytes as the function's namesake ending in _scratch says, aligned to 16
-   bytes; it is free again when the work in `stream` is done. What a call refuses, it refuses before any work is done.
-   Inside stream capture call flashtile_prepare() before. */
+   Where: a function works in the calling thread's current CUDA context. Programs that use CUDA's runtime have one after
+   cudaSetDevice or any allocation. It puts work into `stream`, a CUstream or cudaStream_t, and returns before that is done.
+   Several threads may call at once. Inside stream capture call flashtile_prepare() before.
+
+   Tensors: each is device memory, dense with the strides that its comment says in elements, aligned to 16 bytes, and none may
+   be NULL. The comment also says what is done with it:
+       read            the function does not change it
+       written         every element is written, and nothing is added to what it held
+       written over    it is read, and then holds something else
+   Gradients are written, too: to accumulate, add them up yourself. Tensors that are written overlap no other.
+
+   lse: the natural logarithm of the sum of exp(score) over the keys that a query sees, with scale, modifiers and sink in the
+   scores: so log(sum exp), positive where scores are, and not its negative. -infinity where a query sees no key. float32.
+
+   What may be NULL: `stream`, which is then the default one; and `scratch`, where the function's namesake ending in _scratch
+   says 0 bytes. `scratch` is device memory of at least so many bytes, aligned to 16; it is free again when the work in `stream`
+   is done. Each size is at least 1.
+
+   Errors: what a call refuses, it refuses before any work is done, and flashtile_last_error() says why. */
 #ifndef FLASHTILE_ATTENTION_H
 #define FLASHTILE_ATTENTION_H
 

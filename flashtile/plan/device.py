@@ -46,6 +46,15 @@ CPU = Device("cpu", "cpu")
 
 NAMED = {d.target: d for d in (A100, RTX3090, RTX4090, H100, B200, RTX5090, MI300X, CPU)}
 
+# Further cards that `explain` knows by name. Peaks as above; those of an H100's arithmetic are the H100's.
+CARDS = (
+    Device("cuda", "H200", 90, 132, 227 * 1024, 789, 4800),
+    Device("cuda", "GH200", 90, 132, 227 * 1024, 789, 4000),
+    Device("cuda", "A10", 86, 72, 99 * 1024, 125, 600),
+    Device("cuda", "L40S", 89, 142, 99 * 1024, 362, 864),
+    Device("cuda", "T4", 75, 40, 64 * 1024, 65, 320),
+)
+
 
 def named(target: str) -> Device:
     """The named device of an architecture such as 'sm90'. Raises KeyError for one that is not listed."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from flashtile.errors import InvalidProblem
 from flashtile.spec.number import PLAIN, plain, told
+from flashtile.spec.picture import Shown
 
 if TYPE_CHECKING:
     from flashtile.spec.predicate import Joined
 
 
 @dataclass(frozen=True)
-class Band:
+class Band(Shown):
     """Interval mask: key j is visible to query i when i - left <= j <= i + right.
 
     Positions are aligned bottom-right: query i of seqlen_q stands at i + seqlen_k - seqlen_q. `None` is unbounded.

@@ -21,6 +21,7 @@ from flashtile.spec.blocks import BlockSpec
 from flashtile.spec.lengths import Lengths
 from flashtile.spec.mask import FULL, Band, make_mask
 from flashtile.spec.number import PLAIN, plain
+from flashtile.spec.picture import Shown
 from flashtile.spec.registry import Registry
 from flashtile.spec.score import Position
 
@@ -28,7 +29,7 @@ FLOATS = ("fp16", "bf16", "fp32")
 DTYPES = ("int32", "int64", "int8", "uint8", "bool", *FLOATS)
 
 
-class Joined:
+class Joined(Shown):
     """What `&` and `|` make of bands and predicates."""
 
     spec: BlockSpec | None = None  # the sizes of its blocks, and the lengths that they are made for

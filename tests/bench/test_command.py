@@ -36,6 +36,7 @@ def smoke(tmp_path_factory):
     result = invoke("smoke", *base, "-o", folder / "r.csv", "--rounds", 2, "-p", "sdpa", "-p", "cpu", "-p", "fa4")
     del os.environ["OMP_NUM_THREADS"]
     assert result.exit_code == 0, result.output
+    assert "too small to compare speeds" in result.output
     return folder, read(folder / "r.csv")
 
 

@@ -126,3 +126,13 @@ def test_plot_has_a_panel_per_depth_mask_and_direction(suite, tmp_path, monkeypa
 def test_nothing_timed_is_no_plot(tmp_path) -> None:
     with pytest.raises(ValueError, match="nothing to plot"):
         plot.draw([row for row in made("smoke") if row.status != "ok"], tmp_path / "p.png")
+
+
+def test_a_small_ratio_is_not_nothing() -> None:
+    """A CPU under load gives such ones in the smoke suite: no "0.00x"."""
+    slow = [replace(r, tflops=r.tflops / 3000) if r.side == "own" and r.tflops else r for r in made()]
+    text = report.markdown(slow)
+    told = [cell.text for row in report.means(slow).rows for cell in row]
+    assert not any("0.00x" in text or "(0.00 " in text or "to 0.00," in text for text in told)
+    assert "| 0.0004x |" in text
+    assert report.means(made()).rows[0][1].text.startswith("1.25x (1.25 to 1.25, ")

@@ -63,7 +63,7 @@ static int parameters_of(const char *name) {
   return atoi(strstr(text, word) + strlen(word));
 }
 
-static char *captured; /* lines of launches on the stream that is captured, which alone is made by cuStreamCreate */
+static char *captured; /* lines of launches on the stream that is captured; cuStreamCreate makes one stream alone */
 static size_t captured_bytes;
 static FILE *capturing;
 
@@ -91,7 +91,7 @@ int cuLaunchKernelEx(const struct launch_config *config, void *function, void **
       fclose(file);
     }
   }
-  return failed ? failed : record(function, config->sizes, config->sizes[6], parameters, config->stream == (void *)&capturing);
+  return failed ? failed : record(function, config->sizes, config->sizes[6], parameters, capturing && config->stream == (void *)&capturing);
 }
 
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
@@ -101,6 +101,25 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
   return failed ? failed : record(function, config, shared_bytes, parameters, 0);
 }
 
+/* Memory is the host's: what a program uploads it downloads again, and what kernels would write stays as it was. */
+int cuMemAlloc_v2(uint64_t *at, size_t bytes) {
+  void *made = NULL;
+  const int failed = posix_memalign(&made, 256, bytes);
+  *at = (uint64_t)(uintptr_t)made;
+  return failed || !made ? 2 : fails("cuMemAlloc_v2");
+}
+int cuMemFree_v2(uint64_t at) { free((void *)(uintptr_t)at); return 0; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
+  memcpy((void *)(uintptr_t)to, from, bytes);
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
+  memcpy(to, (void *)(uintptr_t)from, bytes);
+  return 0;
+}
+int cuStreamSynchronize(void *stream) { return fails("cuStreamSynchronize"); }
+int cuStreamDestroy_v2(void *stream) { return 0; }
+
 int cuStreamCreate(void **stream, unsigned flags) { *stream = &capturing; return fails("cuStreamCreate"); }
 int cuStreamBeginCapture_v2(void *stream, int mode) {
   capturing = open_memstream(&captured, &captured_bytes);
@@ -108,6 +127,7 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
 }
 int cuStreamEndCapture(void *stream, void **graph) {
   fclose(capturing);
+  capturing = NULL;
   *graph = captured;
   return fails("cuStreamEndCapture");
 }

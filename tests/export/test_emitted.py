@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.export.conftest import ROOT, compile_c, environment
+from tests.test_docs import blocks
 
 COMPILERS = [
     ("gcc", "-std=c99", "-Wpedantic", "-O0"), ("gcc", "-std=c99", "-Wpedantic", "-O3"), ("clang", "-std=c99", "-O2"),
@@ -74,6 +76,19 @@ def program(exported: Path, folder: Path) -> Path:
     return made
 
 
+def test_the_c_of_the_readme_runs(exported: Path, driver: Path, tmp_path: Path) -> None:
+    """With the functions of a smaller problem, for which there are kernels here, and addresses that nothing looks at."""
+    (code,) = blocks("README.md", "c")
+    main = "int main(void) { void *at = (void *)4096; return (int)attend(at, at, at, at, at, NULL); }\n"
+    (tmp_path / "readme.c").write_text(code.replace("causal_forward", "small_forward") + main)
+    extra = ["-std=c99", "-Wpedantic", f"-I{exported}", str(exported / "flashtile_attention.c")]
+    compile_c(tmp_path / "readme.c", tmp_path / "readme", *extra, *LINK)
+    more = {"LD_LIBRARY_PATH": str(driver), "LAUNCHES": str(tmp_path / "launches"), "PARAMETERS": "1", "CAPABILITY": "80"}
+    done = subprocess.run([tmp_path / "readme"], env=environment(**more), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert launched(tmp_path / "launches") == {"attention_forward": 1}
+
+
 def launched(file: Path) -> Counter[str]:
     return Counter(line.split()[0] for line in file.read_text().splitlines())
 
@@ -101,6 +116,15 @@ def test_the_header_says_what_each_tensor_is(exported: Path) -> None:
     text = (exported / "flashtile_attention.h").read_text()
     assert "const void *q; /* bf16 (batch, seqlen_q, heads_kv * 2, 16)" in text
     assert "void *lse; /* fp32 (batch, heads_kv * 2, seqlen_q)" in text
+    uses = dict(re.findall(r"(\w+); /\* .*; (.*) \*/", text.partition("backward_tensors {")[2]))
+    assert uses == {
+        **dict.fromkeys(("q", "k", "v", "out", "dout", "lse"), "read"),
+        "dq": "written",
+        "dk": "written",
+        "dv": "written",
+    }
+    for word in ("natural logarithm", "-infinity", "aligned to 16 bytes", "may be NULL", "nothing is added"):
+        assert word in " ".join(text.split())
     assert (
         "flashtile_small_backward_scratch(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads_kv, size_t *bytes)"
         in text

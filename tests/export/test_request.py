@@ -101,3 +101,13 @@ def test_names_say_what_is_computed(spelling: str, name: str) -> None:
 def test_a_name_may_stand_before_a_problem() -> None:
     assert read("mine=" + PLAIN) == ("mine", PLAIN)
     assert read(f" {PLAIN} ") == (None, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "workers", "said"), [(1, 2, "a minute"), (77, 2, "3 minutes"), (77, 64, "a minute"), (0, 1, "a minute")]
+)
+def test_export_says_how_long_it_takes(kernels: int, workers: int, said: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from flashtile.export.build import minutes
+
+    assert minutes(kernels, workers) == said

@@ -29,6 +29,7 @@ from flashtile.kernels.hopper.tile_backward import (
     make_backward_tile,
     padded_queries,
 )
+from flashtile.kernels.lib.available import NO_TRITON
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import chain, form_of, uneven_refusals
 from flashtile.kernels.lib.small import is_small
@@ -67,12 +68,11 @@ class HopperBackend:
         reasons: list[str] = []
         if device.kind != "cuda" or device.arch != 90:
             return [f"the device is {device.target}; these kernels are made of sm90's instructions"]
-        if _triton.VERSION is None:
-            return ["Triton is not installed"]
         if _triton.INTERPRETED:
             return ["Gluon kernels cannot be interpreted"]
-        reason = gluon_refusal()
-        if reason:
+        if _triton.VERSION is None:
+            reasons.append(NO_TRITON)
+        elif reason := gluon_refusal():
             return [reason]
         if p.dtype is DType.FP32:
             reasons.append("dtype is fp32; supported are fp16 and bf16")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from flashtile import _triton
 from flashtile.plan.device import Device
 
+NO_TRITON = "Triton is not installed"
+
 
 def unavailable(device: Device, lacks: str) -> list[str]:
     """Reasons why no Triton kernel runs there; `lacks`: what of bf16 a GPU older than sm80 does not have."""
     reasons: list[str] = []
     if _triton.VERSION is None:
-        reasons.append("Triton is not installed")
+        reasons.append(NO_TRITON)
     if device.kind == "cpu" and not _triton.INTERPRETED:
         reasons.append("tensors are on the CPU; these kernels need a GPU (or TRITON_INTERPRET=1)")
     if device.kind == "cuda" and device.arch < 80:

@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from flashtile._triton import JitTuple
-from flashtile.kernels.lib.available import unavailable
+from flashtile.kernels.lib.available import NO_TRITON, unavailable
 from flashtile.kernels.lib.mask import predicates
 from flashtile.kernels.lib.score import captures, chain, form_of, sums_in_queries, uneven_refusals
 from flashtile.kernels.lib.sums import sum_partials
@@ -55,7 +55,7 @@ class TritonBackend:
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
-        if not reasons and device.kind != "cpu":
+        if device.kind != "cpu" and reasons in ([], [NO_TRITON]):
             reasons += _too_wide(problem, device, variant)
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")

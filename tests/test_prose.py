@@ -1,0 +1,66 @@
+"""README and tutorials are short and plain: lines that fit, sentences that end, figures of one card."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import front_page
+from tools.companion_tables import read
+
+ROOT = Path(__file__).parent.parent
+LINES, COLUMNS, WORDS = 140, 160, 40
+PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs" / "tutorials").glob("*.md")))]
+MEASURED_ON = {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+
+
+def prose(text: str) -> str:
+    """The text without code, tables, pictures and headings."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^(\||!\[|#|<!--).*$", "", text, flags=re.MULTILINE)
+
+
+def sentences(text: str) -> list[str]:
+    """What ends with a full stop, a colon, or a paragraph or an item of a list."""
+    told = re.sub(r"\]\([^)]*\)|<!--.*?-->", "", prose(text))
+    return [part for part in re.split(r"(?<=[.:;?!])\s+|\n\s*\n|\n\s*(?:[-*]|\d+\.) ", told) if part.strip()]
+
+
+def test_readme_is_one_page_that_begins_with_the_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= LINES
+    assert lines[2:6] == ["```", "make demo", "make test", "```"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_fit(page: str) -> None:
+    wide = [line for line in prose((ROOT / page).read_text()).splitlines() if len(line) > COLUMNS]
+    assert wide == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_end(page: str) -> None:
+    long = [sentence for sentence in sentences((ROOT / page).read_text()) if len(sentence.split()) > WORDS]
+    assert long == []
+
+
+def test_the_test_of_prose_can_fail() -> None:
+    text = "# T\n\n```python\n" + "x " * 99 + "\n```\n| " + "x " * 99 + "|\n\n- One. Two\n- " + "word " * 41 + "\n"
+    assert [len(sentence.split()) for sentence in sentences(text)] == [2, 1, 41]
+
+
+def test_every_figure_of_readme_is_of_the_card_that_it_names() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    stems = [*front_page.SUITES, front_page.FIGURE, "varlen", "companions", "fa3-paper", "hopper-forward", "features-hopper"]
+    devices = {row["device"] for stem in (*stems, "field-tests") for row in read(folder / f"{stem}-{front_page.CARD}.csv")}
+    assert devices - {""} == {"NVIDIA H100 80GB HBM3"}, "rows that were refused name no device"
+    assert "on one NVIDIA H100 80GB:" in (ROOT / "README.md").read_text()
+
+
+def test_no_other_gpu_has_rows() -> None:
+    """README and docs/limits.md say so."""
+    rows = (row for path in (ROOT / "benchmarks" / "results").glob("*.csv") for row in read(path))
+    found = {row["device"] for row in rows if row.get("device")}
+    assert {device for device in found if "Xeon" not in device} == MEASURED_ON

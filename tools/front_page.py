@@ -1,0 +1,194 @@
+"""The generated parts of README: its figure and its tables, from benchmarks/results/*.csv and what the backends answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from flashtile.bench import report
+from flashtile.bench.result import Result
+from flashtile.bench.result import read as read_bench
+from flashtile.errors import NotSupported
+from flashtile.export.matrix import TARGETS
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.options import Variant
+from tools import companion_tables
+from tools.companion_tables import Row, read
+from tools.evidence import Evidence, cell
+
+CARD = "h100"  # every figure of README is of this card; that no other can slip in is tested
+FIGURE = "hopper-fa3-paper"  # the suite of the figure, at its longest sequences
+SUITES = {  # file of `flashtile bench` -> what README calls it
+    "hopper-fa3-paper": "head_dim 64, 128, 256; 1k to 16k keys (FlashAttention-3's paper)",
+    "hopper-triton-tutorial": "head_dim 64, 128; 1k to 16k keys (Triton's tutorial)",
+    "hopper-llmc": "GPT-2's shapes, fp16 (llm.c)",
+    "hopper-cudnn-cross": "more keys than queries (cuDNN's samples)",
+    "hopper-mla": "head_dim 192, values of 128 (DeepSeek)",
+    "fp32-llmc": "GPT-2's shapes, fp32",
+}
+PEERS = {"sdpa/cudnn": "cuDNN", "fa4": "FlashAttention-4", "sdpa/efficient": "PyTorch's efficient attention"}
+NORMS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
+DEVICES = {
+    "cpu": "CPU", "sm80": "A100 (sm80)", "sm86": "RTX 3090 (sm86)", "sm90": "H100, H200 (sm90)", "sm100": "B200 (sm100)",
+    "sm120": "RTX 5090 (sm120)", "gfx942": "MI300X (gfx942)",
+}  # fmt: skip
+FEATURES = {  # rows of docs/support.md -> what README calls them
+    "bf16": "fp16, bf16",
+    "fp32, tf32x3": "fp32",
+    "head_dim 512, 16 bits": "head_dim 512, 16 bits",
+    "head_dim 512, fp32": "head_dim 512, fp32",
+    "varlen": "sequences of any lengths",
+    "predicates": "masks of your own",
+    "bias, its gradient": "bias, its gradient",
+    "deterministic backward": "repeatable gradients",
+}
+
+
+# -- what runs where ------------------------------------------------------------------------------------------------
+
+
+def support(features: Iterable[tuple[str, str, Variant]], proof: Sequence[Evidence]) -> str:
+    """Eight rows of the support matrix: run, built or refused."""
+    problems = {name: (spelling, variant) for name, spelling, variant in features}
+    targets = ("cpu", *TARGETS)
+    lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
+    for feature, name in FEATURES.items():
+        spelling, variant = problems[feature]
+        words = [_word(AttentionProblem.parse(spelling), variant, target, proof) for target in targets]
+        lines.append(f"| {name} | {' | '.join(words)} |")
+    return "\n".join([*lines, ""])
+
+
+def _word(problem: AttentionProblem, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
+    try:
+        said = cell(problem, variant, target, proof)
+    except NotSupported:
+        return "refused"
+    return "built" if "compiled for" in said else "run"
+
+
+# -- how fast -------------------------------------------------------------------------------------------------------
+
+
+def speed(folder: Path) -> str:
+    """Eight rows: geometric means of our speed over the fastest other's, on one card."""
+    lines = ["| what | beside the fastest of | forward | backward | measured |", "| --- | --- | --- | --- | --- |"]
+    for stem, name in SUITES.items():
+        results = read_bench(_path(folder, stem))
+        peers = report.providers_of(r for r in results if r.side == "peer" and r.tflops is not None)
+        ratios = [
+            [r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row)) is not None]
+            for way in ("forward", "backward")
+        ]
+        lines.append(_line(name, ", ".join(PEERS[peer] for peer in peers), *map(_mean, ratios), _when(results)))
+    rows = [row for row in read(_path(folder, "varlen")) if row["section"] == "varlen"]
+    lines.append(_line("sequences of unequal lengths, 16 bits", "FlashAttention-4, FlexAttention, nested tensors",
+                       *(_mean(_unequal(rows, way)) for way in ("fwd", "bwd")), _when(rows)))  # fmt: skip
+    norms = [row for row in read(_path(folder, "companions")) if row["case"].partition(" ")[0] in NORMS]
+    cells = companion_tables.cells(norms)
+    ways = [[r for c in cells if next(iter(c.values()))["direction"] == way and (r := companion_tables.ratio(c))]
+            for way in ("fwd", "bwd")]  # fmt: skip
+    lines.append(_line("LayerNorm and RMSNorm, also fused", "torch.compile, Liger", *map(_mean, ways), _when(norms)))
+    return "\n".join([*lines, ""])
+
+
+def slower(folder: Path) -> str:
+    """Where we are slower than what stands beside it, and the table of `speed` does not say it."""
+    lines = ["| what | speed | beside |", "| --- | --- | --- |"]
+    portable = report.grouped(read_bench(_path(folder, "fa3-paper")))
+    both = [[r for row in portable if _direction(row) == way and (r := report.ratio(row))] for way in ("forward", "backward")]
+    lines.append(_line("the portable kernels, which run on other GPUs", f"forward {_mean(both[0])}, backward {_mean(both[1])}",
+                       "cuDNN, FlashAttention-2 on the H100"))  # fmt: skip
+    forward = {row["row"]: row for row in read(_path(folder, "hopper-forward"))}
+    shares = [float(forward[f"softcap-128-{mask}"]["of_base"]) for mask in ("full", "causal")]
+    lines.append(_line("forward, softcap", _range(shares), "the same without a softcap"))
+    costs = {(row["name"], row["causal"]): row for row in read(_path(folder, "features-hopper")) if row["section"] == "costs"}
+    shares = [1 / float(costs["dropout", causal]["forward_ratio"]) for causal in ("False", "True")]
+    lines.append(_line("forward, dropout", _range(shares), "the same without dropout"))
+    cpu = [row for row in report.grouped(read_bench(folder / "cpu-xeon.csv")) if _direction(row) == "backward"]
+    lines.append(_line("fp32 backward on a CPU", _mean([r for row in cpu if (r := report.ratio(row))]), "PyTorch's own"))
+    return "\n".join([*lines, ""])
+
+
+def field_tests(folder: Path) -> str:
+    """What became of flash-attention's own tests, in one sentence."""
+    counts: dict[str, int] = {}
+    for row in read(_path(folder, "field-tests")):
+        counts[row["outcome"]] = counts.get(row["outcome"], 0) + int(row["cases"])
+    failed = sum(n for outcome, n in counts.items() if outcome not in ("passed", "refused", "skipped", "not reached"))
+    return (
+        f"{counts['passed']:,} passed, {failed} failed, {counts['refused']:,} were refused, {counts['skipped']:,} skipped "
+        f"themselves, {counts['not reached']:,} were not reached in the time given"
+    )
+
+
+def draw(folder: Path, path: Path) -> None:
+    """The figure: ours beside cuDNN and FlashAttention-4 at the longest sequences, forward and backward."""
+    results = [r for r in read_bench(_path(folder, FIGURE)) if r.tflops is not None]
+    longest = max(r.seqlen_q for r in results)
+    chosen = [r for r in results if r.seqlen_q == longest]
+    cases = list(dict.fromkeys((r.head_dim, r.causal) for r in chosen))
+    colours = {"flashtile/hopper": "#d62728", "sdpa/cudnn": "#7f9db9", "fa4": "#4c6a88"}
+    names = {"flashtile/hopper": "flashtile", **PEERS}
+    figure: Any = Figure(figsize=(10, 3.6), layout="constrained")
+    for place, direction in enumerate(("forward", "backward"), start=1):
+        axes = figure.add_subplot(1, 2, place)
+        for k, (provider, colour) in enumerate(colours.items()):
+            found = {(r.head_dim, r.causal): r.tflops for r in chosen if (r.provider, r.direction) == (provider, direction)}
+            at = [i + (k - 1) * 0.28 for i in range(len(cases))]
+            bars = axes.bar(at, [found[case] for case in cases], 0.28, label=names[provider], color=colour)
+            axes.bar_label(bars, fmt="%.0f", fontsize=6.5, padding=1)
+        ticks = [f"{depth}\n{'causal' if causal else 'full'}" for depth, causal in cases]
+        axes.set_xticks(range(len(cases)), ticks, fontsize=8)
+        axes.set(title=direction, ylabel="TFLOP/s", xlabel="head_dim and mask")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(y=0.12)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.suptitle(f"{longest // 1024}k keys, bf16; {chosen[0].device}; {_when(chosen)}", fontsize=8, y=-0.01, va="top")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+# -- cells ----------------------------------------------------------------------------------------------------------
+
+
+def _path(folder: Path, stem: str) -> Path:
+    return folder / f"{stem}-{CARD}.csv"
+
+
+def _direction(row: report.Row) -> str:
+    return next(iter(row.values())).direction
+
+
+def _unequal(rows: Sequence[Row], direction: str) -> list[float]:
+    found: list[float] = []
+    for mask in ("causal", "full"):
+        ms = {row["name"]: float(row["ms"]) for row in rows if row["direction"] == direction and row["name"].endswith(mask)}
+        others = [value for name, value in ms.items() if not name.startswith("flashtile")]
+        found.append(min(others) / ms[f"flashtile/hopper varlen, {mask}"])
+    return found
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least}x" if least == most else f"{least}x to {most}x"
+
+
+def _when(rows: Sequence[Result] | Sequence[Row]) -> str:
+    """The days and commits of rows, the newest first."""
+    told = {(r["date"][:10], r["commit"]) if isinstance(r, dict) else (r.date[:10], r.commit) for r in rows}
+    days = sorted({day for day, _ in told}, reverse=True)
+    span = days[0] if len(days) == 1 else f"{days[-1]} to {days[0]}"
+    return f"{span}, {', '.join(sorted({commit for _, commit in told}))}"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
