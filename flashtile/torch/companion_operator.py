@@ -37,6 +37,7 @@ from flashtile.torch.derivative import is_dual_level, record_at_level, refuse_ta
 from flashtile.torch.functional import one_by_one
 from flashtile.torch.namespace import LIBRARY, NAMESPACE, define
 from flashtile.torch.operator import below_autograd
+from flashtile.torch.plain import transforms
 from flashtile.torch.run import TORCH_DTYPES
 
 
@@ -173,8 +174,12 @@ class _Recorded(torch.autograd.Function):
         known = {**dict(zip(request.names, tensors, strict=True)), **outputs}
         ctx.held = OPS[request.op].kept(problem, request.wanted)
         hidden = made[0].new_empty(0)
-        saved = [*(known[name] for name in ctx.held), hidden]
-        ctx.save_for_backward(*(saved if hides(problem, request.wanted) else saved[:-1]))
+        behind = [hidden] if hides(problem, request.wanted) else []
+        if transforms():  # inputs may want gradients at levels below this one, and nothing leads there from what is made here
+            kind = OPS[request.op].kind
+            led = set(kind.differentiable).difference(ctx.held, kind.linear)
+            behind = [known[name] for name in request.names if name in led]
+        ctx.save_for_backward(*(known[name] for name in ctx.held), *behind)
         ctx.request, ctx.asked, ctx.problem, ctx.device = request, asked, problem, tensors[0].device
         ctx.set_materialize_grads(False)
         differentiable = set(problem.public()).difference(problem.constant())

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from flashtile import InvalidProblem, NotSupported, nn, ops
 from flashtile.kernels.companions.catalogue import BACKENDS, OPS
 from flashtile.torch.companion import run
+from flashtile.torch.companion_call import hides
 from tests.companions.cases import CASES, Case
 from tests.companions.test_operator import FULLEST, TRACED, given
 
@@ -80,20 +81,29 @@ def test_maps_and_gradients_of_each_other(case: Case, backend: str, place: torch
         same(got, expected)
 
 
-@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
-def test_second_derivatives_refuse_for_each_input(case: Case) -> None:
+HIDING = [case for case in DIFFERENTIATED if hides(case.problem, frozenset(case.wanted))]
+
+
+@pytest.mark.parametrize("curved", [False, True], ids=["linear", "square"])
+@pytest.mark.parametrize("case", [*FULLEST, *HIDING[::4]], ids=lambda case: case.name)
+def test_second_derivatives_refuse_for_each_input(case: Case, curved: bool) -> None:
     """Also of those inputs to which nothing leads that the backward keeps; never a zero."""
     function, leaves = bound(case, torch.device("cpu"), "cpu")
     slots = tuple(range(len(leaves)))
 
+    def total(*given: torch.Tensor) -> torch.Tensor:
+        return loss(function)(*given) if curved else sum((o.float().sum() for o in function(*given)), torch.zeros(()))
+
     def slopes(*given: torch.Tensor) -> torch.Tensor:
-        return sum((g.float().square().sum() for g in grad(loss(function), slots)(*given)), torch.zeros(()))
+        return sum((g.float().square().sum() for g in grad(total, slots)(*given)), torch.zeros(()))
 
     for slot in slots:
-        with pytest.raises(NotSupported, match=f"(?s)second derivative of {case.problem.op}.*gradients of gradients"):
-            grad(slopes, slot)(*leaves)
-    with pytest.raises(NotSupported, match="gradients of gradients"):
-        vmap(grad(slopes))(*(t[None] for t in leaves))
+        if curved or case.wanted[slot] not in case.problem.linear:
+            with pytest.raises(NotSupported, match=f"(?s)second derivative of {case.problem.op}.*gradients of gradients"):
+                grad(slopes, slot)(*leaves)
+    if curved:
+        with pytest.raises(NotSupported, match="gradients of gradients"):
+            vmap(grad(slopes))(*(t[None] for t in leaves))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,13 +170,25 @@ def test_transforms_within_a_compiled_graph() -> None:
             same(*(torch.autograd.grad(m.square().sum(), weight) for m in made))
 
 
-def test_second_derivatives_within_a_compiled_graph_are_refused() -> None:
-    def first(x: torch.Tensor) -> torch.Tensor:
-        return grad(lambda x: ops.rms_norm(x).square().sum())(x).square().sum()
+def test_mixed_second_derivatives_are_refused() -> None:
+    """Of an input that wants no gradient where the first derivative is taken, in a compiled graph too."""
+    x, weight, labels = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+    functions: list[Any] = [
+        lambda x, bias: ops.rms_norm(x).square().sum() + bias.sum(),
+        lambda x, bias: ops.linear_act(x, weight, bias).sum(),
+        lambda x, bias: ops.linear_cross_entropy(x, weight, labels, bias=bias),
+    ]
+    for function in functions:
 
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="gradients of gradients are not implemented"):
-        torch.compile(grad(first), fullgraph=True, backend="aot_eager")(torch.randn(4, 8))
+        def first(x: torch.Tensor, bias: torch.Tensor, function: Any = function) -> torch.Tensor:
+            return grad(function)(x, bias).square().sum()
+
+        for slot in (0, 1) if function is not functions[0] else (0,):
+            calls: list[Any] = [grad(first, slot), torch.compile(grad(first, slot), fullgraph=True, backend="aot_eager")]
+            for call in calls:
+                torch.compiler.reset()
+                with pytest.raises(Exception, match="gradients of gradients are not implemented"):
+                    call(x, torch.randn(16))
 
 
 def test_what_is_written_over_is_the_transforms_own() -> None:

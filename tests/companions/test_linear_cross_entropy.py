@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import InvalidProblem, NotSupported, ops
 from flashtile.kernels.companions.catalogue import BACKENDS
-from flashtile.ops.head import lay_out
+from flashtile.ops.head_passes import Asked, Given, Head, lay_out
 from flashtile.reference.cross_entropy import cross_entropy_reference
 from tests.cases import lay_out as lay_out_tensor
 
@@ -34,8 +34,8 @@ def exact(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, reduction
 
 @pytest.fixture(params=[1, 10**6], ids=["many chunks", "one chunk"])
 def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtile.ops.head.CHUNK_BYTES", request.param)
-    monkeypatch.setattr("flashtile.ops.head.STEP", 64)
+    monkeypatch.setattr("flashtile.ops.head_passes.CHUNK_BYTES", request.param)
+    monkeypatch.setattr("flashtile.ops.head_passes.STEP", 64)
 
 
 @pytest.mark.parametrize("more", [0.0, 0.1, 0.4, 0.6, 1.0], ids="{} more".format)
@@ -91,6 +91,179 @@ def test_loss_and_gradients(backend: str, sizes: Any, dtype: torch.dtype, place:
         with torch.no_grad():
             alone = ops.linear_cross_entropy(x, weight, labels, reduction=reduction, backend=backend, **OPTIONS)
         assert torch.equal(alone, loss)
+
+
+# What Gemma's and Liger's users ask for besides: names of inputs, and options.
+MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "bias": (("bias",), {}),
+    "softcap": ((), {"softcap": 1.5}),
+    "class_weight": (("class_weight",), {}),
+    "all": (("bias", "class_weight"), {"softcap": 1.5, **OPTIONS}),
+}
+Function = Any
+
+
+def draw_more(
+    place: torch.device, sizes: Any, dtype: torch.dtype, names: tuple[str, ...]
+) -> tuple[Function, Function, list[Any]]:
+    """The function of x, weight, and bias where there is one; the truth; and these."""
+    x, weight, labels = draw(place, *sizes, dtype=dtype)
+    leaves = [x, weight, *([torch.randn(sizes[2], device=place).to(dtype).requires_grad_()] if "bias" in names else [])]
+    own = torch.rand(sizes[2], device=place) * 2 if "class_weight" in names else None
+
+    def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        return ops.linear_cross_entropy(x, weight, labels, bias=bias, class_weight=own, **options)
+
+    def truth(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *, label_smoothing: float = 0.0, **options: Any) -> Any:
+        logits = x @ weight.t() + (0.0 if bias is None else bias)
+        return cross_entropy_reference(logits, labels, own, smoothing=label_smoothing, **options)[0]
+
+    return function, truth, leaves
+
+
+def gradients(loss: torch.Tensor, leaves: list[torch.Tensor], **how: Any) -> tuple[torch.Tensor, ...]:
+    """From gradients of the loss, of rows one after another."""
+    return torch.autograd.grad((loss * torch.linspace(-1.0, 2.0, loss.numel(), device=loss.device)).sum(), leaves, **how)
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_option_against_float64(more: str, reduction: str, backend: str, dtype: torch.dtype, place: torch.device) -> None:
+    names, options = MORE[more]
+    function, truth, leaves = draw_more(place, (24, 8, 500), dtype, names)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    tolerance = dict(rtol=1e-4, atol=2e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    loss, expected = (
+        function(*leaves, reduction=reduction, backend=backend, **options),
+        truth(*exact, reduction=reduction, **options),
+    )
+    torch.testing.assert_close(loss.double(), expected, **tolerance)
+    for got, true in zip(gradients(loss, leaves), gradients(expected, exact), strict=True):
+        torch.testing.assert_close(got.double(), true, **tolerance)
+    with torch.no_grad():
+        assert torch.equal(function(*leaves, reduction=reduction, backend=backend, **options), loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_of_rows_have_the_shape_of_labels_and_any_number_of_backwards(backend: str, place: torch.device) -> None:
+    x, weight, labels = draw(place, 12, 8, 300)
+    loss = ops.linear_cross_entropy(x.view(3, 4, 8), weight, labels.view(3, 4), reduction="none", backend=backend)
+    assert loss.shape == (3, 4)
+    assert not loss.view(-1)[labels == -100].any()
+    once = gradients(loss.view(-1), [x, weight], retain_graph=True)
+    for got, again in zip(once, gradients(loss.view(-1), [x, weight]), strict=True):
+        assert torch.equal(got, again)
+    mean = ops.linear_cross_entropy(x, weight, labels, backend=backend)
+    torch.testing.assert_close(loss.sum() / (labels != -100).sum(), mean)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_one_gradient_of_three(which: int, reduction: str) -> None:
+    function, _, leaves = draw_more(torch.device("cpu"), (12, 8, 300), torch.float32, ("bias",))
+    expected = gradients(function(*leaves, reduction=reduction), leaves)[which]
+    some = [t if i == which else t.detach() for i, t in enumerate(leaves)]
+    torch.testing.assert_close(gradients(function(*some, reduction=reduction), [leaves[which]])[0], expected)
+
+
+def test_bad_labels_are_seen() -> None:
+    x, weight, labels = draw(torch.device("cpu"), 6, 8, 300)
+    labels[2], labels[3] = 300, -1
+    for more in ({}, {"class_weight": torch.rand(300)}):
+        loss = ops.linear_cross_entropy(x, weight, labels, reduction="none", **more)
+        assert loss.isnan().tolist() == [False, False, True, True, False, False]
+        assert torch.autograd.grad(loss.sum(), x)[0].isnan().all(1).tolist() == [False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_bias_under_autocast(reduction: str) -> None:
+    function, _, leaves = draw_more(torch.device("cpu"), (12, 8, 300), torch.float32, ("bias",))
+    low = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    expected = function(*low, reduction=reduction)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = function(*leaves, reduction=reduction)
+    assert torch.equal(loss, expected)
+    for got, true in zip(gradients(loss, leaves), gradients(expected, low), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, true.float(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_each_option_compiled(more: str, reduction: str) -> None:
+    names, options = MORE[more]
+    function, _, leaves = draw_more(torch.device("cpu"), (12, 8, 300), torch.float32, names)
+    torch._dynamo.reset()
+    traced = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    made = [f(*leaves, reduction=reduction, **options) for f in (function, traced)]
+    torch.testing.assert_close(*made)
+    for got, expected in zip(*(gradients(loss, leaves) for loss in made), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("more", ["bias", "all"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_torch_func(more: str, reduction: str) -> None:
+    """grad, vjp, vmap and each of the other are autograd and loops; second derivatives refuse, never zero."""
+    names, options = MORE[more]
+    function, _, leaves = draw_more(torch.device("cpu"), (12, 8, 300), torch.float32, names)
+    plain, slots = [t.detach() for t in leaves], tuple(range(len(leaves)))
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        return function(*given, reduction=reduction, **options).square().sum()
+
+    def by_autograd(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = [t.detach().requires_grad_() for t in given]
+        return torch.autograd.grad(loss(*own), own)
+
+    def close(got: Any, expected: Any) -> None:
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    close(torch.func.grad(loss, slots)(*plain), by_autograd(*plain))
+    many = [torch.stack([t, t * 2, -t]) for t in plain]
+    each = [[t[i] for t in many] for i in range(3)]
+    close(torch.func.vmap(loss)(*many), [loss(*some) for some in each])
+    loops = [torch.stack(g) for g in zip(*(by_autograd(*some) for some in each), strict=True)]
+    close(torch.func.vmap(torch.func.grad(loss, slots))(*many), loops)
+    shared = torch.func.grad(lambda *t: torch.func.vmap(loss, (0, *(None,) * (len(t) - 1)))(*t).sum(), slots)(
+        many[0], *plain[1:]
+    )
+    alone = [by_autograd(many[0][i], *plain[1:]) for i in range(3)]
+    close(shared[1:], [sum(some[1:], some[0]) for some in zip(*alone, strict=True)][1:])
+    close(shared[0], [some[0] for some in alone])
+    outputs, pull = torch.func.vjp(lambda *t: function(*t, reduction=reduction, **options), *plain)
+    weights = torch.stack([torch.ones_like(outputs), outputs])
+    close(torch.func.vmap(pull)(weights), [torch.stack(g) for g in zip(*map(pull, weights), strict=True)])
+
+    def slopes(*given: torch.Tensor) -> torch.Tensor:
+        return sum((g.square().sum() for g in torch.func.grad(loss, slots)(*given)), torch.zeros(()))
+
+    for slot in slots:
+        with pytest.raises(NotSupported, match="second derivative of linear_cross_entropy"):
+            torch.func.grad(slopes, slot)(*plain)
+    torch.compiler.reset()
+    traced = torch.compile(torch.func.vmap(torch.func.grad(loss, slots)), fullgraph=True, backend="aot_eager")
+    close(traced(*many), loops)
+    with pytest.raises(InvalidProblem, match=r"^class_weight requires a gradient, which it does not have; detach it"):
+        torch.func.grad(lambda w: ops.linear_cross_entropy(*plain[:2], torch.zeros(12, dtype=torch.int64), class_weight=w))(
+            torch.rand(300)
+        )
+
+
+def test_vmap_of_recorded_gradients() -> None:
+    """Of losses of rows, a jacobian; those of a reduced loss are there once (tests/companions/test_operator.py)."""
+    function, _, leaves = draw_more(torch.device("cpu"), (6, 8, 300), torch.float32, ("bias",))
+    loss = function(*leaves, reduction="none")
+
+    def pull(weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(loss, leaves, weights, retain_graph=True)
+
+    for got, *expected in zip(torch.func.vmap(pull)(torch.eye(6)), *map(pull, torch.eye(6)), strict=True):
+        torch.testing.assert_close(got, torch.stack(expected))
 
 
 @pytest.mark.usefixtures("chunk_bytes", "within_operators")
@@ -166,8 +339,8 @@ def test_memory_for_logits_spares_products(
     logits_bytes: int, products: float, backend: str, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With twice as many rows as hidden weight's gradient holds half of the logits; what else is stored is computed once."""
-    monkeypatch.setattr("flashtile.ops.head.CHUNK_BYTES", 1)
-    monkeypatch.setattr("flashtile.ops.head.STEP", 32)
+    monkeypatch.setattr("flashtile.ops.head_passes.CHUNK_BYTES", 1)
+    monkeypatch.setattr("flashtile.ops.head_passes.STEP", 32)
     rows, hidden, classes = 32, 16, 800
     x, weight, labels = draw(place, rows, hidden, classes, dtype)
     size, largest, multiplied = logits_bytes * x.element_size() // 2, 0, 0
@@ -207,8 +380,20 @@ def test_the_logits_are_never_there(request: pytest.FixtureRequest) -> None:
             return made
 
     x, weight, labels = draw(torch.device("cpu"), 40, 8, 1000)
-    with Watch():
-        ops.linear_cross_entropy(x, weight, labels).backward()
+    options: dict[str, Any] = dict(
+        bias=torch.randn(1000, requires_grad=True), class_weight=torch.rand(1000), softcap=3.0, label_smoothing=0.1
+    )
+    for more in ({}, options):
+        largest = 0
+        with Watch():
+            ops.linear_cross_entropy(x, weight, labels, **more).sum().backward()
+        assert (largest >= 40 * 1000) == ("one chunk" in request.node.name), more
+    asked = Asked("none", 0.1, 0.01, 1.0, 3.0, -100, None, "")  # what its two operators do, into which no mode sees
+    head = Head(Given(x, weight, options["bias"], labels, options["class_weight"]), asked)
+    largest = 0
+    with torch.no_grad(), Watch():
+        lse = head.run([False] * 3)[1]
+        head.pull(lse, torch.ones(40), [True] * 3)
     assert (largest >= 40 * 1000) == ("one chunk" in request.node.name)
 
 
@@ -230,7 +415,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"labels have shape \(4,\); it must be that of x \(3, 4\) but the last",
     ),
     "labels-float": ({"labels": t(3)}, "labels is fp32; it must be int32 or int64"),
-    "reduction": ({"reduction": "none"}, "reduction is 'none'; it must be one of mean, sum"),
+    "reduction": ({"reduction": "average"}, "reduction is 'average'; it must be one of none, mean, sum"),
+    "bias-list": ({"bias": [0.0] * 5}, "bias is a list; it must be a torch.Tensor"),
+    "bias-shape": ({"bias": t(4)}, r"bias is torch.float32 \(4,\); it must be \(classes,\) for weight, torch.float32 \(5, 4\)"),
+    "bias-dtype": ({"bias": t(5, dtype=torch.bfloat16)}, r"bias is torch.bfloat16 \(5,\); it must be \(classes,\)"),
+    "class_weight": ({"class_weight": t(4)}, r"^class_weight has shape \(4,\); it must be \(classes,\) = \(5,\)"),
+    "class_weight-grad": ({"class_weight": t(5).requires_grad_()}, "class_weight requires a gradient, which it does not have"),
+    "softcap": ({"softcap": 0}, "softcap is 0.0; it must be a positive number or None"),
+    "softcap-text": ({"softcap": "30"}, "softcap is '30'; it must be a number"),
+    "z_loss-text": ({"z_loss": [1]}, r"z_loss is \[1\]; it must be a number"),
     "logits-bytes": ({"logits_bytes": 1.5}, "logits_bytes is 1.5; it must be an int, at least 0"),
     "smoothing": ({"label_smoothing": 2}, "^label_smoothing is 2.0; it must be finite, from 0.0 to 1.0"),
 }
@@ -257,3 +450,12 @@ def test_second_derivatives_refuse(source: int, compiles: bool) -> None:
         assert torch.equal(got, plain)
     with pytest.raises(NotSupported, match="gradients of gradients"):
         torch.autograd.grad(grads[0].square().sum() + (x * factors[source]).sum(), factors[source])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_second_derivatives_by_the_bias_refuse(reduction: str) -> None:
+    function, _, leaves = draw_more(torch.device("cpu"), (6, 8, 300), torch.float32, ("bias",))
+    factor = torch.ones((), requires_grad=True)
+    grads = torch.autograd.grad(function(*leaves[:2], leaves[2] * factor, reduction=reduction).sum(), leaves, create_graph=True)
+    with pytest.raises(NotSupported, match="gradients of gradients"):
+        torch.autograd.grad(grads[0].square().sum(), factor)

@@ -47,9 +47,12 @@ def test_opcheck(case: Case) -> None:
 
 def test_opcheck_of_the_head() -> None:
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
-    found = opcheck(HEAD, (x, weight, torch.arange(6), True, 0.1, 0.01, 1.0, -100, 2**20, True, True, ""))
-    assert set(found.values()) == {"SUCCESS"}
-    assert len(found) == 4
+    bias, own = torch.randn(300, requires_grad=True), torch.rand(300)
+    for more in ((None, torch.arange(6), None, "mean"), (bias, torch.arange(6), own, "none")):
+        asked = (*more, 0.1, 0.01, 1.0, 30.0, -100, 2**20, "")
+        found = opcheck(HEAD, (x, weight, *asked, [False] * 3))
+        assert set(found.values()) == {"SUCCESS"}
+        assert len(found) == 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
