@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -130,7 +130,8 @@ def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.T
     if torch.is_grad_enabled() and True in [t.requires_grad for t in (*packs, *others)]:
         call.require_backward()
         return _apply(call, parts, *map(_alive, packs), *map(_alive, others))
-    out, lse, *_ = call.forward(packs, others, parts, call.problem.returns_lse)
+    made = call.hosted(*packs) if call.hosted else None
+    out, lse, *_ = made or call.forward(packs, others, parts, call.problem.returns_lse)
     return (out, lse) if call.problem.returns_lse else out
 
 
@@ -152,6 +153,10 @@ class PreparedCall:
         self.direct: dict[
             Any, tuple[Replay | HostReplay, list[int | None] | None]
         ] = {}  # of backwards: replay; which outputs, if not all
+        # Where passes are one host call: its function of q, k, v (`HostReplay.function`), and by wishes for gradients that of
+        # what the backward has, and which of its outputs, if not all.
+        self.hosted: Callable[..., list[torch.Tensor] | None] | None = None
+        self.hosted_backward: dict[tuple[bool, ...], tuple[Callable[..., list[Any] | None], list[int | None] | None]] = {}
         self.differentiable: set[bool] = set()  # for which wishes for determinism a backward is known to exist
 
     def require_backward(self) -> None:
@@ -170,6 +175,7 @@ class PreparedCall:
         if found is None:
             found = self.packings[packing] = copy(self)
             found.packing, found.bound_backward, found.wished, found.direct = packing, {}, {}, {}
+            found.hosted, found.hosted_backward = None, {}
         return found
 
     def tensors(self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None) -> Tensors:
@@ -188,7 +194,12 @@ class PreparedCall:
             if self.packing is not APART:
                 packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
             inputs = *packs, *others
-            return replay.direct(inputs, addresses_of(inputs) if self.on_gpu else (), whole)
+            if isinstance(replay, Replay):
+                return replay.direct(inputs, addresses_of(inputs), whole)
+            made = replay.direct(inputs)
+            if replay.fits and self.packing is APART:
+                self.hosted = replay.function
+            return made
         tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
@@ -220,6 +231,8 @@ class PreparedCall:
             if direct is not None:
                 replay, places = direct
                 made = replay.direct(inputs, addresses)
+                if isinstance(replay, HostReplay) and replay.fits and dlse is None:
+                    self.hosted_backward[needs] = replay.function, places
                 return tuple(made) if places is None else tuple([None if i is None else made[i] for i in places])
         wanted, names = self.wished.get(needs) or self.wish(needs)
         packs, others = tuple(saved[:count]), saved[count:first_kept]
@@ -267,8 +280,10 @@ class PreparedCall:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: PreparedCall, parts: Tensors | None, *given: torch.Tensor) -> Any:
-        count = len(call.packing.packs)
-        kept = call.forward(given[:count], given[count:], parts)
+        kept = call.hosted(*given) if call.hosted else None
+        if kept is None:
+            count = len(call.packing.packs)
+            kept = call.forward(given[:count], given[count:], parts)
         ctx.save_for_backward(*given, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -277,9 +292,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: PreparedCall = ctx.call
+        needs = ctx.needs_input_grad[2:]
+        hosted = call.hosted_backward.get(needs)
         dout, dlse = (*grads, None)[:2]
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if is_mapped(grads):
+        saved, mapped = ctx.saved_tensors, is_mapped(grads)
+        if hosted and dout is not None and dlse is None and not (mapped or torch.is_grad_enabled() or is_dual_level()):
+            function, places = hosted
+            made = function(*saved, dout)
+            if made is not None:
+                return None, None, *(made if places is None else [None if i is None else made[i] for i in places])
+        if mapped:
             each = partial(each_gradient, call.problem, call.plan.backend)
             return None, None, *each(lambda dout, dlse: call.gradients(saved, dout, dlse, needs), (dout, dlse))
         if is_dual_level():

@@ -162,8 +162,10 @@ def bind_backward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        if not is_moderate(lse):
-            return None
+        if not is_moderate(lse) or not q.stride(3) == k.stride(3) == v.stride(3) == out.stride(3) == 1:
+            return None  # a hook of saved tensors may have laid them otherwise
+        if dout.stride(3) != 1:
+            dout = dout.contiguous()
         dq, dk, dv = FLASH_BACKWARD(
             dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2), lse, 0.0,
             causal, scale=scale,
@@ -177,7 +179,7 @@ def bind_backward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence
 
 def is_moderate(lse: torch.Tensor) -> bool:
     """Whether all scores are so small that p = exp(score - lse) is exact. NaN and Inf are not."""
-    (low, high), most = torch.aminmax(lse), MOST_LSE[lse.dtype]
+    (low, high), most = torch.aminmax(lse if lse.is_contiguous() else lse.mT), MOST_LSE[lse.dtype]  # in the order of memory
     return low.item() >= -most and high.item() <= most
 
 
