@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashtile._triton import VERSION, jit, tl
@@ -91,7 +92,7 @@ def _differentiated(
     recorder = _Derivative("score_mod")
     place = torch.device("meta")  # no value counts, and none can be divided by
     names: dict[int, str] = {}
-    with plainly(torch.device("cpu")), torch.enable_grad():
+    with plainly(torch.device("cpu")), temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():
         values: dict[str, torch.Tensor] = {}
         dtypes = {**dict.fromkeys(INPUTS, torch.int64), "score": torch.float32}
         for name, dtype in {**dtypes, **{n.args[0]: n.dtype or torch.float32 for n in (*given, *numbers)}}.items():

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -80,6 +81,8 @@ class Recorder(TorchDispatchMode):
         self.made: dict[int, tuple[torch.Tensor, Node]] = {}  # with the tensor, so that its id stays its own
         self.spoilt: set[int] = set()  # ids of tensors that were changed by way of another view of them
         self.captured: dict[int, torch.Tensor] = {}
+        self.wrapped: dict[int, torch.Tensor] = {}  # by the id of a tensor that torch.func wraps what stands for it
+        self.stands: dict[int, torch.Tensor] = {}  # and by that one's id the wrapped one
         self.count = 0
 
     def refusal(self, reason: str) -> NotSupported:
@@ -103,10 +106,20 @@ class Recorder(TorchDispatchMode):
             return value
         if id(value) in self.spoilt:
             raise self.refusal("it reads a tensor after it changed another view of it in place")
-        if id(value) in self.made:
+        if id(value) in self.made and id(value) not in self.stands:
             return self.made[id(value)][1]
+        value = self.stands.get(id(value), value)
         self.captured[id(value)] = value
         return value
+
+    def plain(self, value: Any) -> Any:
+        """What stands, while the function is recorded, for a tensor that a transform of torch.func has wrapped."""
+        if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value
+        if id(value) not in self.wrapped:
+            stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+            self.wrapped[id(value)], self.stands[id(stand)] = stand, value
+        return self.wrapped[id(value)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, detached = kwargs or {}, not torch.is_grad_enabled()
@@ -172,12 +185,15 @@ class Recorder(TorchDispatchMode):
 class _Scalars(TorchFunctionMode):
     """Indexing as FlexAttention has it, and what no operator says: dtypes as they are shown, and views of the memory."""
 
-    def __init__(self, recorder: Recorder, shown: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, recorder: Recorder, shown: Mapping[str, torch.dtype], transformed: bool) -> None:
         super().__init__()
         self.recorder, self.shown = recorder, shown
+        self.transformed = transformed
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, made = kwargs or {}, self.recorder.made
+        if self.transformed:
+            args, kwargs = tree_map(self.recorder.plain, args), tree_map(self.recorder.plain, kwargs)
         name = getattr(func, "__name__", "")
         recorded = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in made
         if func is torch.Tensor.__getitem__:
@@ -269,16 +285,17 @@ def record(
     subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
     Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
     """
-    recorder = Recorder(subject)
+    recorder, transformed = Recorder(subject), torch._C._functorch.maybe_current_level() is not None
     dtypes = {name: shown if name == "score" else torch.int32 for name in names}
     with plainly(device), torch.enable_grad():
-        given = {n: torch.zeros((), dtype=torch.float32 if n == "score" else torch.int64, device=device) for n in names}
-        if "score" in given:
-            given["score"] = given["score"].requires_grad_() + 0  # no leaf, which may not be changed in place
-        for name, tensor in given.items():
-            recorder.input(name, tensor)
-        with recorder, _Scalars(recorder, dtypes):
-            result = function(*given.values())
+        with temporarily_clear_interpreter_stack():  # of torch.func's transforms, which would wrap what is made here
+            given = {n: torch.zeros((), dtype=torch.float32 if n == "score" else torch.int64, device=device) for n in names}
+            if "score" in given:
+                given["score"] = given["score"].requires_grad_() + 0  # no leaf, which may not be changed in place
+            for name, tensor in given.items():
+                recorder.input(name, tensor)
+            with recorder, _Scalars(recorder, dtypes, transformed):
+                result = function(*given.values())
     if not isinstance(result, torch.Tensor):
         raise InvalidProblem(f"{subject} returns a {type(result).__name__}; it must return a tensor of no dimensions.")
     if result.dim():
@@ -368,7 +385,15 @@ def mapped(function: Callable[..., torch.Tensor], axes: Sequence[Sequence[int | 
     """`function` of scalars, mapped once for each row of `axes`, the last innermost: which axis of each argument, or None."""
     for row in reversed(axes):
         function = torch.vmap(function, in_dims=tuple(row))
-    return function
+
+    def everywhere(*given: torch.Tensor) -> torch.Tensor:
+        with ExitStack() as stack:  # operators run where torch.func is switched off
+            for key in ("DynamicLayerFrontMode", "DynamicLayerBackMode", "VmapMode", "Batched"):
+                key = getattr(torch._C.DispatchKey, f"FuncTorch{key}")
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            return function(*given)
+
+    return everywhere
 
 
 @dataclass
