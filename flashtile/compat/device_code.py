@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._pytree import tree_leaves, tree_map
 
 from flashtile._triton import VERSION, jit, tl
 from flashtile.compat import device_text
@@ -25,7 +24,7 @@ from flashtile.compat.device_text import NARROW, POINTWISE, WORKS_ON, Line, Unwr
 from flashtile.errors import NotSupported
 from flashtile.score.bias import bias_load
 from flashtile.score.softcap import tanh
-from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, evaluate, plainly
+from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, each, evaluate, leaves_of, plainly
 
 _FILES = count()
 MOST_LINES = 2000
@@ -148,10 +147,10 @@ class _Text:
             assert node.dtype is not None
             text = self.given_text(node, node.dtype) if node.op == INPUT else number(node.args[0], node.dtype)
             return torch.tensor(self.element(text))
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((node.args, node.kwargs))):
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of((node.args, node.kwargs))):
             raise _refusal(f"{node.name} of a captured tensor")
         if node.name in MOVES and node.args:
-            return node.op(*tree_map(lambda a: self.values[id(a)] if isinstance(a, Node) else a, node.args))
+            return node.op(*each(lambda a: self.values[id(a)] if isinstance(a, Node) else a, node.args))
         if node.name in REDUCTIONS and len(node.parents) == 1 and node.parents[0] is node.args[0]:
             return self.reduced(node)
         if node.name in ("mm", "mv"):
