@@ -230,7 +230,7 @@ def kind_of(code: Code, called: str, kernels: bool) -> Any:
         "__doc__": "What a score_mod does with the score.",
         "code": code,
         "name": called,
-        "captured": tuple(Captured(c, broadcast=True) for c in contributions),
+        "captured": tuple(Captured(c, broadcast=True, exact=True) for c in contributions),
         "apply": staticmethod(apply),
     }
     if made.reason is None:
