@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashtile._triton import VERSION, jit, tl
 from flashtile.compat import device_text
@@ -24,7 +24,7 @@ from flashtile.compat.device_text import NARROW, POINTWISE, WORKS_ON, Line, Unwr
 from flashtile.errors import NotSupported
 from flashtile.score.bias import bias_load
 from flashtile.score.softcap import tanh
-from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, evaluate, plainly
+from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, each, evaluate, leaves_of, plainly
 
 _FILES = count()
 MOST_LINES = 2000
@@ -91,7 +91,7 @@ def _differentiated(
     recorder = _Derivative("score_mod")
     place = torch.device("meta")  # no value counts, and none can be divided by
     names: dict[int, str] = {}
-    with plainly(torch.device("cpu")), torch.enable_grad():
+    with plainly(torch.device("cpu")), temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():
         values: dict[str, torch.Tensor] = {}
         dtypes = {**dict.fromkeys(INPUTS, torch.int64), "score": torch.float32}
         for name, dtype in {**dtypes, **{n.args[0]: n.dtype or torch.float32 for n in (*given, *numbers)}}.items():
@@ -147,10 +147,10 @@ class _Text:
             assert node.dtype is not None
             text = self.given_text(node, node.dtype) if node.op == INPUT else number(node.args[0], node.dtype)
             return torch.tensor(self.element(text))
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((node.args, node.kwargs))):
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of((node.args, node.kwargs))):
             raise _refusal(f"{node.name} of a captured tensor")
         if node.name in MOVES and node.args:
-            return node.op(*tree_map(lambda a: self.values[id(a)] if isinstance(a, Node) else a, node.args))
+            return node.op(*each(lambda a: self.values[id(a)] if isinstance(a, Node) else a, node.args))
         if node.name in REDUCTIONS and len(node.parents) == 1 and node.parents[0] is node.args[0]:
             return self.reduced(node)
         if node.name in ("mm", "mv"):

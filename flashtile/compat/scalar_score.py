@@ -14,13 +14,12 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from flashtile._triton import INTERPRETED
 from flashtile.compat.device_code import Kernels, kernels_of
 from flashtile.compat.device_text import POINTWISE
 from flashtile.spec.score import Captured, Position, Score
-from flashtile.torch.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, evaluate, mapped, refusal
+from flashtile.torch.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, each, evaluate, mapped, refusal
 from flashtile.torch.run import DTYPE_NAMES, DTYPES
 
 MOST_NUMBERS = 64  # of a captured vector that meets the score
@@ -68,7 +67,7 @@ class Code:
         return self._known[id(root)]
 
     def _line(self, node: Node) -> Node:
-        args, kwargs = (tree_map(self._argument, part) for part in (node.args, node.kwargs))
+        args, kwargs = (each(self._argument, part) for part in (node.args, node.kwargs))
         op = node.op
         if node.name in NUMBERED and len(args) == 2 and node.op._overloadname in ("Tensor", "Scalar"):
             dtypes = {a.dtype for a in args if isinstance(a, Node)}
@@ -132,7 +131,7 @@ class Code:
                 return f"%{value.serial}" if value.op != INPUT else value.args[0]
             return "" if isinstance(value, torch.device) else value
 
-        self.lines.append(f"%{node.serial} = {node.op} {tree_map(told, node.args)} {tree_map(told, node.kwargs)} "
+        self.lines.append(f"%{node.serial} = {node.op} {each(told, node.args)} {each(told, node.kwargs)} "
                           f"{node.dtype} {node.shape} {node.detached}")  # fmt: skip
 
 
@@ -231,7 +230,7 @@ def kind_of(code: Code, called: str, kernels: bool) -> Any:
         "__doc__": "What a score_mod does with the score.",
         "code": code,
         "name": called,
-        "captured": tuple(Captured(c, broadcast=True) for c in contributions),
+        "captured": tuple(Captured(c, broadcast=True, exact=True) for c in contributions),
         "apply": staticmethod(apply),
     }
     if made.reason is None:

@@ -353,6 +353,7 @@ def _check_sink(sink: object, heads_q: int) -> None:
         return
     if not isinstance(sink, TensorSpec):
         raise InvalidProblem(f"sink is {sink!r}; it must be a TensorSpec or None.")
+    sink.check_real()
     if sink.shape != (heads_q,):
         raise InvalidProblem(f"sink has shape {sink.shape}; it must be (heads_q,) = ({heads_q},).")
 

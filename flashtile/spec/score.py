@@ -72,12 +72,14 @@ class Captured:
     it has four axes that broadcast to (batch, heads_q, seqlen_q, seqlen_k): its element at a score's position
     receives what the score sends, summed in a fixed order. Kernels get None for its stride along an axis of size 1.
     `identity`: `contribution` returns `grad`, as where the tensor is added.
+    `exact`: without a gradient the tensor may also hold float64, integers or booleans, and is read as it is.
     """
 
     contribution: Callable[..., Any]
     index: Callable[..., Any] | None = None
     broadcast: bool = False
     identity: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.broadcast and self.index is not None:
@@ -168,8 +170,12 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if any(n < 0 for n in self.shape):
             raise InvalidProblem(f"a captured tensor has shape {self.shape}; its sizes must not be negative.")
-        known = [d.value for d in DType] if self.grad else SIZES_BYTES
-        if self.dtype not in known:
+        if self.grad or self.dtype not in SIZES_BYTES:
+            self.check_real()
+
+    def check_real(self) -> None:
+        """Raise InvalidProblem unless it holds what q, k and v may hold."""
+        if self.dtype not in (known := [d.value for d in DType]):
             raise InvalidProblem(f"a captured tensor's dtype is {self.dtype!r}; it must be one of {', '.join(known)}.")
 
     def spell(self) -> str:
@@ -202,6 +208,9 @@ class ScoreSpec:
             raise InvalidProblem(
                 f"{self.kind.__name__} captures {len(self.tensors)} tensors; its class declares {len(self.kind.captured)}."
             )
+        for captured, tensor in zip(self.kind.captured, self.tensors, strict=True):
+            if not captured.exact:
+                tensor.check_real()
 
     @property
     def wants_grad(self) -> bool:

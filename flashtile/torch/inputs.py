@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,11 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
 
 def check_modifier(modifier: Score, scalars: Sequence[Any], tensors: Sequence[Any], q: torch.Tensor) -> None:
     """Raise InvalidProblem unless kernels beside q can read what a modifier captures."""
-    for tensor in tensors:
+    exact = [captured.exact for captured in modifier.captured]
+    for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidProblem(f"{modifier.name} captures a {type(tensor).__name__}; it must be a torch.Tensor.")
-        _check_captured(f"{modifier.name}'s tensor", tensor, q, DTYPE_NAMES)
+        _check_captured(f"{modifier.name}'s tensor", tensor, q, i < len(exact) and exact[i])
     for number in scalars:
         if not _is_number(number):
             raise InvalidProblem(f"{modifier.name} has the scalar {told(number)}; it must be a number.")
@@ -57,12 +58,10 @@ def check_sink(sink: Any, q: torch.Tensor) -> None:
     _check_captured("sink", sink, q)
 
 
-def _check_captured(
-    name: str, tensor: torch.Tensor, q: torch.Tensor, known: Container[torch.dtype] = frozenset(DTYPES)
-) -> None:
-    if tensor.dtype not in known or (tensor.requires_grad and tensor.dtype not in DTYPES):
-        without = "" if known is not DTYPE_NAMES else ", or without a gradient float64, bool, uint8, int8, int32 or int64"
-        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32{without}.")
+def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor, exact: bool = False) -> None:
+    if tensor.dtype not in DTYPES and (not exact or tensor.requires_grad or tensor.dtype not in DTYPE_NAMES):
+        others = ", or without a gradient float64, bool, uint8, int8, int32 or int64" if exact else ""
+        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32{others}.")
     if tensor.device != q.device:
         raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 

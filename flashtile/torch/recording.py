@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from flashtile.errors import InvalidProblem, NotSupported
@@ -37,6 +37,20 @@ _CASTS = {
 }  # fmt: skip
 
 
+def each(function: Callable[[Any], Any], value: Any) -> Any:
+    """The arguments of an operator, with each of them replaced; torch's own trees take ten times as long."""
+    if type(value) in (tuple, list):
+        return type(value)([each(function, v) for v in value])
+    return {k: each(function, v) for k, v in value.items()} if type(value) is dict else function(value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The arguments of an operator, one by one."""
+    if type(value) is dict:
+        value = list(value.values())
+    return [leaf for v in value for leaf in leaves_of(v)] if type(value) in (tuple, list) else [value]
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """A value that a call of an operator made; its arguments are nodes, captured tensors and plain values."""
@@ -52,7 +66,7 @@ class Node:
 
     @property
     def parents(self) -> list[Node]:
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Node)]
+        return [leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Node)]
 
     @property
     def name(self) -> str:
@@ -80,13 +94,15 @@ class Recorder(TorchDispatchMode):
         self.made: dict[int, tuple[torch.Tensor, Node]] = {}  # with the tensor, so that its id stays its own
         self.spoilt: set[int] = set()  # ids of tensors that were changed by way of another view of them
         self.captured: dict[int, torch.Tensor] = {}
+        self.wrapped: dict[int, torch.Tensor] = {}  # by the id of a tensor that torch.func wraps what stands for it
+        self.stands: dict[int, torch.Tensor] = {}  # and by that one's id the wrapped one
         self.count = 0
 
     def refusal(self, reason: str) -> NotSupported:
         return refusal(self.subject, reason)
 
     def note(self, tensor: torch.Tensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], detached: bool) -> Node:
-        needs = frozenset[str]().union(*(n.needs for n in tree_leaves((args, kwargs)) if isinstance(n, Node)))
+        needs = frozenset[str]().union(*(n.needs for n in leaves_of((args, kwargs)) if isinstance(n, Node)))
         self.count += 1
         node = Node(op, args, kwargs, needs, self.count, tuple(tensor.shape), tensor.dtype, detached)
         self.made[id(tensor)] = tensor, node
@@ -103,18 +119,28 @@ class Recorder(TorchDispatchMode):
             return value
         if id(value) in self.spoilt:
             raise self.refusal("it reads a tensor after it changed another view of it in place")
-        if id(value) in self.made:
+        if id(value) in self.made and id(value) not in self.stands:
             return self.made[id(value)][1]
+        value = self.stands.get(id(value), value)
         self.captured[id(value)] = value
         return value
+
+    def plain(self, value: Any) -> Any:
+        """What stands, while the function is recorded, for a tensor that a transform of torch.func has wrapped."""
+        if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value
+        if id(value) not in self.wrapped:
+            stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+            self.wrapped[id(value)], self.stands[id(stand)] = stand, value
+        return self.wrapped[id(value)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, detached = kwargs or {}, not torch.is_grad_enabled()
         if func is ATEN.lift_fresh.default:
             return self.lift(args[0])
         name = func._schema.name.partition("::")[2].partition(".")[0]
-        seen_args, seen_kwargs = tree_map(self.seen, args), tree_map(self.seen, kwargs)
-        needs = any(isinstance(n, Node) and n.needs for n in tree_leaves((seen_args, seen_kwargs)))
+        seen_args, seen_kwargs = each(self.seen, args), each(self.seen, kwargs)
+        needs = any(isinstance(n, Node) and n.needs for n in leaves_of((seen_args, seen_kwargs)))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.refusal(f"it draws random numbers ({name})")
         if needs and name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE):
@@ -131,7 +157,7 @@ class Recorder(TorchDispatchMode):
             self.note(result, func, _merged(func, seen_args), seen_kwargs, detached)
         elif isinstance(result, (tuple, list)) and any(isinstance(r, torch.Tensor) for r in result):
             self.count += 1
-            leaves = [n.needs for n in tree_leaves((seen_args, seen_kwargs)) if isinstance(n, Node)]
+            leaves = [n.needs for n in leaves_of((seen_args, seen_kwargs)) if isinstance(n, Node)]
             whole = Node(func, seen_args, seen_kwargs, frozenset[str]().union(*leaves), self.count)
             for i, part in enumerate(result):
                 if isinstance(part, torch.Tensor):
@@ -172,17 +198,20 @@ class Recorder(TorchDispatchMode):
 class _Scalars(TorchFunctionMode):
     """Indexing as FlexAttention has it, and what no operator says: dtypes as they are shown, and views of the memory."""
 
-    def __init__(self, recorder: Recorder, shown: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, recorder: Recorder, shown: Mapping[str, torch.dtype], transformed: bool) -> None:
         super().__init__()
         self.recorder, self.shown = recorder, shown
+        self.transformed = transformed
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, made = kwargs or {}, self.recorder.made
+        if self.transformed:
+            args, kwargs = each(self.recorder.plain, args), each(self.recorder.plain, kwargs)
         name = getattr(func, "__name__", "")
         recorded = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in made
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(i, torch.Tensor) for i in tree_leaves(index)):
+            if any(isinstance(i, torch.Tensor) for i in leaves_of(index)):
                 return _indexed(args[0], index, func)
         elif name == "one_hot" and recorded:  # which looks at the values first
             return _one_hot(*args, **kwargs) if made[id(args[0])][1].needs else func(*args, **kwargs)
@@ -269,15 +298,16 @@ def record(
     subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
     Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
     """
-    recorder = Recorder(subject)
+    recorder, transformed = Recorder(subject), torch._C._functorch.maybe_current_level() is not None
     dtypes = {name: shown if name == "score" else torch.int32 for name in names}
-    with plainly(device), torch.enable_grad():
+    # torch.func's transforms are left meanwhile: they would wrap what is made here
+    with plainly(device), temporarily_clear_interpreter_stack(), torch.enable_grad():
         given = {n: torch.zeros((), dtype=torch.float32 if n == "score" else torch.int64, device=device) for n in names}
         if "score" in given:
             given["score"] = given["score"].requires_grad_() + 0  # no leaf, which may not be changed in place
         for name, tensor in given.items():
             recorder.input(name, tensor)
-        with recorder, _Scalars(recorder, dtypes):
+        with recorder, _Scalars(recorder, dtypes, transformed):
             result = function(*given.values())
     if not isinstance(result, torch.Tensor):
         raise InvalidProblem(f"{subject} returns a {type(result).__name__}; it must return a tensor of no dimensions.")
@@ -359,7 +389,7 @@ def evaluate(
         elif node.op == LITERAL:
             values[id(node)] = torch.full((), node.args[0], dtype=node.dtype, device=device)
         else:
-            made = node.op(*tree_map(value, node.args), **tree_map(value, node.kwargs))
+            made = node.op(*each(value, node.args), **each(value, node.kwargs))
             values[id(node)] = made.detach() if node.detached and isinstance(made, torch.Tensor) else made
     return [values[id(root)] for root in roots]
 
@@ -368,7 +398,15 @@ def mapped(function: Callable[..., torch.Tensor], axes: Sequence[Sequence[int | 
     """`function` of scalars, mapped once for each row of `axes`, the last innermost: which axis of each argument, or None."""
     for row in reversed(axes):
         function = torch.vmap(function, in_dims=tuple(row))
-    return function
+
+    def everywhere(*given: torch.Tensor) -> torch.Tensor:
+        with ExitStack() as stack:  # operators run where torch.func is switched off
+            for key in ("DynamicLayerFrontMode", "DynamicLayerBackMode", "VmapMode", "Batched"):
+                key = getattr(torch._C.DispatchKey, f"FuncTorch{key}")
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            return function(*given)
+
+    return everywhere
 
 
 @dataclass

@@ -277,3 +277,43 @@ def test_refusals() -> None:
     with pytest.raises(NotSupported, match="max_scores"):
         flex_attention(q, q, q, return_aux=theirs.AuxRequest(max_scores=True))
     assert flex_attention(q, k, k, enable_gqa=True).shape == q.shape
+
+
+@pytest.mark.parametrize("kind", ["addend", "general"])
+def test_score_mods_within_torch_func_and_torch_compile(kind: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 8)
+    table, rows = torch.randn(2, 6), torch.randn(6, 3)
+
+    def made(captured: torch.Tensor) -> Any:
+        if kind == "addend":
+            return lambda s, b, h, i, j: s + captured[h, j] + torch.dot(rows[i], rows[j])
+        return lambda s, b, h, i, j: torch.relu(s) * captured[h][j] + torch.dot(rows[i], rows[j]) * (i - j).abs()
+
+    def mine(q: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
+        return flex_attention(q, k, v, made(captured))
+
+    def plain(q: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
+        s, dots, wide = q @ k.mT / 8**0.5, rows @ rows.T, captured[:, None]
+        far = (torch.arange(6)[:, None] - torch.arange(6)).abs()
+        return (s + wide + dots if kind == "addend" else s.relu() * wide + dots * far).softmax(-1) @ v
+
+    both = [torch.func.grad(lambda *given, f=f: f(*given).square().sum(), (0, 1))(q, table) for f in (mine, plain)]
+    for gradient, other in zip(*both, strict=True):
+        close(gradient, other)
+    tables = torch.stack([table, table * 2])
+    close(torch.vmap(mine, (None, 0))(q, tables), torch.vmap(plain, (None, 0))(q, tables))
+    close(torch.compile(mine)(q, table), plain(q, table))
+    with torch.inference_mode():
+        close(mine(q, table), plain(q, table))
+
+
+def test_a_score_mod_that_is_first_met_in_inference_has_its_gradients_later(through: str, place: torch.device) -> None:
+    (q,) = heads_first((1, 1, 5, 8), place=place)
+    mod = lambda s, b, h, i, j: torch.sigmoid(s * 3.0) * (i - j * 2).cos()  # noqa: E731
+    with torch.inference_mode():
+        first = flex_attention(q, q, q, mod)
+    out = flex_attention(q, q, q, mod)
+    at = torch.arange(5, device=place)
+    true = (torch.sigmoid(q @ q.mT / 8**0.5 * 3.0) * (at[:, None] - at * 2).cos()).softmax(-1) @ q
+    close(first, true)
+    close(torch.autograd.grad(out.square().sum(), q)[0], torch.autograd.grad(true.square().sum(), q)[0])

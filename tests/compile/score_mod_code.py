@@ -46,4 +46,4 @@ for seed in map(int, sys.argv[1:]):
     ):
         kernels = [call for call in plan.calls if isinstance(call, KernelCall)]
         spills = [compile_and_read(call, plan, H100)[1].spill_bytes for call in kernels]
-        print(json.dumps({"seed": seed, "backend": plan.backend, "variant": plan.variant, "spills": spills}), flush=True)
+        print(json.dumps({"seed": seed, "backend": plan.backend, "variant": plan.variant, "spill_bytes": spills}), flush=True)
