@@ -193,7 +193,7 @@ def check_ends(where: Where, seqlen_q: int, seqlen_k: int, lengths: Lengths) -> 
     for leaf in (leaf for term in where for leaf in term if not lengths.varlen):
         for (name, side), (shape, _) in zip(leaf.kind.along, leaf.tensors, strict=False):
             seqlen = seqlen_q if side == "q" else seqlen_k
-            if shape[1] > seqlen:
+            if shape[1] > max(seqlen, 1):  # of no keys there is a tensor of one, for none may be empty
                 raise InvalidProblem(
                     f"the shape of {name} is {shape}; its last axis must be seqlen_{side}, {seqlen}. Take those that are "
                     f"meant: [..., :{seqlen}] are the first, [..., -{seqlen}:] the last."
