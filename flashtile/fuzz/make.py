@@ -338,7 +338,7 @@ def call(inputs: Inputs, backend: str = "") -> tuple[torch.Tensor, torch.Tensor 
         kv = inputs.whole["kv"].detach().requires_grad_("k" in inputs.wanted or "v" in inputs.wanted)
         made, leaves = attention_kvpacked(leaves["q"], kv, **lengths, **asked), _instead(leaves, {"kv": kv})
     else:
-        function = attention_varlen if c.items else attention
+        function: Any = attention_varlen if c.items else attention
         made = function(leaves["q"], leaves["k"], leaves["v"], **lengths, **asked)
     out, lse = made if c.returns_lse else (made, None)
     return out, lse, leaves

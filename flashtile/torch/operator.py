@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -26,10 +26,8 @@ from flashtile.torch.inputs import check_tensors
 from flashtile.torch.namespace import define
 from flashtile.torch.packing import Packing
 from flashtile.torch.plain import transforms
+from flashtile.torch.prepared import PreparedCall
 from flashtile.torch.request import Named, Request, read
-
-if TYPE_CHECKING:
-    from flashtile.torch.attention import PreparedCall
 
 Maybe = torch.Tensor | None
 GIVEN = "Tensor q, Tensor? k, Tensor? v, Tensor[] others, "
@@ -88,12 +86,10 @@ class _Layout:
         self, packs: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...], wanted: int, text: str, floats: list[float],
         ints: list[int],
     ):  # fmt: skip
-        from flashtile.torch.attention import PreparedCall
-
         request = read(text)
         named = request.named(packs, others, wanted, floats, ints)
         check(named, request, packs)
-        self.call: PreparedCall = PreparedCall(named.problem, named.options, packs[0].device).packed(named.packing)
+        self.call = PreparedCall(named.problem, named.options, packs[0].device).packed(named.packing)
         self.varlen, self.checks = request.varlen, bool(request.lengths) and packs[0].device.type == "cpu"
         queries = _queries(named.packing, request, packs)
         self.out_strides = dense_strides((*queries.shape[:-1], named.problem.head_dim_v), queries)

@@ -26,6 +26,7 @@ from flashtile.errors import InvalidProblem, NotSupported
 AXES: tuple[str, ...] = ("batch", "head", "q_idx", "kv_idx")
 INPUTS: tuple[str, ...] = ("score", *AXES)
 ATEN = torch.ops.aten
+FUNCTORCH: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 Sizes = tuple[int, int, int, int]  # of AXES
 MOST_AT_ONCE = 2**24  # numbers of a value's largest part that are made at once: 64 MiB of float32
 
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):
 
     def plain(self, value: Any) -> Any:
         """What stands, while the function is recorded, for a tensor that a transform of torch.func has wrapped."""
-        if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, torch.Tensor) or not FUNCTORCH.is_functorch_wrapped_tensor(value):
             return value
         if id(value) not in self.wrapped:
             stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
@@ -298,7 +299,7 @@ def record(
     subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
     Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
     """
-    recorder, transformed = Recorder(subject), torch._C._functorch.maybe_current_level() is not None
+    recorder, transformed = Recorder(subject), FUNCTORCH.maybe_current_level() is not None
     dtypes = {name: shown if name == "score" else torch.int32 for name in names}
     # torch.func's transforms are left meanwhile: they would wrap what is made here
     with plainly(device), temporarily_clear_interpreter_stack(), torch.enable_grad():
