@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -70,7 +71,8 @@ class Node:
 
     @property
     def name(self) -> str:
-        return str(self.op).removeprefix("aten.").partition(".")[0]
+        space, _, rest = str(self.op).partition(".")
+        return rest.partition(".")[0] if space == "aten" else str(self.op).removesuffix(".default")
 
 
 INPUT = "input"  # the `op` of a node that is one of INPUTS; its only argument is the name
@@ -127,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
     def plain(self, value: Any) -> Any:
         """What stands, while the function is recorded, for a tensor that a transform of torch.func has wrapped."""
-        if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, torch.Tensor) or not _functorch.is_functorch_wrapped_tensor(value):
             return value
         if id(value) not in self.wrapped:
             stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
@@ -298,7 +300,7 @@ def record(
     subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
     Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
     """
-    recorder, transformed = Recorder(subject), torch._C._functorch.maybe_current_level() is not None
+    recorder, transformed = Recorder(subject), _functorch.maybe_current_level() is not None
     dtypes = {name: shown if name == "score" else torch.int32 for name in names}
     # torch.func's transforms are left meanwhile: they would wrap what is made here
     with plainly(device), temporarily_clear_interpreter_stack(), torch.enable_grad():
