@@ -40,6 +40,10 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+class _Unwritable(Exception):
+    """There is no Triton for a function."""
+
+
 class _Derivative(Recorder):
     """Records operators that have Triton, and what others are made of."""
 
@@ -79,7 +83,7 @@ def kernels_of(result: Node, given: Sequence[Node], numbers: Sequence[Node], cal
     try:
         out, gradients, inputs = _differentiated(result, given, numbers)
         text = _written(called, out, gradients, inputs, given, numbers)
-    except NotSupported as error:
+    except (_Unwritable, NotSupported) as error:
         return Kernels(reason=str(error))
     return _compiled(text, called, len(given))
 
@@ -252,8 +256,8 @@ def _written(
     return "\n".join(lines) + "\n"
 
 
-def _refusal(what: str) -> NotSupported:
-    return NotSupported("score_mod", {"flashtile": [f"it computes {what}, which kernels have no formula for"]})
+def _refusal(what: str) -> Exception:
+    return _Unwritable(f"it computes {what}, which they have no line for")
 
 
 def _compiled(text: str, called: str, captured: int) -> Kernels:

@@ -235,5 +235,7 @@ def kind_of(code: Code, called: str, kernels: bool) -> Any:
     }
     if made.reason is None:
         body |= {"forward": made.forward, "backward": made.backward}
+    else:
+        body["why"] = f": {made.reason}"
     kind: Any = type(called, (ScalarScore, Score), body)
     return kind

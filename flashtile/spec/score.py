@@ -106,6 +106,7 @@ class Score:
     join: ClassVar[Callable[..., Any] | None] = None
     curve: ClassVar[Curve | None] = None
     by_distance: ClassVar[bool] = False
+    why: ClassVar[str] = ""  # behind the refusal of one without `forward` and `backward`: the reason
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -26,7 +27,6 @@ from flashtile.errors import InvalidProblem, NotSupported
 AXES: tuple[str, ...] = ("batch", "head", "q_idx", "kv_idx")
 INPUTS: tuple[str, ...] = ("score", *AXES)
 ATEN = torch.ops.aten
-FUNCTORCH: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 Sizes = tuple[int, int, int, int]  # of AXES
 MOST_AT_ONCE = 2**24  # numbers of a value's largest part that are made at once: 64 MiB of float32
 
@@ -71,7 +71,8 @@ class Node:
 
     @property
     def name(self) -> str:
-        return str(self.op).removeprefix("aten.").partition(".")[0]
+        space, _, rest = str(self.op).partition(".")
+        return rest.partition(".")[0] if space == "aten" else str(self.op).removesuffix(".default")
 
 
 INPUT = "input"  # the `op` of a node that is one of INPUTS; its only argument is the name
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
     def plain(self, value: Any) -> Any:
         """What stands, while the function is recorded, for a tensor that a transform of torch.func has wrapped."""
-        if not isinstance(value, torch.Tensor) or not FUNCTORCH.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, torch.Tensor) or not _functorch.is_functorch_wrapped_tensor(value):
             return value
         if id(value) not in self.wrapped:
             stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
@@ -299,7 +300,7 @@ def record(
     subject: "score_mod" or "mask_mod". shown: the dtype that `score.dtype` is; the score itself is float32, the indices int64.
     Raises NotSupported for what cannot be read, InvalidProblem for a result that is no scalar.
     """
-    recorder, transformed = Recorder(subject), FUNCTORCH.maybe_current_level() is not None
+    recorder, transformed = Recorder(subject), _functorch.maybe_current_level() is not None
     dtypes = {name: shown if name == "score" else torch.int32 for name in names}
     # torch.func's transforms are left meanwhile: they would wrap what is made here
     with plainly(device), temporarily_clear_interpreter_stack(), torch.enable_grad():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
 
-from flashtile import Bias, InvalidProblem, NotSupported, Softcap
+from flashtile import Bias, InvalidProblem, NotSupported, Options, Softcap
+from flashtile.compat import asked
 from flashtile.compat.flex import flex_attention
 from flashtile.compat.score_mod import modifiers_of
 from tests.compat.formula import attend
@@ -104,6 +105,14 @@ def test_refused_score_mods(name: str) -> None:
     with pytest.raises(NotSupported, match=reason):
         flex_attention(q, q, q, mod)
     assert not WRITTEN.any()
+
+
+def test_what_kernels_do_not_compute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(asked, "DEFAULT", Options(backend="triton"))
+    q = torch.randn(1, 1, 4, 16)
+    with pytest.raises(NotSupported, match="formula for kernels: it computes prims.atan2, which they have no line for"):
+        flex_attention(q, q, q, lambda s, b, h, q, k: torch.atan2(s, k + 1.0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ most 16: tiles compute such calls.
 
 In float32 its roundings are of plain torch's size: mean errors are 1.0 (out), 1.2 to 1.4 (dq), 1.0 to 1.4 (dk, dv) times plain
 torch's, where p = exp(score - lse) inherits the rounding of lse. The largest errors of two such draws differ, and so break the
-contract's 1.5 times in 0 to 7 of 100 problems (out), and in up to 40 (dq), of 48 to 700 keys. Where scores are large, p is off
+contract's 1.5 times in 0 to 7 of 100 problems (out), and in 0 to 73 (dq), of 48 to 700 keys. Where scores are large, p is off
 by more, and tiles compute the backward of such items. This is what a call gets by default. Where sums are to be strict
 (`products.strict`), few keys are computed by the same kernels in float64; of more, the rows of out that make the largest errors
 are computed again, and the backward is tiled (`peaked.py`).

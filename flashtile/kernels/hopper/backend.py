@@ -88,7 +88,9 @@ class HopperBackend:
             reasons.append("there is no score at all")
         for spec in p.score:
             if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
-                reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
+                reasons.append(
+                    f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels{spec.kind.why}"
+                )
         return reasons if variant is None else reasons + self.unsupported_backward(p, device, variant)
 
     def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:

@@ -67,7 +67,9 @@ class TritonBackend:
                 reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
         for spec in problem.score:
             if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
-                reasons.append(f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels")
+                reasons.append(
+                    f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels{spec.kind.why}"
+                )
             for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
                 if problem.deterministic and tensor.grad and captured.index is not None:
                     reasons.append(f"the gradient of {spec.kind.name}'s tensor is added atomically, not deterministically")
