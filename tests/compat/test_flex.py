@@ -111,7 +111,7 @@ def test_what_kernels_do_not_compute_is_named(monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("triton")
     monkeypatch.setattr(asked, "DEFAULT", Options(backend="triton"))
     q = torch.randn(1, 1, 4, 16)
-    with pytest.raises(NotSupported, match="formula for kernels: it computes prims.atan2, which they have no line for"):
+    with pytest.raises(NotSupported, match=r"formula for kernels: it computes prims\.atan2, which they have no line for"):
         flex_attention(q, q, q, lambda s, b, h, q, k: torch.atan2(s, k + 1.0))
 
 
