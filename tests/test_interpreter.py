@@ -125,9 +125,9 @@ def test_choices_are_tritons() -> None:
 
 def test_float64_and_bfloat16_become_each_other() -> None:
     """Triton's own interpreter takes bfloat16's bits for an integer."""
-    numbers = [1.0, -2.5, 3.0078125, 0.0, 1e30, 1.00390625 + 2.0**-30]
+    numbers = [1.0, -2.5, 3.0078125, 0.0, 1e30, 1.00390625 + 2.0**-20, -1e-30, 7.0]
     doubles = torch.tensor(numbers, dtype=torch.float64)
-    wide = core.tensor(interpreter.TensorHandle(doubles.numpy(), core.float64), core.block_type(core.float64, [6]))
+    wide = core.tensor(interpreter.TensorHandle(doubles.numpy(), core.float64), core.block_type(core.float64, [8]))
     narrow = wide.to(core.bfloat16, _semantic=SEMANTIC)
     bits = torch.from_numpy(narrow.handle.data.astype("int32")).to(torch.int16).view(torch.bfloat16)
     assert torch.equal(bits, doubles.to(torch.bfloat16))
