@@ -142,9 +142,11 @@ def _backward_again(
     weight = torch.where(lse == -torch.inf, 0.0, (own_lse.detach() - lse).exp())
     own_delta = (dout.float() * own_out.detach().float()).sum(-1).transpose(1, 2)
     dlse = torch.where(weight == 0.0, 0.0, weight * (own_delta - delta))  # delta of padding may be anything
-    grads = ((dout * weight.transpose(1, 2)[..., None]).to(dout.dtype), dlse)
+    made, grads = (own_out, own_lse), ((dout * weight.transpose(1, 2)[..., None]).to(dout.dtype), dlse)
+    if call.device.type == "cpu" and not dlse.any():  # where lse is that forward's own: then the gradients have its bits, too
+        made, grads = made[:1], grads[:1]
     names = [name for name in "qkv" if name in wanted]
-    found = torch.autograd.grad((own_out, own_lse), [t for t in leaves if t.requires_grad], grads) if names else ()
+    found = torch.autograd.grad(made, [t for t in leaves if t.requires_grad], grads) if names else ()
     return {f"d{name}": grad for name, grad in zip(names, found, strict=True)}
 
 
