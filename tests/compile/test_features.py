@@ -25,7 +25,8 @@ MOST = {
     f"queries:{SHAPE},score=alibi(2x16:fp32:grad))": 19.8,
     f"queries:{SHAPE},{BIAS})": 16.9,  # a narrow tile, measured faster than wider ones of 11.8
     f"pairs:{SHAPE},{BIAS})": 18.2,
-    f"pairs:{SHAPE},score=bias(2x1x1x4096:bf16:grad))": 12.4,
+    # 12.4 before scores were measured from lse before they are scaled, which is what makes large ones exact
+    f"pairs:{SHAPE},score=bias(2x1x1x4096:bf16:grad))": 12.8,
     f"forward:{TF32})": 27.2,
     f"fused:{TF32})": 47.0,  # 45.3 in the faster of two tiles, the other 38.4
 }
@@ -42,9 +43,15 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {entry["spelling"]: entry for entry in found}
 
 
+def whole_loops(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those with all of a pass's products: beside a bias another walk, where lse is large, only adds up probabilities."""
+    most = max(loop["HGMMA"] + loop["HMMA"] for loop in entry["loops"])
+    return [loop for loop in entry["loops"] if loop["HGMMA"] + loop["HMMA"] == most]
+
+
 @pytest.mark.parametrize("spelling", MOST)
 def test_instructions_per_score(code: dict[str, Any], spelling: str) -> None:
-    loop = code[spelling]["loops"][0]
+    loop = whole_loops(code[spelling])[0]
     assert loop["instructions"] <= MOST[spelling]
     assert loop["spills"] <= 2
 
@@ -66,7 +73,7 @@ def test_tf32_is_three_products_of_bf16_parts_and_six_for_the_scores_of_lse(code
 def test_a_bias_is_copied_ahead_of_its_use(code: dict[str, Any], which: str, copies: int, programs: int) -> None:
     """In 16-byte pieces and without a register: added to the product, not what the product begins with."""
     entry = code[f"{which}:{SHAPE},{BIAS})"]
-    for loop in entry["loops"]:
+    for loop in whole_loops(entry):
         assert (loop["LDG"], loop["LDGSTS"]) == (0, copies)
     assert entry["shared_bytes"] <= 227 * 1024 // programs - 1024
 
