@@ -62,6 +62,7 @@ def missing(error: ImportError) -> str:
 def run(code: str, given: Callable[[str], dict[str, Any]]) -> str:
     """What happened: "ran", or which package is missing."""
     wanted = {alias for node in ast.walk(ast.parse(code)) for alias in _packages(node)}
+    wanted -= set(re.findall(r'compat\.install\("(\w+)', code))  # whose names flashtile gives itself
     try:
         for package in sorted(wanted - set(OURS)):
             import_module(package)
@@ -156,13 +157,13 @@ def given_jax(code: str) -> dict[str, Any]:
 if __name__ == "__main__":
     page = sys.argv[1]
     modifier = re.compile(r"^@triton\.jit", re.MULTILINE)  # Triton reads sources from files
-    for block in blocks(page):
+    for number, block in enumerate(blocks(page)):
         if "strides[" in block and "def " not in block:
             print("a line of a kernel")
         elif modifier.search(block):
-            Path("modifier.py").write_text(block.partition("\nout = ")[0])
+            Path(f"block_{number}.py").write_text(block.partition("\nout = ")[0])
             sys.path.insert(0, ".")
-            code = "from modifier import *\nout = " + block.partition("\nout = ")[2]
+            code = f"from block_{number} import *\nout = " + block.partition("\nout = ")[2]
             print(run(code, given))
         else:
             print(run(block, given))

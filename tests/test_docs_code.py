@@ -39,7 +39,7 @@ def test_readme_and_the_page_of_pytorch_show_code() -> None:
     """The test above finds it: so many blocks at least."""
     assert len(blocks("README.md")) >= 1
     assert len(blocks("docs/pytorch.md")) >= 9
-    assert len(blocks("docs/add-a-feature.md")) == 2
+    assert len(blocks("docs/add-a-feature.md")) == 3
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))])
