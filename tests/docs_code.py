@@ -148,6 +148,7 @@ def given_jax(code: str) -> dict[str, Any]:
     names: dict[str, Any] = dict(jax=jax, jnp=jnp, flashtile=flashtile, q=q, k=k, v=v)
     names["dot_product_attention"] = dot_product_attention
     names |= dict(bias=jnp.zeros((1, 2, 256, 256)), sinks=jnp.zeros(2), shapes=(q,), f=lambda q: dot_product_attention(q, q, q))
+    names["block"] = names["f"]
     if "torch" in code:
         names["torch"] = import_module("torch")
         names["tensor"] = names["torch"].zeros(1)
