@@ -15,7 +15,7 @@ import tests.driver.launches  # noqa: F401  # pyright: ignore[reportUnusedImport
 # isort: split
 
 import flashtile
-import flashtile.torch.attention
+import flashtile.torch.prepared
 from flashtile.plan.device import H100
 from flashtile.torch.replay import Replay
 
@@ -33,7 +33,7 @@ def main() -> None:
         return outputs
 
     with (
-        patch.object(flashtile.torch.attention, "device_of", lambda _: H100),
+        patch.object(flashtile.torch.prepared, "device_of", lambda _: H100),
         patch.object(Replay, "direct", watched),
     ):
         for wanted in sys.argv[1:]:

@@ -22,7 +22,7 @@ from tests.hopper.emulated import SMALL, poisoned  # installs the emulator
 
 # isort: split
 
-import flashtile.torch.attention
+import flashtile.torch.prepared
 from flashtile.errors import NotSupported
 from flashtile.plan.device import H100, Device
 from tests.cases import Case
@@ -35,7 +35,7 @@ def running_on(device: Device) -> Generator[None, None, None]:
     """Calls of the public functions are planned for this device, whose memory holds NaN."""
     with (
         patch.object(torch, "empty_strided", poisoned),
-        patch.object(flashtile.torch.attention, "device_of", lambda _: device),
+        patch.object(flashtile.torch.prepared, "device_of", lambda _: device),
     ):
         yield
 
