@@ -68,9 +68,7 @@ class Tile:
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     products: str  # as in Launch
-    offset: (
-        bool  # below it, the problem's `shares_offset`: the backward gets lse and what its rounding lacks, once that is known
-    )
+    offset: bool  # below it, where a problem `shares_offset`: the backward gets lse, and what its rounding lacks
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     makes_lse: bool
     lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
