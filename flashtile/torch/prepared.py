@@ -25,9 +25,10 @@ class PreparedCall:
     """A validated problem, bound to one layout of q, k, v, with the backwards met so far."""
 
     def __init__(self, problem: AttentionProblem, options: Options, device: torch.device):
-        self.problem, self.options, self.device, self.on_gpu = problem, options, device, device.type == "cuda"
+        self.problem, self.options, self.device = problem, options, device
         self.names = tuple(b.name for b in input_buffers(problem)[3:])  # besides q, k, v
         self.place = device_of(device)
+        self.on_gpu = self.place.kind != "cpu"
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
             dispatch.select(problem, self.place, options.backend, options.backward)

@@ -24,6 +24,7 @@ from tests.hopper.emulated import SMALL, poisoned  # installs the emulator
 
 import flashtile.torch.prepared
 from flashtile.errors import NotSupported
+from flashtile.kernels.hopper.backend import BACKEND as HOPPER
 from flashtile.plan.device import H100, Device
 from tests.cases import Case
 from tests.hopper.assess import assess
@@ -32,8 +33,11 @@ from tests.hopper.cases import CASES_HERE
 
 @contextmanager
 def running_on(device: Device) -> Generator[None, None, None]:
-    """Calls of the public functions are planned for this device, whose memory holds NaN."""
+    """Calls of the public functions are planned for this device, whose memory holds NaN, and for Hopper's kernels alone:
+    the portable ones, which repair what these make of large scores, are tested in tests/kernels/test_repair.py.
+    """
     with (
+        patch.object(HOPPER, "repairs", None),
         patch.object(torch, "empty_strided", poisoned),
         patch.object(flashtile.torch.prepared, "device_of", lambda _: device),
     ):

@@ -80,6 +80,8 @@ def delegates(p: AttentionProblem) -> bool:
         return False
     if p.head_dim != p.head_dim_v or region.rows == 0:
         return False
+    if region.keys == 1:  # dq and dk are 0, and tiles make them so
+        return False
     return region.full or (region.causal and p.scale_value > 0.0)
 
 

@@ -378,7 +378,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
-        if T.blanks:
+        if T.blanks and (T.sums_dq or T.right):
             blank_keys(memory, place, sizes, work.band, W, T)
         if T.predicate and T.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)

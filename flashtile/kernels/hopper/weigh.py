@@ -15,14 +15,16 @@ NEGATIVE_ZERO = gl.constexpr("0f80000000")
 
 @gluon.jit
 def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
-    """Zero keys and values that no query sees: all keys are summed over for dq, and where the band ends before a query's own
-    key the queries behind the last one, which a tile has, too, would see them. What is NaN there stays so times their p = 0.
+    """Zero the keys that no query sees, before all of them are summed over for dq.
+
+    Where the band ends before a query's own key, the queries behind the last one, which a tile has, too, would see them and
+    their values. What is NaN there stays so times their p = 0.
     """
     first, end = seeing(sizes.k, sizes.q, band[1], band[0], T.right, T.left)
     first_key = place.column + W * 64
     if (first_key < first) | (first_key + 64 > end):
         blank_rows(memory.k.index(W).reshape([64, T.columns]), first - first_key, end - first_key)
-        if T.makes_dk:
+        if T.makes_dk and T.right:
             blank_rows(memory.v.index(W).reshape([64, T.columns_v]), first - first_key, end - first_key)
         fence_async_shared()
 
