@@ -78,9 +78,7 @@ def delegates(p: AttentionProblem) -> bool:
     region = region_of(p)
     if p.score or p.where or p.sink is not None or p.dropout is not None:
         return False
-    if p.head_dim != p.head_dim_v or region.rows == 0:
-        return False
-    if region.keys == 1:  # dq and dk are 0, and tiles make them so
+    if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys == 1:  # of one key dq and dk are 0, and tiles make them so
         return False
     return region.full or (region.causal and p.scale_value > 0.0)
 
