@@ -1,4 +1,4 @@
-"""README and tutorials are short and plain: lines that fit, sentences that end, figures of one card."""
+"""README, tutorials, how-to and explanation are short and plain: lines that fit, sentences that end, figures of one card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tools.companion_tables import read
 
 ROOT = Path(__file__).parent.parent
 LINES, COLUMNS, WORDS = 140, 160, 40
-PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs" / "tutorials").glob("*.md")))]
+GUIDES = ("tutorials", "how-to", "explanation")
+PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for kind in GUIDES for p in sorted((ROOT / "docs" / kind).glob("*.md")))]
 MEASURED_ON = {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
 
 
