@@ -60,6 +60,25 @@ def test_every_figure_of_readme_is_of_the_card_that_it_names() -> None:
     assert "on one NVIDIA H100 80GB:" in (ROOT / "README.md").read_text()
 
 
+def test_the_guide_names_the_versions_of_readme_s_rows() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    told = dict(re.findall(r"^\| (\w[^|]*?) \| (\d\S*) \|$", (ROOT / "docs/how-to/benchmarks.md").read_text(), re.MULTILINE))
+    names = {
+        "PyTorch": "torch",
+        "Triton": "triton",
+        "FlashAttention-4 (`flash-attn-4`)": "flash_attn",
+        "NVIDIA driver": "driver",
+    }
+    names |= {"Python": "python", "cuDNN, which comes with PyTorch": "cudnn"}
+    assert told.keys() == names.keys()
+    rows = [row for stem in front_page.SUITES for row in read(folder / f"{stem}-{front_page.CARD}.csv") if row["device"]]
+    for name, column in names.items():
+        known = {row[column] for row in rows} - {""}
+        if column == "cudnn":  # 9.19.0 as one number
+            known = {f"{int(n) // 10000}.{int(n) // 100 % 100}.{int(n) % 100}" for n in known}
+        assert known == {told[name]}, name
+
+
 def test_no_other_gpu_has_rows() -> None:
     """README and docs/limits.md say so."""
     rows = (row for path in (ROOT / "benchmarks" / "results").glob("*.csv") for row in read(path))
