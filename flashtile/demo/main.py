@@ -61,14 +61,14 @@ def _meaning(runs: dict[str, Trainer], memory: Memory, difference: float, agree:
     """The demo's results in sentences."""
     if agree:
         yield (f"Both models learned the same: their losses never differ by more than {difference:.1e}. Two exact attentions "
-               "round differently, and nothing else.")  # fmt: skip
+               "differ by rounding at most.")  # fmt: skip
     else:
         yield f"The losses differ by {difference:.1e}, which rounding does not explain. Please report it as a wrong number."
     share = runs[OURS].step_ms / runs[THEIRS].step_ms
     yield (f"A training step took {share:.2f} times as long as with {THEIRS}, all of the model included. Attention is a small "
            "part of so small a model, and a busy machine moves both.")  # fmt: skip
     if device.type == "cpu":
-        yield ("On a CPU flashtile is not made to be faster: in fp32 it computes the backward itself, for accuracy. "
+        yield ("On a CPU flashtile is not made to be faster: where PyTorch's own attention computes the same, it calls that. "
                "Its kernels for GPUs are (docs/benchmarks.md).")  # fmt: skip
     longest = max(memory[NAIVE])
     times = memory[NAIVE][longest] / memory[OURS][longest]
