@@ -6,7 +6,7 @@ SUITES ?= smoke
 PY := .venv/bin/python
 NEWEST := .venv/newest-triton
 
-.PHONY: demo test jax check compile gpu bench docs site
+.PHONY: demo test jax check compile gpu bench docs site package
 
 demo: .venv/.demo
 	$(PY) -m flashtile demo
@@ -41,6 +41,10 @@ bench: .venv/.ready
 
 docs: .venv/.ready
 	$(PY) tools/make_docs.py
+
+# The wheel in three clean environments, with README's four blocks: PYTHON must be 3.12 or newer for that of JAX.
+package:
+	PYTHON="$(PYTHON)" bash tools/try_package.sh
 
 # The documentation site, in site/, by an environment of its own. A link that leads nowhere fails.
 site: .venv-docs/.ready

@@ -308,7 +308,7 @@ def checked(number: int) -> dict[str, Any]:
     return {**check(draw(number)), "device": device}
 
 
-# A case whose dq was wrong on an H100, by JAX and by PyTorch, as long as ptxas 12.8 compiled it (docs/tuning.md).
+# A case whose dq was wrong on an H100, by JAX and by PyTorch, as long as ptxas 12.8 compiled it (docs/lab/tuning.md).
 SUSPECT = "number=4;dtype=float16;batch=1;seqlen_q=17;seqlen_k=17;heads=2;heads_kv=2;head_dim=40;head_dim_v=40;backward=split"
 # How a case is repeated: by JAX as it comes, without CUDA graphs, one kernel after another; by PyTorch.
 FLAGS = {"jax": "", "jax without graphs": "--xla_gpu_enable_command_buffer=", "torch": ""}

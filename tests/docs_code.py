@@ -18,7 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))))
+LAB = [page for page in sorted((ROOT / "docs" / "lab").glob("*.md")) if page.stem != "changes-0.2"]
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(page.relative_to(ROOT)) for page in [*sorted((ROOT / "docs").glob("*.md")), *LAB]),
+)
 OURS = ("flashtile", "tests", "tools")
 
 

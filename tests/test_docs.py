@@ -180,7 +180,10 @@ def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
     """Each page from its first block to its last, where kernels are not interpreted; what begins with "# needs" is left out."""
     ran: list[str] = []
     for page in PAGES:
-        guide = page.startswith(("docs/tutorials/", "docs/how-to/", "docs/reference/")) and page != "docs/tutorials/jax.md"
+        guide = (
+            page.startswith(("docs/tutorials/", "docs/how-to/", "docs/reference/", "docs/explanation/"))
+            and page != "docs/tutorials/jax.md"
+        )
         text = (ROOT / page).read_text() if guide else ""  # tests/jax runs that of JAX
         found = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
         code = "\n".join(textwrap.dedent(block) for block in found if not block.lstrip().startswith("# needs"))
@@ -188,11 +191,33 @@ def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
             ran.append(page.replace("/", "-").replace(".md", ".py"))
             (tmp_path / ran[-1]).write_text(code)  # Triton reads sources from files
     assert len(ran) > 10
+    assert any(name.startswith("docs-explanation-") for name in ran)
     (tmp_path / "all.py").write_text(f"import runpy\nfor page in {ran}:\n    print(page)\n    runpy.run_path(page)\n")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "all.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pictures_are_what_the_tool_draws() -> None:
+    from tools import pictures
+
+    folder = ROOT / "docs" / "explanation"
+    assert {path.stem for path in folder.glob("*.svg")} == pictures.PICTURES.keys()
+    for name, draw in pictures.PICTURES.items():
+        assert (folder / f"{name}.svg").read_text() == draw(), "run `python tools/pictures.py`"
+
+
+PARTS = (r"\*\*Question\.\*\* ", r"\*\*Change\.\*\* ", r"\*\*Result[.,]", r"\*\*Commit\.\*\* Written down in [0-9a-f]{7}")
+ENTRY = re.compile(r"^### \d+\. .*\n\n" + r"[^#]*?\n\n".join(PARTS), re.MULTILINE)
+
+
+def test_every_experiment_of_the_lab_has_its_four_parts() -> None:
+    for page, least in {"hopper-forward": 120, "hopper-backward": 39, "tuning": 40}.items():
+        text = (ROOT / "docs" / "lab" / f"{page}.md").read_text()
+        headings = re.findall(r"^### \d+\. ", text, re.MULTILINE)
+        assert len(headings) >= least
+        assert len(ENTRY.findall(text)) == len(headings), page
 
 
 @pytest.mark.parametrize("page", PAGES)

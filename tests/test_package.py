@@ -147,7 +147,7 @@ def test_the_sdist_holds_sources_without_measurements_and_pictures(tmp_path: Pat
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
         archive.extractall(tmp_path, filter="data")
-    assert [name for name in names if name.endswith((".csv", ".png", ".pyc"))] == []
+    assert [name for name in names if name.endswith((".csv", ".png", ".svg", ".pyc"))] == []
     for wanted in (
         "flashtile/__init__.py",
         "tests/conftest.py",
@@ -197,6 +197,18 @@ def test_the_wheel_runs_readme_s_block_beside_jax(wheel: Path, tmp_path: Path) -
     code = blocks("README.md", "python")[2].replace("2, 1024, 8, 64", "1, 32, 2, 16")
     done = outcome(python, f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}\nprint(dq.shape)")
     assert done.stdout == "(1, 32, 2, 16)\n", done.stderr
+
+
+def test_the_wheel_exports_c_beside_triton(installed: Path, tmp_path: Path) -> None:
+    """Four small kernels; `make package` runs README's line, whose kernels take minutes, in an environment of its own."""
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("typer")
+    command = ["flashtile", "export", "--problem", "norm(x=1x64:bf16,weight=64:bf16)", "--arch", "sm_90", "-o", str(tmp_path)]
+    code = f"import sys; sys.path.append({str(Path(triton.__file__).parents[1])!r}); sys.argv = {command}\n"
+    done = outcome(installed, code + "from flashtile.cli import app; app()")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^4 plans, 4 kernels: about a minute", done.stdout + done.stderr, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"flashtile_attention.c", "flashtile_attention.h"}
 
 
 def test_the_version_is_one() -> None:

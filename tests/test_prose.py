@@ -1,4 +1,4 @@
-"""README and tutorials are short and plain: lines that fit, sentences that end, figures of one card."""
+"""README, tutorials, how-to and explanation are short and plain: lines that fit, sentences that end, figures of one card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tools.companion_tables import read
 
 ROOT = Path(__file__).parent.parent
 LINES, COLUMNS, WORDS = 140, 160, 40
-PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs" / "tutorials").glob("*.md")))]
+GUIDES = ("tutorials", "how-to", "explanation")
+PAGES = ["README.md", *(p.relative_to(ROOT).as_posix() for kind in GUIDES for p in sorted((ROOT / "docs" / kind).glob("*.md")))]
 MEASURED_ON = {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
 
 
@@ -57,6 +58,25 @@ def test_every_figure_of_readme_is_of_the_card_that_it_names() -> None:
     devices = {row["device"] for stem in (*stems, "field-tests") for row in read(folder / f"{stem}-{front_page.CARD}.csv")}
     assert devices - {""} == {"NVIDIA H100 80GB HBM3"}, "rows that were refused name no device"
     assert "on one NVIDIA H100 80GB:" in (ROOT / "README.md").read_text()
+
+
+def test_the_guide_names_the_versions_of_readme_s_rows() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    told = dict(re.findall(r"^\| (\w[^|]*?) \| (\d\S*) \|$", (ROOT / "docs/how-to/benchmarks.md").read_text(), re.MULTILINE))
+    names = {
+        "PyTorch": "torch",
+        "Triton": "triton",
+        "FlashAttention-4 (`flash-attn-4`)": "flash_attn",
+        "NVIDIA driver": "driver",
+    }
+    names |= {"Python": "python", "cuDNN, which comes with PyTorch": "cudnn"}
+    assert told.keys() == names.keys()
+    rows = [row for stem in front_page.SUITES for row in read(folder / f"{stem}-{front_page.CARD}.csv") if row["device"]]
+    for name, column in names.items():
+        known = {row[column] for row in rows} - {""}
+        if column == "cudnn":  # 9.19.0 as one number
+            known = {f"{int(n) // 10000}.{int(n) // 100 % 100}.{int(n) % 100}" for n in known}
+        assert known == {told[name]}, name
 
 
 def test_no_other_gpu_has_rows() -> None:

@@ -81,8 +81,8 @@ def page(folder: Path) -> str:
         "# Goals",
         "",
         "Written by `make docs` from `benchmarks/results`: what Hopper's kernels are to reach on an H100, what they reach, and",
-        "at which commit that was measured. What keeps the rest from it is in [hopper.md](hopper.md) and, of backwards, in",
-        "[hopper-backward.md](hopper-backward.md). Behind it, [what was measured on an H200](#h200), whose arithmetic is an",
+        "at which commit that was measured. What keeps the rest from it is in [the lab](lab/hopper.md) and, of backwards, in",
+        "[its page](lab/hopper-backward.md). Behind it, [what was measured on an H200](#h200), whose arithmetic is an",
         "H100's and whose memory is 1.4 times as fast.",
         "",
         *(line for section in sections(folder, "h100") for line in _lines(section)),
@@ -176,7 +176,7 @@ def checks(rows: list[Row]) -> Iterator[Figure]:
     yield _none(f"of {len(repeats)} configurations failed, or with other bits", differ, repeats)
     for tool in ("memcheck", "racecheck"):
         told = [row for row in rows if row["section"] == "sanitizer" and tool in row["name"]]
-        # "handover" tests the tool: see docs/hopper-checks.md
+        # "handover" tests the tool: see docs/lab/hopper-checks.md
         asked = [row for row in told if not row["name"].startswith("handover")]
         yield _none(f"{tool}: of {len(asked)} programs with findings", sum(bool(row["failure"]) for row in asked), asked)
     first = [row for row in rows if row["section"] == "first"]

@@ -2,7 +2,7 @@
 
 The compiler gives the same shared memory to things whose lives do not overlap, and the life of such a barrier ends where warps
 take their roles. What a role keeps there then lies on a barrier that was not invalidated, which PTX asks for (mbarrier.inval).
-On an H100 the barrier came back when another process had had the GPU meanwhile (docs/hopper.md, barriers).
+On an H100 the barrier came back when another process had had the GPU meanwhile (docs/lab/hopper.md, barriers).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Instructions without a fixed latency (loads, stores, special functions) read their registers when their unit comes to it. The
 assembler gives them one of six barriers, for which whoever writes such a register must wait. ptxas 12.8 and 12.9 leave out such
 waits at times: a load then takes half of another's address. They did behind a proxy fence between warpgroup products and the
-wait for them (docs/hopper-checks.md).
+wait for them (docs/lab/hopper-checks.md).
 
 Instructions of one unit read in their order, so that a wait for a later one is one for all before it. Only code without a label
 in between is followed, and only writers of a fixed latency are looked at, but for those whose predicate says that no thread

@@ -61,6 +61,11 @@ class Given:
                     f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many "
                     "tokens of each item count, from its first one on. The mask KeyPadding(keep) hides keys where they stand."
                 )
+            if key.startswith("seqused") and not self.varlen and tensor.dim() == 2:
+                raise InvalidProblem(
+                    f"{name} has shape {tuple(tensor.shape)}; it must be (batch,), how many tokens of each item count. "
+                    "A mask of 0 and 1 goes in as booleans: mask.bool()."
+                )
             if tensor.dtype is not torch.int32:
                 raise InvalidProblem(f"{name} is {tensor.dtype}; it must be int32, or other ints, which a call converts.")
             if tensor.device != q.device:

@@ -18,8 +18,8 @@ KEYS, BIAS_GRADIENT = ",score=bias(4x1x1x4096:bf16)", ",score=bias(4x16x4096x409
 DROPOUT, VARLEN, BLOCKS = ",dropout=0.1", ",varlen=16384x16384", ",where=block_table(128;128;4x16x32x32:bool),blocks=128x128"
 DOCUMENTS = ",where=document(4096;4096;4x4096:int32;4x4096:int32),blocks=128x128"
 
-# Instructions per key tile that needs no mask, as tuned (docs/hopper-forward.md); a tenth more is a step back. Without those
-# that are jumped over where no exponent has run away and no row's maximum risen far.
+# Instructions per key tile that needs no mask, as tuned (docs/lab/hopper-forward.md); a tenth more is a step back. Without
+# those that are jumped over where no exponent has run away and no row's maximum risen far.
 TUNED = {
     (64, ""): 320, (64, ",band=:0"): 337, (96, ""): 376, (128, ""): 335, (128, ",band=:0"): 342,
     (192, ""): 265, (192, ",band=:0"): 264, (192, NARROW): 365, (192, f"{NARROW},band=:0"): 377,

@@ -252,6 +252,9 @@ def test_an_argument_that_does_not_exist() -> None:
         (3, "seqused_k is a int; it must be a torch.Tensor"),
         (KEEP[:, :6], "seqused_k is a mask of shape (2, 6); it must be (batch, seqlen_k) = (2, 8)"),
         (KEEP[0], "seqused_k is a mask of shape (8,); it must be (batch, seqlen_k) = (2, 8)"),
+        (KEEP.int(), "seqused_k has shape (2, 8); it must be (batch,), how many tokens of each item count. A mask of 0 and 1"),
+        (KEEP.long(), "goes in as booleans: mask.bool()."),
+        (KEEP.float(), "goes in as booleans: mask.bool()."),
         (KEEP.to("meta"), "seqused_k is on meta and k is on cpu; they must be on one device"),
     ],
 )

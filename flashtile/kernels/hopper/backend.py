@@ -296,7 +296,7 @@ class HopperBackend:
 
 BACKEND = HopperBackend()
 
-# of the passes before and after: 64 queries of a head, which wait for memory (docs/hopper-backward.md)
+# of the passes before and after: 64 queries of a head, which wait for memory (docs/lab/hopper-backward.md)
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 

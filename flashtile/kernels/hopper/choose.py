@@ -13,7 +13,7 @@ from flashtile.kernels.lib.score import form_of
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 
-# Tiles by the wider head dim, or both, each with the microseconds of a key tile on an H100's SM (docs/hopper-forward.md).
+# Tiles by the wider head dim, or both, each with the microseconds of a key tile on an H100's SM (docs/lab/hopper-forward.md).
 # Where there are several, the problem's size decides.
 Priced = tuple[ForwardLaunch, float]
 Widths = int | tuple[int, int]

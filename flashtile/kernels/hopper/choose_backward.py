@@ -13,7 +13,7 @@ from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
 from flashtile.spec.options import Variant
 
-# By the wider head dim of the tile; the reasons are in docs/hopper-backward.md.
+# By the wider head dim of the tile; the reasons are in docs/lab/hopper-backward.md.
 BACKWARD = {
     64: BackwardLaunch(block_q=128, joined=True),
     128: BackwardLaunch(stages=3),
@@ -77,7 +77,7 @@ def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool
 
 def converts(problem: AttentionProblem, form: Form, launch: BackwardLaunch, device: Device) -> bool:
     """Whether a warp of the pass over keys makes dq: where most heads are done long before the last one, there is room for a
-    part of the sum, and it was measured to gain (docs/hopper-backward.md).
+    part of the sum, and it was measured to gain (docs/lab/hopper-backward.md).
     """
     p, columns = problem, max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))
     if p.lengths.ragged or p.where or p.blocks is not None or p.band.left is not None or stored(p) is not None:
@@ -138,7 +138,7 @@ ALIKE = {"document", "within", "dilated", "key_padding"}
 def pieces_of(problem: AttentionProblem, launch: BackwardLaunch) -> int:
     """Tickets, of four steps at least, of a list far longer than the mean; 1 where lists are much alike.
 
-    Eight, and of few heads, whose long lists are few, sixteen (docs/hopper-backward.md).
+    Eight, and of few heads, whose long lists are few, sixteen (docs/lab/hopper-backward.md).
     """
     kinds, p = {leaf.kind.name for leaf in problem.leaves}, problem
     if p.blocks is None or stored(p) is not None or launch.parted or (kinds and kinds <= ALIKE):

@@ -3,7 +3,7 @@
 A block computes a tile of queries of one head. One role loads; each consumer warpgroup owns 64 queries and walks the keys
 from the last visible one back, so that masked tiles come first. It multiplies the queries with key tile n and the
 probabilities of tile n + 1 with its values in one go, then turns scores into probabilities while the matrix unit works
-for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/hopper-forward.md says what was tried.
+for another warpgroup (FlashAttention-3, arXiv 2407.08608, section 3). docs/lab/hopper-forward.md says what was tried.
 """
 
 from typing import NamedTuple

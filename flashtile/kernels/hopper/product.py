@@ -322,7 +322,7 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
 
 # -- launches -------------------------------------------------------------------------------------------------------------
 
-# By what was timed (docs/tuning.md), of an ending and whether columns are summed, which cuBLASLt does in a pass of its own.
+# By what was timed (docs/lab/tuning.md), of an ending and whether columns are summed, which cuBLASLt does in a pass of its own.
 # Of less deep tiles the further warps are not done when the next tile is.
 LEAST_DEPTH = {("gelu", False): 2048, ("derivative", False): 2048, ("derivative", True): 1024}
 LEAST_ROUNDS = 4

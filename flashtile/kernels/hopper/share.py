@@ -38,8 +38,8 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
 
     Where every block has one tile, or helps with another, a part is claimed a step ahead, before its share comes, and while the
     first share of the one before is under way: who is first has two journeys to memory more in every step than the others. With
-    more tiles a part that is claimed for longer is one that others wait for (docs/hopper-backward.md); none of a tile's first
-    step is claimed while consumers are busy with the tile before, for two blocks might then wait for each other.
+    more tiles a part that is claimed for longer is one that others wait for (docs/lab/hopper-backward.md); none of a tile's
+    first step is claimed while consumers are busy with the tile before, for two blocks might then wait for each other.
     """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
     EARLY: gl.constexpr = not (T.tells or T.deterministic)  # pyright: ignore[reportAssignmentType]

@@ -12,8 +12,8 @@ def store_scores(ds_desc, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes ds of both consumers, which lies queries x keys, to where it belongs, by the copy engine.
 
     Where T.pairs_ds that of a second batch entry is added to the first's: by L2 in one step, and in the next one here, to what
-    the loader has brought back. Either alone makes every step wait for it (docs/hopper-backward.md, a bias's gradient). A tile
-    of the first is reported once it is stored, and the second's waits for that.
+    the loader has brought back. Either alone makes every step wait for it (docs/lab/hopper-backward.md, a bias's gradient). A
+    tile of the first is reported once it is stored, and the second's waits for that.
     """
     turn, step, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)

@@ -16,7 +16,7 @@ GROUP_ROWS = 64  # query rows of a consumer warpgroup: the height of its matrix 
 REGISTERS = 65536  # of an SM, 32 bits wide
 WIDEST = 80.0  # scores up to 55: a row's largest exponent is at least 64 - 2 x 80 (see `scores.lowest`)
 DEEPEST = 63.0  # no two scores up to 43 are further apart than 2^126
-LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/hopper-checks.md)
+LOST = 1.3e-9  # of a product for each of its columns: the matrix unit cuts sums off towards zero (docs/lab/hopper-checks.md)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ForwardTile:
 
     @property
     def asks_narrow(self) -> bool:
-        """Whether predicates are asked for 64 keys at a time, where that was measured to gain (docs/hopper-forward.md)."""
+        """Whether predicates are asked for 64 keys at a time, where that was measured to gain (docs/lab/hopper-forward.md)."""
         return self.right or (self.blocks_q > 0 and self.columns_v == 128)
 
 
@@ -266,7 +266,8 @@ def mixes(problem: AttentionProblem, form: Form) -> int:
 def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
     """T.halves: where the mask is a band, nothing is added or drawn for every score of a tile, and walks are short.
 
-    Of 16k keys under a causal mask, walks of 64 tiles on average, and of 192 columns it gains nothing (docs/hopper-forward.md).
+    Of 16k keys under a causal mask, walks of 64 tiles on average, and of 192 columns it gains nothing
+    (docs/lab/hopper-forward.md).
     """
     p, band = problem, problem.band
     plain = not (form.prescale or form.adds or p.where or p.blocks is not None or p.dropout is not None or launch.apart)

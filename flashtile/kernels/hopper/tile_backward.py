@@ -169,7 +169,7 @@ class BackwardTile:
     def begins_early(self) -> bool:
         """Whether keys, values and queries come while the pass before ends, which waited for all that made them.
 
-        Beside curves of 128 queries consumers would spill more (docs/hopper-backward.md).
+        Beside curves of 128 queries consumers would spill more (docs/lab/hopper-backward.md).
         """
         return not (self.ragged or self.blocks_q > 0 or (self.curved and self.block_q > GROUP_ROWS))
 
@@ -177,7 +177,7 @@ class BackwardTile:
     def takes_late(self) -> bool:
         """Whether a block takes its next ticket where a tile ends, so that no tile waits behind a long one.
 
-        Where tiles are equally long, or consumers would spill more (docs/hopper-backward.md), it takes it where one begins.
+        Where tiles are equally long, or consumers would spill more (docs/lab/hopper-backward.md), it takes it where one begins.
         """
         spills = self.predicate or (self.ragged and self.block_q > GROUP_ROWS)
         return (self.gaps or self.ragged) and not spills
@@ -202,7 +202,7 @@ class BackwardTile:
 
     @property
     def sways(self) -> bool:
-        """Whether every other wave of tiles walks its queries from the last one on (docs/hopper-backward.md)."""
+        """Whether every other wave of tiles walks its queries from the last one on (docs/lab/hopper-backward.md)."""
         return self.parted and self.right and not (self.left or self.tells or self.deterministic)
 
     @property

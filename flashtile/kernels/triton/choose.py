@@ -41,7 +41,7 @@ INTERPRETED = {
 }
 
 # Tiles in order of preference, by pass and by the wider head dim of the tile. The first whose shared memory fits is
-# taken. The leading entries won on an H100 (docs/tuning.md); the later ones are for devices with 99 KiB and 64 KiB.
+# taken. The leading entries won on an H100 (docs/lab/tuning.md); the later ones are for devices with 99 KiB and 64 KiB.
 SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "forward": {
         64: (Launch(128, 64, 4, 3, 8), Launch(64, 64, 4, 2, 8)),
@@ -107,7 +107,7 @@ PARTS: dict[tuple[Pass, int], tuple[Launch, ...]] = {
     ("queries", 128): (Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
 }
 # tf32 in two parts leaves room for wider tiles: by spills and instructions per score (H100, Triton 3.6.0), not timed. At
-# head_dim 64 those of other fp32 products are faster (docs/tuning.md).
+# head_dim 64 those of other fp32 products are faster (docs/lab/tuning.md).
 SHORT: dict[tuple[Pass, int], tuple[Launch, ...]] = {
     ("forward", 128): (Launch(128, 32, 8, 1, 8), Launch(64, 32, 4, 1, 8)),
     ("keys", 64): (Launch(32, 128, 8, 1, 8), Launch(32, 64, 4, 1, 8)),
@@ -128,7 +128,7 @@ IEEE: dict[int, tuple[Launch, ...]] = {
 IEEE_QUERIES = {128: (Launch(16, 16, 4, 1, 8),), 256: (Launch(16, 16, 8, 2, 8),)}
 
 
-# 16-bit problems with modifiers on an H100 (2026-11-21, 2 x 4096, 16 heads, full and causal; docs/tuning.md).
+# 16-bit problems with modifiers on an H100 (2026-11-21, 2 x 4096, 16 heads, full and causal; docs/lab/tuning.md).
 SCORED: dict[tuple[Pass, int], Launch] = {
     ("keys", 128): Launch(32, 64, 4, 3, 8, held=1),
     ("queries", 128): Launch(64, 64, 4, 3, 8, held=1),
@@ -172,7 +172,7 @@ UNEQUAL: dict[tuple[Pass, int], Launch] = {("fused", 256): Launch(32, 32, 8, 2, 
 
 
 # Where matrix instructions take all operands from registers (sm80, sm86, sm120), before the rules above: by spills, not timed
-# (docs/tuning.md). With 64 x 32 the pass over queries would not fit into sm86's shared memory either.
+# (docs/lab/tuning.md). With 64 x 32 the pass over queries would not fit into sm86's shared memory either.
 SYNCHRONOUS: dict[tuple[str, Pass, int], tuple[Launch, ...]] = {
     ("16bit", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
     ("ragged", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
