@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
 from flashtile import Dilated, Document, Dropout, InvalidProblem, NotSupported, Predicate
@@ -178,8 +179,39 @@ def agreed_once_is_enough_where_asked() -> None:
     assert len(asked) <= 1
 
 
+def dtensors_of_positions_need_no_other_word() -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    d = data(torch.float32, 4)
+    weights = d.dout, d.dlse
+    laws: list[tuple[list[Any], dict[str, Any]]] = [
+        ([Replicate(), Shard(1)], {"causal": True, "window": (9, 0)}),
+        ([Shard(0), Shard(1)], {"score": (flashtile.Softcap(2.0),)}),
+        ([Shard(1), Shard(2)], {"causal": True}),
+    ]
+    for placements, arguments in laws:
+        whole = [t.clone().requires_grad_() for t in (d.q, d.k, d.v)]
+        made = flashtile.attention(*whole, return_lse=True, **arguments)
+        expected = [*made, *torch.autograd.grad(made, whole, weights)]
+        laid = [distribute_tensor(t.detach(), mesh, placements).requires_grad_() for t in whole]
+        made = flashtile.attention(*laid, return_lse=True, **arguments)
+        assert list(made[0].placements) == placements
+        parts = [distribute_tensor(w, mesh, t.placements) for w, t in zip(weights, made, strict=True)]
+        found = [*made, *torch.autograd.grad(made, laid, parts)]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-5, atol=1e-5)
+        alone = flashtile.attention(*laid, **arguments).full_tensor()
+        torch.testing.assert_close(alone, expected[0], rtol=1e-5, atol=1e-5)
+    laid = [distribute_tensor(t, mesh, [Replicate(), Shard(1)]) for t in (d.q, d.k, d.v)]
+    with pytest.raises(NotSupported, match=r"flashtile\.distributed\.attention"):
+        flashtile.attention(*laid, sink=d.sink)
+    odd = [distribute_tensor(t[:, :31], mesh, [Replicate(), Shard(1)]) for t in (d.q, d.k, d.v)]
+    with pytest.raises(NotSupported, match="31 of axis 1 of q over 2 ranks; pad"):
+        flashtile.attention(*odd)
+
+
 CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, a_mesh_beside_another_axis,
     shards_come_back, gathered_keys_give_one_process_bits, bits_repeat, padding_may_hold_nan,
-    the_text_says_which_method_and_what_it_sends, agreed_once_is_enough_where_asked,
+    the_text_says_which_method_and_what_it_sends, agreed_once_is_enough_where_asked, dtensors_of_positions_need_no_other_word,
 )  # fmt: skip

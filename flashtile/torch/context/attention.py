@@ -140,7 +140,8 @@ def _used(q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any) -> Any:
         reason = "seqused_q and seqused_k that are not one tensor, of one length; KeyPadding(keep) hides keys alone"
         raise NotSupported("attention over ranks", {"torch": [reason]})
     given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
-    assert given is not None and seqused_q is not None
+    assert given is not None
+    assert seqused_q is not None
     if seqused_q.dtype is torch.bool:
         raise NotSupported("attention over ranks", {"torch": ["seqused that is a mask with holes; give counts"]})
     given.check(q)
