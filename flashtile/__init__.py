@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashtile import compat, integrations, jax, nn, ops  # noqa: F401  lazy, as the names below are
+    from flashtile import compat, distributed, integrations, jax, nn, ops  # noqa: F401  lazy, as the names below are
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
     from flashtile.kernels.triton.choose import use_tuning
@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("compat", "integrations", "jax", "nn", "ops")
+_PACKAGES = ("compat", "distributed", "integrations", "jax", "nn", "ops")
 
 
 def __getattr__(name: str) -> Any:

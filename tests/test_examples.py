@@ -46,6 +46,17 @@ def test_packed_documents() -> None:
     assert apart < 1e-4
 
 
+def test_context_parallel() -> None:
+    text = printed("context_parallel")
+    (apart,) = numbers(r"largest difference of the loss in 50 steps: (\S+)", text)
+    assert apart < 1e-4
+    first, last = (numbers(rf"step +{step}: loss \S+ on one process, (\S+) on 2", text)[0] for step in (0, 49))
+    assert last < 0.9 * first
+    (share,) = numbers(r"a rank \((\S+) of it\)", text)
+    assert share < 0.6
+    assert "* ring: a rank sends" in text
+
+
 def test_huggingface() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     text = printed("huggingface", "--steps", "6")

@@ -1,4 +1,4 @@
-"""DTensors: attention of what each rank holds, where batch or heads are sharded."""
+"""DTensors: attention of what each rank holds, where batch or heads are sharded; over ranks where positions are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_distributed(*packs: Any) -> bool:
 def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
     """What `attention` and its kin return, as DTensors sharded as the first of `packs` is. The others are laid as that is.
 
-    Raises NotSupported where another axis than batch and heads is sharded, and for what would depend on the shard.
+    Raises NotSupported where head_dim is sharded, or positions of packed tensors, and for what would depend on the shard.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -45,6 +45,8 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
     if not isinstance(first, DTensor):
         _refuse("a first tensor that is none; all are laid as that one is")
     mesh, varlen = first.device_mesh, given is not None and given.varlen
+    if packing is APART and not varlen and Shard(1) in first.placements:
+        return _over_positions(packs, given, arguments)
     heads_axis = first.dim() - 2
     roles: list[str | None] = []
     for placement in first.placements:
@@ -104,6 +106,38 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
     if not arguments.get("return_lse"):
         return out
     return out, joined(lse, (*rows[:-3], rows[-2], rows[-3]), {"batch": 0, "heads": lse.dim() - 2})
+
+
+def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict[str, Any]) -> Any:
+    """The same where one axis of the mesh shards positions: `flashtile.distributed.attention` over that axis."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from flashtile.torch.context.attention import attention
+    from flashtile.torch.context.context import Context
+
+    mesh, placements = packs[0].device_mesh, packs[0].placements
+    axis = placements.index(Shard(1))
+    if any(p not in (Replicate(), Shard(0), Shard(2)) for i, p in enumerate(placements) if i != axis):
+        _refuse(f"{placements}; one axis may shard positions, and others batch and heads")
+    plain = arguments.get("mask") is None or isinstance(arguments["mask"], Band)
+    if given is not None or not plain or arguments.get("sink") is not None or any(m.captured for m in arguments["score"]):
+        _refuse("sharded positions beside tensors of masks, modifiers, sinks or lengths; flashtile.distributed.attention "
+                "takes them with this rank's shards")  # fmt: skip
+    for name, tensor in zip("qkv", packs, strict=True):
+        for size, placement in zip(mesh.shape, placements, strict=True):
+            if isinstance(placement, Shard) and tensor.shape[placement.dim] % size:
+                _refuse(f"{tensor.shape[placement.dim]} of axis {placement.dim} of {name} over {size} ranks; pad to a multiple")
+    locals_: list[torch.Tensor] = []
+    for tensor in packs:
+        if not isinstance(tensor, DTensor):
+            _refuse("tensors of which one is none; q, k and v must all be")
+        locals_.append(tensor.redistribute(mesh, placements).to_local(grad_placements=placements))
+    context = Context(mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]])
+    made = attention(*locals_, context=context, **{name: value for name, value in arguments.items() if value is not None})
+    if not arguments.get("return_lse"):
+        return DTensor.from_local(made, mesh, placements, run_check=False)
+    of_lse = [Shard((0, 2, 1)[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    return tuple(DTensor.from_local(t, mesh, p, run_check=False) for t, p in zip(made, (placements, of_lse), strict=True))
 
 
 def _check(packing: Packing, roles: list[str | None], arguments: dict[str, Any]) -> None:

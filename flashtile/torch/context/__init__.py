@@ -1,0 +1,1 @@
+"""Attention of a sequence that ranks share: local calls of `attention`, and what ranks exchange around them."""

@@ -1,0 +1,144 @@
+"""Context: over which ranks a sequence is sharded, how, and by which method they attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flashtile.errors import InvalidProblem
+from flashtile.spec.mask import make_mask
+from flashtile.torch.context.layout import LAYOUTS, check_length, pairs, runs
+
+METHODS = ("auto", "allgather", "ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Over which ranks the sequence is sharded, and how they attend. A value: hashable, and nothing global.
+
+    mesh: a `torch.distributed` process group, a DeviceMesh of one axis (`mesh["cp"]`), or None for the default group.
+    method: "ulysses" exchanges heads for positions, each rank then attends its heads of the whole sequence; "allgather"
+        gathers k and v; "ring" passes k and v on from rank to rank, and merges partial results by lse: the least memory.
+        "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring.
+    layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
+        mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
+    check: "always" lets ranks agree about every call before anything else is sent; "first" does so once for each kind of call
+        and saves the host a round trip; a rank that then calls otherwise than the rest ends in torch's time-out.
+
+    Raises InvalidProblem for a mesh, method or layout that is none.
+    """
+
+    mesh: Any = None
+    method: Literal["auto", "allgather", "ulysses", "ring"] = "auto"
+    layout: Literal["contiguous", "zigzag", "striped"] = "contiguous"
+    check: Literal["always", "first"] = "always"
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", METHODS), ("layout", LAYOUTS), ("check", ("always", "first"))):
+            if getattr(self, name) not in known:
+                raise InvalidProblem(f"context {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
+        if self.method == "allgather" and self.layout == "striped":
+            raise InvalidProblem(
+                "context method is 'allgather' and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as balanced."
+            )
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InvalidProblem("context is made without a process group; call torch.distributed.init_process_group first.")
+        if hasattr(self.mesh, "ndim"):
+            if self.mesh.ndim != 1:
+                axes = self.mesh.mesh_dim_names or ()
+                raise InvalidProblem(
+                    f'context mesh has the axes {axes or self.mesh.ndim}; it must have one, as mesh["cp"] has.'
+                )
+        elif not (self.mesh is None or isinstance(self.mesh, dist.ProcessGroup)):
+            raise InvalidProblem(
+                f"context mesh is {self.mesh!r}; it must be a DeviceMesh of one axis, a process group or None."
+            )
+        elif dist.get_rank(self.group) < 0:
+            raise InvalidProblem("context mesh is a process group that this rank is no member of.")
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        import torch.distributed as dist
+
+        if self.mesh is None:
+            return dist.group.WORLD
+        return self.mesh.get_group() if hasattr(self.mesh, "get_group") else self.mesh
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    def explain(
+        self, q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None
+    ) -> str:
+        """The method and why, what a rank sends by it and by the others, and how even work is, of these local shards.
+
+        q, k, v: tensors, or anything with their shape and dtype, such as meta tensors. Nothing is sent.
+        """
+        ranks, names = self.ranks, METHODS[1:]
+        seqlen_q, seqlen_k = q.shape[1] * ranks, k.shape[1] * ranks
+        for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+            check_length(self.layout, ranks, seqlen, f"the whole's {name}")
+        against = {name: refusals(name, self.layout, q.shape[2], k.shape[2], ranks) for name in names}
+        method = self.method if self.method != "auto" else next(name for name in names[1::-1] + names[2:] if not against[name])
+        lines = [f"{method}, layout {self.layout}, {ranks} ranks of {q.shape[1]} of {seqlen_q} queries"]
+        for name in names:
+            forward, backward = sent_bytes(name, q, k, v, ranks)
+            why = "; ".join(against[name]) or f"a rank sends {forward:,} bytes forward, {backward:,} backward"
+            lines.append(f"{'*' if name == method else ' '} {name}: {why}")
+        band = make_mask(causal, window, None)
+        work = [
+            sum(
+                piece.band(band).count_visible(piece.query.count, piece.key.count)
+                for other in range(ranks)
+                for piece in pairs(
+                    runs(self.layout, seqlen_q, ranks, rank),
+                    runs(self.layout, seqlen_k, ranks, other),
+                    seqlen_k - seqlen_q,
+                    band,
+                )
+            )
+            for rank in range(ranks)
+        ]
+        if method == "ulysses":
+            work = [sum(work)]
+        lines.append(f"  the busiest rank has {max(work) * len(work) / max(sum(work), 1):.2f} times the mean of scores")
+        return "\n".join(lines)
+
+
+def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:
+    """Why a method cannot serve these heads and this layout."""
+    if method == "allgather" and layout == "striped":
+        return ["layout is 'striped'; it gathers 'contiguous' or 'zigzag' alone"]
+    if method != "ulysses":
+        return []
+    reasons: list[str] = []
+    if heads_q % ranks:
+        reasons.append(f"{heads_q} heads of q over {ranks} ranks; they must be a multiple")
+    if heads_kv % ranks and ranks % heads_kv:
+        reasons.append(f"{heads_kv} heads of k over {ranks} ranks; one must be a multiple of the other")
+    return reasons
+
+
+def sent_bytes(method: str, q: Any, k: Any, v: Any, ranks: int) -> tuple[int, int]:
+    """(forward, backward): the bytes that a rank sends. dk and dv of several parts travel in float32."""
+    width = q.shape[-1] + v.shape[-1]
+    keys, queries = k.shape[0] * k.shape[1] * k.shape[2] * width, q.shape[0] * q.shape[1] * q.shape[2] * width
+    size = q.dtype.itemsize
+    if method == "ulysses":
+        copies = max(ranks // k.shape[2], 1)
+        wire = 4 if copies > 1 else size
+        away = (ranks - 1) / ranks
+        return int((queries + keys * copies) * size * away), int((queries * size + keys * copies * wire) * away)
+    if method == "allgather":
+        return keys * size * (ranks - 1), keys * 4 * (ranks - 1)
+    return keys * size * (ranks - 1), keys * (size * (ranks - 1) + 4 * ranks * (ranks > 1))

@@ -1,0 +1,187 @@
+"""What ranks do together: the calls, each beside one process's, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+
+import flashtile
+from flashtile import Alibi, Band, Bias, Document, KeyPadding, Prefix, Softcap, TopLeft
+from flashtile.distributed import Context, attention, shard, unshard
+
+SEQLEN, HEADS = 32, 8  # 32 is a multiple of twice 4 ranks
+
+
+@dataclass
+class Data:
+    """Whole tensors, alike on every rank."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    slopes: torch.Tensor
+    bias: torch.Tensor
+    sink: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    names: ClassVar[tuple[str, ...]] = ("q", "k", "v", "slopes", "bias", "sink")
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [getattr(self, name).detach().clone().requires_grad_() for name in self.names]
+
+
+def data(dtype: torch.dtype, heads_kv: int, seqlen_k: int = SEQLEN, seqlen_q: int = SEQLEN) -> Data:
+    generator = torch.Generator().manual_seed(heads_kv)
+    shapes = {
+        "q": (2, seqlen_q, HEADS, 16), "k": (2, seqlen_k, heads_kv, 16), "v": (2, seqlen_k, heads_kv, 8), "slopes": (HEADS,),
+        "bias": (1, HEADS, seqlen_q, seqlen_k), "sink": (HEADS,), "dout": (2, seqlen_q, HEADS, 8),
+        "dlse": (2, HEADS, seqlen_q),
+    }  # fmt: skip
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made["slopes"] = made["slopes"].abs() / 4
+    return Data(**{n: t.to(dtype) if n in ("q", "k", "v", "dout") else t for n, t in made.items()})
+
+
+# What a call is told, of a Data's leaves by name and of what cuts a tensor along the sequence as this rank has it.
+Cut = Callable[[torch.Tensor, int], torch.Tensor]
+Told = Callable[[dict[str, torch.Tensor], Cut], dict[str, Any]]
+CU = torch.tensor([0, 3, 3, 20, 32], dtype=torch.int32)  # a document of no tokens among them
+IDS = torch.searchsorted(CU[1:].long(), torch.arange(SEQLEN), right=True).to(torch.int32)
+KEEP = torch.arange(2 * SEQLEN).view(2, SEQLEN) % 5 != 2
+USED = torch.tensor([29, 10], dtype=torch.int32)
+
+FEATURES: dict[str, Told] = {
+    "full": lambda t, cut: {},
+    "causal": lambda t, cut: {"causal": True},
+    "window": lambda t, cut: {"causal": True, "window": (9, 0)},
+    "both sides": lambda t, cut: {"window": (5, 3)},
+    "sink": lambda t, cut: {"causal": True, "sink": t["sink"]},
+    "softcap": lambda t, cut: {"causal": True, "score": (Softcap(2.0),), "scale": 0.5},
+    "alibi": lambda t, cut: {"causal": True, "score": (Alibi(t["slopes"]), Softcap(3.0))},
+    "documents": lambda t, cut: {"causal": True, "mask": Document(cut(IDS, 0))},
+    "padding": lambda t, cut: {"mask": KeyPadding(cut(KEEP, 1))},
+    "prefix": lambda t, cut: {"mask": Prefix(torch.tensor([7, 30])) | Band(right=0)},
+    "top left": lambda t, cut: {"mask": TopLeft(left=8)},
+    "seqused": lambda t, cut: {"causal": True, "seqused_q": USED, "seqused_k": USED},
+    "bias": lambda t, cut: {"causal": True, "score": (Bias(cut(t["bias"], 2)),)},
+    "bias of keys": lambda t, cut: {"score": (Bias(t["bias"][:, :, :1]),)},
+}
+WITHOUT = {("ulysses", "bias")}  # refused, and tested as a refusal
+
+
+@dataclass(frozen=True)
+class Case:
+    method: Any
+    layout: Any
+    feature: str
+    dtype: torch.dtype = torch.float32
+    heads_kv: int = 4
+    seqlen_q: int = SEQLEN
+    lse: bool = True
+    options: Any = field(default=None)
+
+    def spell(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        rest = f"{dtype}, {self.heads_kv} kv heads, {self.seqlen_q} queries{', lse' * self.lse}"
+        return f"{self.method} {self.layout}, {self.feature}, {rest}{', ' + str(self.options) if self.options else ''}"
+
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "allgather": ("contiguous", "zigzag"),
+    "ulysses": ("contiguous", "zigzag", "striped"),
+    "ring": ("contiguous", "zigzag", "striped"),
+}
+
+
+def cases(ranks: int) -> Iterator[Case]:
+    """Two ranks run all; more ranks one layout of each method, and all layouts of causal order."""
+    for case in all_cases():
+        if ranks == 2 or case.layout == "zigzag" or case.feature == "causal":
+            yield case
+
+
+def all_cases() -> Iterator[Case]:
+    for method, layouts in LAYOUTS.items():
+        for layout, feature in product(layouts, FEATURES):
+            if (method, feature) not in WITHOUT and (method != "ulysses" or layout == "zigzag" or feature == "causal"):
+                yield Case(method, layout, feature)
+        for heads_kv, feature in ((1, "causal"), (2, "documents"), (8, "window")):
+            yield Case(method, "zigzag", feature, heads_kv=heads_kv, lse=False)
+        yield Case(method, "contiguous", "causal", seqlen_q=16)
+        yield Case(method, "contiguous", "window", options=flashtile.Options(deterministic=True))
+        for feature, heads_kv in product(("full", "causal", "window"), (1, 4)):
+            yield Case(method, "zigzag", feature, torch.bfloat16, heads_kv=heads_kv, lse=False)
+        yield Case(method, "zigzag", "sink", torch.bfloat16)
+    yield Case("auto", "zigzag", "bias")
+    yield Case("auto", "striped", "bias")
+
+
+def one_process(case: Case, d: Data) -> dict[str, torch.Tensor]:
+    leaves = d.leaves()
+    told = FEATURES[case.feature](dict(zip(d.names, leaves, strict=True)), lambda t, dim: t)
+    made = flashtile.attention(*leaves[:3], return_lse=case.lse, options=case.options, **told)
+    return results(made if case.lse else (made,), leaves, (d.dout, d.dlse), d.names)
+
+
+def over_ranks(case: Case, d: Data, context: Context) -> dict[str, torch.Tensor]:
+    """The same, put together of all ranks' parts; gradients of what ranks share are summed."""
+    leaves = d.leaves()
+    local = [shard(t, context).detach().requires_grad_() for t in leaves[:3]]
+    told = FEATURES[case.feature](dict(zip(d.names, leaves, strict=True)), lambda t, dim: shard(t, context, dim))
+    made = attention(*local, context=context, return_lse=case.lse, options=case.options, **told)
+    weights = shard(d.dout, context), shard(d.dlse, context, 2)
+    found = results(made if case.lse else (made,), [*local, *leaves[3:]], weights, d.names)
+    for name, tensor in found.items():
+        if name in ("dslopes", "dbias", "dsink"):
+            torch.distributed.all_reduce(tensor, group=context.group)
+        else:
+            found[name] = unshard(tensor, context, 2 if name == "lse" else 1)
+    return found
+
+
+def results(
+    made: tuple[torch.Tensor, ...], leaves: list[torch.Tensor], weights: tuple[torch.Tensor, ...], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    visible = [torch.where(t == -torch.inf, 0.0, t) for t in made]
+    grads = torch.autograd.grad(visible, leaves, list(weights[: len(made)]), allow_unused=True)
+    found = dict(zip(("out", "lse"), (t.detach() for t in made), strict=False))
+    return found | {f"d{name}": g for name, g in zip(names, grads, strict=True) if g is not None}
+
+
+def errors(case: Case, context: Context) -> dict[str, tuple[float, float]]:
+    """By tensor: (error over ranks, one process's), relative RMS against float64 of the same values."""
+    d = data(case.dtype, case.heads_kv, seqlen_q=case.seqlen_q)
+    exact = Data(*(getattr(d, n).double() for n in (*d.names, "dout", "dlse")))
+    true = of_reference(case, exact)
+    ours, one = over_ranks(case, d, context), one_process(case, d)
+    assert list(ours) == list(one), (list(ours), list(one))
+    return {name: (relative(ours[name], true[name]), relative(t, true[name])) for name, t in one.items()}
+
+
+def of_reference(case: Case, exact: Data) -> dict[str, torch.Tensor]:
+    """One process in float32 of the same values, ieee: the truth for 16 bits, and what float32 is compared with."""
+    widened = Data(*(getattr(exact, n).float() for n in (*exact.names, "dout", "dlse")))
+    return one_process(Case(case.method, case.layout, case.feature, lse=case.lse, seqlen_q=case.seqlen_q,
+                            options=flashtile.Options(precision="ieee")), widened)  # fmt: skip
+
+
+def relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    assert found.shape == true.shape, (found.shape, true.shape)
+    hidden = true == -torch.inf
+    assert torch.equal(found == -torch.inf, hidden)
+    difference = torch.where(hidden, 0.0, found.double() - true.double())
+    return float(difference.norm() / true.double().where(~hidden, 0.0).norm().clamp(min=1e-9))
+
+
+def judge(case: Case, context: Context) -> str:
+    """What is wrong; empty where nothing is."""
+    wrong: list[str] = []
+    for name, (ours, one) in errors(case, context).items():
+        limit = 1.1 * one if name in ("out", "dq", "dk", "dv") and case.dtype is not torch.float32 else 2e-6
+        if not ours <= limit:
+            wrong.append(f"{name}: {ours:.3g}, one process {one:.3g}")
+    return ", ".join(wrong)

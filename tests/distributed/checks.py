@@ -1,0 +1,217 @@
+"""What ranks check together besides `cases`: refusals on every rank, helpers, bits that repeat. Named by their functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import flashtile
+from flashtile import Dilated, Document, Dropout, InvalidProblem, NotSupported, Predicate
+from flashtile.distributed import Context, attention, document_ids, padded_length, position_ids, shard, unshard
+from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks
+
+METHODS: tuple[Any, ...] = ("ulysses", "allgather", "ring")
+LAYOUTS: tuple[Any, ...] = ("contiguous", "zigzag", "striped")
+
+
+def shards(n: int = 4, heads_q: int = 8, heads_kv: int = 8, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(1, n, heads, 16, dtype=dtype) for heads in (heads_q, heads_kv, heads_kv)]
+
+
+def ranks_that_differ_refuse_together() -> None:
+    rank, context = dist.get_rank(), Context()
+    calls: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+        (4 + (rank == 1), torch.float32, {}),
+        (4, torch.float64 if rank == 1 else torch.float32, {}),
+        (4, torch.float32, {"causal": rank == 1}),
+        (4, torch.float32, {"window": (2 + rank, 0)}),
+        (4, torch.float32, {"window": (-1, 0) if rank == 1 else None}),
+        (4, torch.float32, {"mask": torch.ones(2) if rank == 1 else None}),
+        (4, torch.float32, {"return_lse": rank == 0}),
+    ]
+    for n, dtype, arguments in calls:
+        with pytest.raises(InvalidProblem, match=r"rank|float64|window|mask"):
+            attention(*shards(n, dtype=dtype), context=context, **arguments)
+    with pytest.raises(InvalidProblem, match="layout is"):
+        attention(*shards(), context=Context(layout="zigzag" if rank else "contiguous"))
+    with pytest.raises(InvalidProblem, match="the wish for gradients is"):
+        attention(*(t.requires_grad_(rank == 0) for t in shards()), context=context)
+
+
+def what_is_not_done_is_refused() -> None:
+    class Own(Predicate):
+        name = "of_a_test_of_ranks"
+
+    ranks = dist.get_world_size()
+    with pytest.raises(InvalidProblem, match=rf"seqlen_q is {ranks * 3}; .* multiple of {2 * ranks}.*Pad the end"):
+        attention(*shards(3), context=Context(layout="zigzag"))
+    with pytest.raises(NotSupported, match=r"6 heads of q|9 heads of q"):
+        attention(*shards(heads_q=9 if ranks == 2 else 6, heads_kv=3), context=Context(method="ulysses"))
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        ("auto", {"dropout": Dropout(0.1)}, "dropout, whose bits"),
+        ("ring", {"mask": Dilated(2)}, "predicate dilated"),
+        ("allgather", {"score": (flashtile.Alibi(torch.ones(8)),)}, "alibi without causal order"),
+        ("ulysses", {"score": (flashtile.Bias(torch.ones(4, 4 * ranks)),)}, "a bias with an axis of queries"),
+        ("auto", {"mask": Own()}, "predicate"),
+        ("auto", {"seqused_k": torch.ones(1, dtype=torch.int32)}, "not one tensor"),
+    ]
+    for method, arguments, reason in refused:
+        with pytest.raises(NotSupported, match=reason):
+            attention(*shards(), context=Context(method=method), **arguments)
+    for score in (flashtile.Bias(torch.ones(4, 4)), flashtile.Alibi(torch.ones(3))):
+        with pytest.raises(InvalidProblem, match=r"has shape|have shape"):
+            attention(*shards(), context=Context(), score=(score,), causal=True)
+    with pytest.raises(InvalidProblem, match="the last axis must be this rank's 4"):
+        attention(*shards(), context=Context(), mask=Document(torch.zeros(4 * ranks, dtype=torch.int32)))
+
+
+def contexts_without_meaning() -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    assert Context(mesh["cp"]).ranks == 2
+    assert hash(Context(mesh["cp"])) == hash(Context(mesh["cp"]))
+    meaningless: list[tuple[dict[str, Any], str]] = [
+        ({"mesh": mesh}, r"it must have one, as mesh\[.cp.\]"),
+        ({"mesh": "cp"}, "context mesh is 'cp'"),
+        ({"method": "usp"}, "context method is 'usp'"),
+        ({"layout": "head-tail"}, "context layout is 'head-tail'"),
+        ({"method": "allgather", "layout": "striped"}, "'zigzag', which is as balanced"),
+    ]
+    for arguments, words in meaningless:
+        with pytest.raises(InvalidProblem, match=words):
+            Context(**arguments)
+    with pytest.raises(InvalidProblem, match="context is a str"):
+        attention(*shards(), context="cp")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="did you mean causal"):
+        attention(*shards(), context=Context(), is_causal=True)  # pyright: ignore[reportArgumentType]
+
+
+def a_mesh_beside_another_axis() -> None:
+    """Two axes: items over one, positions over the other."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    d = data(torch.float32, 4)
+    for method in METHODS:
+        case = Case(method, "zigzag", "causal")
+        ours, one = over_ranks(case, d, Context(mesh["cp"], method=method, layout="zigzag")), one_process(case, d)
+        torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-5)
+
+
+def shards_come_back() -> None:
+    for layout in LAYOUTS:
+        context = Context(layout=layout)
+        tokens = torch.arange(2 * 29).view(2, 29)
+        part = shard(tokens, context, pad=-1)
+        assert padded_length(29, context) == part.shape[1] * context.ranks
+        assert torch.equal(unshard(part, context, seqlen=29), tokens)
+        assert torch.equal(unshard(position_ids(SEQLEN, context), context, 0), torch.arange(SEQLEN))
+        assert torch.equal(document_ids(CU, context), shard(IDS, context, 0))
+        assert torch.equal(unshard(shard(tokens > 9, context, 1, False), context, seqlen=29), tokens > 9)
+        with pytest.raises(InvalidProblem, match="must be a multiple of"):
+            shard(tokens, context)
+        with pytest.raises(InvalidProblem, match="the padded length"):
+            unshard(part, context, seqlen=33)
+    chunks = 2 * dist.get_world_size()
+    pair = [dist.get_rank(), chunks - 1 - dist.get_rank()]  # TransformerEngine's order
+    assert position_ids(chunks, Context(layout="zigzag")).tolist() == pair
+
+
+def gathered_keys_give_one_process_bits() -> None:
+    """out and dq of `allgather`: each query meets the same keys in the same order."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in LAYOUTS[:2]:
+            case, d = Case("allgather", layout, "causal", dtype, lse=False), data(dtype, 4)
+            ours, one = over_ranks(case, d, Context(method="allgather", layout=layout)), one_process(case, d)
+            assert torch.equal(ours["out"], one["out"])
+            assert torch.equal(ours["dq"], one["dq"])
+
+
+def bits_repeat() -> None:
+    for method in METHODS:
+        case, d, context = Case(method, "zigzag", "alibi", heads_kv=1), data(torch.bfloat16, 1), Context(None, method, "zigzag")
+        first, second = over_ranks(case, d, context), over_ranks(case, d, context)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def padding_may_hold_nan() -> None:
+    d = data(torch.float32, 4)
+    used = torch.tensor([29, 10], dtype=torch.int32)
+    beyond = (torch.arange(SEQLEN) >= used[:, None])[..., None, None]
+    holed = [t.masked_fill(beyond, torch.nan) for t in (d.q, d.k, d.v)]
+    one = flashtile.attention(d.q, d.k, d.v, causal=True, seqused_q=used, seqused_k=used)
+    for method in METHODS:
+        context = Context(method=method, layout="zigzag")
+        local = [shard(t, context).requires_grad_() for t in holed]
+        out = attention(*local, context=context, causal=True, seqused_q=used, seqused_k=used)
+        torch.testing.assert_close(unshard(out, context), one)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), local))
+
+
+def the_text_says_which_method_and_what_it_sends() -> None:
+    ranks = dist.get_world_size()
+    q, k, v = (t.bfloat16() for t in shards(n=8, heads_q=8, heads_kv=2))
+    text = Context(layout="zigzag").explain(q, k, v, causal=True)
+    assert text.startswith(f"ulysses, layout zigzag, {ranks} ranks of 8 of {8 * ranks} queries")
+    keys = 8 * 2 * 32
+    assert f"  allgather: a rank sends {keys * 2 * (ranks - 1):,} bytes forward, {keys * 4 * (ranks - 1):,} backward" in text
+    assert "busiest rank has 1.00 times" in Context(method="ring", layout="zigzag").explain(q, k, v, causal=True)
+    assert "busiest rank has 1.00 times" not in Context(method="ring").explain(q, k, v, causal=True)
+    odd = shards(heads_q=6 if ranks == 4 else 9, heads_kv=3)
+    assert Context().explain(*odd).startswith("allgather")
+    assert Context(layout="striped").explain(*odd).startswith("ring")
+
+
+def agreed_once_is_enough_where_asked() -> None:
+    context = Context(method="allgather", check="first")
+    asked: list[Any] = []
+    before = dist.all_gather_object
+    dist.all_gather_object = lambda *a, **b: (asked.append(1), before(*a, **b))[1]
+    try:
+        for _ in range(3):
+            attention(*shards(), context=context)
+    finally:
+        dist.all_gather_object = before
+    assert len(asked) <= 1
+
+
+def dtensors_of_positions_need_no_other_word() -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    d = data(torch.float32, 4)
+    weights = d.dout, d.dlse
+    laws: list[tuple[list[Any], dict[str, Any]]] = [
+        ([Replicate(), Shard(1)], {"causal": True, "window": (9, 0)}),
+        ([Shard(0), Shard(1)], {"score": (flashtile.Softcap(2.0),)}),
+        ([Shard(1), Shard(2)], {"causal": True}),
+    ]
+    for placements, arguments in laws:
+        whole = [t.clone().requires_grad_() for t in (d.q, d.k, d.v)]
+        made = flashtile.attention(*whole, return_lse=True, **arguments)
+        expected = [*made, *torch.autograd.grad(made, whole, weights)]
+        laid = [distribute_tensor(t.detach(), mesh, placements).requires_grad_() for t in whole]
+        made = flashtile.attention(*laid, return_lse=True, **arguments)
+        assert list(made[0].placements) == placements
+        parts = [distribute_tensor(w, mesh, t.placements) for w, t in zip(weights, made, strict=True)]
+        found = [*made, *torch.autograd.grad(made, laid, parts)]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-5, atol=1e-5)
+        alone = flashtile.attention(*laid, **arguments).full_tensor()
+        torch.testing.assert_close(alone, expected[0], rtol=1e-5, atol=1e-5)
+    laid = [distribute_tensor(t, mesh, [Replicate(), Shard(1)]) for t in (d.q, d.k, d.v)]
+    with pytest.raises(NotSupported, match=r"flashtile\.distributed\.attention"):
+        flashtile.attention(*laid, sink=d.sink)
+    odd = [distribute_tensor(t[:, :31], mesh, [Replicate(), Shard(1)]) for t in (d.q, d.k, d.v)]
+    with pytest.raises(NotSupported, match="31 of axis 1 of q over 2 ranks; pad"):
+        flashtile.attention(*odd)
+
+
+CHECKS = (
+    ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, a_mesh_beside_another_axis,
+    shards_come_back, gathered_keys_give_one_process_bits, bits_repeat, padding_may_hold_nan,
+    the_text_says_which_method_and_what_it_sends, agreed_once_is_enough_where_asked, dtensors_of_positions_need_no_other_word,
+)  # fmt: skip
