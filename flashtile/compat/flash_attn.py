@@ -1,8 +1,8 @@
 """flash-attention 2: the functions of `flash_attn` and `flash_attn.flash_attn_interface`.
 
 Its rules: positions aligned bottom-right, negative windows unbounded, softcap 0 none, lse +inf where a query sees no key.
-Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. Of these functions `flash_attn_with_kvcache` alone
-reads a `block_table`.
+Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. Of these functions `flash_attn_with_kvcache`
+alone reads a `block_table`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ def test_append_rotary_and_pages_as_flash_attention_has_them() -> None:
     angle = torch.rand(12, 8)
     cos, sin = angle.cos(), angle.sin()
     for causal in (True, False):
-        kept = [pool.clone() for pool in pools]
+        k_cache, v_cache = (pool.clone() for pool in pools)
         out, lse = fa.flash_attn_with_kvcache(
-            q, *kept, k, v, cos, sin, lengths, block_table=table, causal=causal, return_softmax_lse=True
+            q, k_cache, v_cache, k, v, cos, sin, lengths, block_table=table, causal=causal, return_softmax_lse=True
         )
         for i, n in enumerate(lengths.tolist()):
             at = torch.arange(n, n + 3)[None]
@@ -35,13 +35,17 @@ def test_append_rotary_and_pages_as_flash_attention_has_them() -> None:
 
 def test_contiguous_caches_rows_left_padding_and_blind_rows() -> None:
     q, pools = torch.randn(2, 3, 2, 16), [torch.randn(4, 9, 2, 16) for _ in "kv"]
+    k_cache, v_cache = pools
     rows, left = torch.tensor([3, 1]), torch.tensor([2, 0], dtype=torch.int32)
-    out = fa.flash_attn_with_kvcache(q, *pools, cache_seqlens=7, cache_batch_idx=rows, cache_leftpad=left, causal=True)
+    out = fa.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=7, cache_batch_idx=rows, cache_leftpad=left, causal=True
+    )
     for i, (row, first) in enumerate(((3, 2), (1, 0))):
         keys = [pool[row : row + 1, first:7] for pool in pools]
         torch.testing.assert_close(out[i : i + 1], flashtile.attention(q[i : i + 1], *keys, causal=True))
-    _, lse = fa.flash_attn_with_kvcache(q, *(p[:2] for p in pools), cache_seqlens=2, causal=True, return_softmax_lse=True)
+    k_cache, v_cache = k_cache[:2], v_cache[:2]
+    _, lse = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=2, causal=True, return_softmax_lse=True)
     assert (lse[:, :, 0] == torch.inf).all()
-    whole = fa.flash_attn_with_kvcache(q, *(p[:2] for p in pools), softcap=3.0, num_splits=1)
-    want = flashtile.attention(q, *(p[:2] for p in pools), score=(flashtile.Softcap(3.0),))
+    whole = fa.flash_attn_with_kvcache(q, k_cache, v_cache, softcap=3.0, num_splits=1)
+    want = flashtile.attention(q, k_cache, v_cache, score=(flashtile.Softcap(3.0),))
     torch.testing.assert_close(whole, want)

@@ -75,10 +75,11 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     )  # fmt: skip
     calls = [forward]
     if split:
+        warps = 8 if tile.wide and tile.columns_v > 128 else 4  # of 4 warps sm80's sum spills there
         calls.append(KernelCall(
             decode_combine, (tiles, p.heads_kv * chunks, 1),
             (parts, ends, sink, (Strides("out"), sink_strides), lengths, p.span_q, p.batch, p.group, pages.capacity),
-            (packing, ("T", tile)), launch.num_warps, 1,
+            (packing, ("T", tile)), warps, 1,
         ))  # fmt: skip
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed",
