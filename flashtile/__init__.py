@@ -31,8 +31,12 @@ if TYPE_CHECKING:
     from flashtile.spec.score import Captured, Position, Score
     from flashtile.torch.attention import attention
     from flashtile.torch.blocks import Blocks
+    from flashtile.torch.cache import append_to_cache
+    from flashtile.torch.cached import attention_cached
     from flashtile.torch.dropout import dropout_mask
     from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
+    from flashtile.torch.merge import merge
+    from flashtile.torch.paged_cache import PagedCache
 
 __version__ = "0.2.0"
 
@@ -50,6 +54,7 @@ _HOMES = {
     "KeyPadding": ".predicate.key_padding",
     "NotSupported": ".errors",
     "Options": ".spec.options",
+    "PagedCache": ".torch.paged_cache",
     "Position": ".spec.score",
     "Predicate": ".spec.predicate",
     "Prefix": ".predicate.prefix",
@@ -57,12 +62,15 @@ _HOMES = {
     "Softcap": ".score.softcap",
     "Stored": ".predicate.stored",
     "TopLeft": ".predicate.top_left",
+    "append_to_cache": ".torch.cache",
     "attention": ".torch.attention",
+    "attention_cached": ".torch.cached",
     "attention_kvpacked": ".torch.layouts",
     "attention_qkvpacked": ".torch.layouts",
     "attention_varlen": ".torch.layouts",
     "dropout_mask": ".torch.dropout",
     "explain": ".explanation",
+    "merge": ".torch.merge",
     "use_tuning": ".kernels.triton.choose",
 }
 
@@ -80,6 +88,7 @@ __all__ = [
     "KeyPadding",
     "NotSupported",
     "Options",
+    "PagedCache",
     "Position",
     "Predicate",
     "Prefix",
@@ -87,12 +96,15 @@ __all__ = [
     "Softcap",
     "Stored",
     "TopLeft",
+    "append_to_cache",
     "attention",
+    "attention_cached",
     "attention_kvpacked",
     "attention_qkvpacked",
     "attention_varlen",
     "dropout_mask",
     "explain",
+    "merge",
     "use_tuning",
 ]
 

@@ -12,6 +12,7 @@ from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 from flashtile.spec.options import Variant
 
 ALL = Gradients()
@@ -59,3 +60,17 @@ def plan_backward(
     variant: Variant = "auto",
 ) -> Plan:
     return select(problem, device, backend, variant).backward(problem, device, gradients, variant)
+
+
+@lru_cache(maxsize=4096)
+def plan_cached(problem: CachedProblem | AppendProblem, device: Device, backend: str | None = None) -> Plan:
+    """The first backend's plan of attention over a cache, or of an append, or the named one's.
+
+    Raises NotSupported with everybody's reasons.
+    """
+    reasons: dict[str, list[str]] = {}
+    for candidate in BACKENDS if backend is None else (backend_named(backend),):
+        reasons[candidate.name] = candidate.unsupported_cached(problem, device)
+        if not reasons[candidate.name]:
+            return candidate.cached(problem, device)
+    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)

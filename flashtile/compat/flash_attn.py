@@ -1,7 +1,8 @@
 """flash-attention 2: the functions of `flash_attn` and `flash_attn.flash_attn_interface`.
 
 Its rules: positions aligned bottom-right, negative windows unbounded, softcap 0 none, lse +inf where a query sees no key.
-Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. `block_table` waits for a paged cache here.
+Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. Of these functions `flash_attn_with_kvcache`
+alone reads a `block_table`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest, refuse
+from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from flashtile.compat.probabilities import dropout_signs
 from flashtile.torch.attention import attention
 from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
@@ -109,20 +111,15 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any = None, v: Any = None, rotary_cos: Any = None,
-    rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
-    block_table: Any = None, softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
-    """Raises NotSupported: there are no kernels for decoding from a cache yet."""
-    refuse("flash_attn_with_kvcache", {"there are no kernels for decoding from a key/value cache yet": True})
-
-
 def refuse_pages(name: str, table: Any) -> None:
     """Raise NotSupported where keys lie in pages."""
-    refuse(name, {"a table of pages is given; there is no paged key/value cache yet": table is not None})
+    refuse(
+        name,
+        {
+            "a table of pages is given; this reads no paged key/value cache yet: flashtile.attention_cached does": table
+            is not None
+        },
+    )
 
 
 def answer(

@@ -8,6 +8,7 @@ from typing import Protocol
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 from flashtile.spec.options import Variant
 
 
@@ -41,4 +42,12 @@ class Backend(Protocol):
 
     def backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, variant: Variant) -> Plan:
         """Plan from q, k, v, out, lse, dout (dlse) to dq, dk, dv (and `dscore.I.J`), as far as wanted."""
+        ...
+
+    def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
+        """Reasons why this backend cannot attend over a cache, or write into it, there; empty when it can."""
+        ...
+
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+        """Plan from q, the pools k and v, their table and lengths to out and lse; or from new k, v and slots into the pools."""
         ...

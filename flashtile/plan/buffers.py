@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Buffer
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 
 
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
@@ -62,6 +64,29 @@ def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     """The inputs, and the outputs out and lse."""
     out = Buffer("out", shapes(p)["out"], p.dtype.value, "output", like="q")
     return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], "fp32", "output"))
+
+
+def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
+    """Those of a cached forward: k and v are the pools; `page_table`, `first_k` where there are such."""
+    p, pages = problem.attention, problem.pages
+    pools = {
+        "k": (pages.pages, pages.page_size, p.heads_kv, p.head_dim),
+        "v": (pages.pages, pages.page_size, p.heads_kv, p.head_dim_v),
+    }
+    given = [replace(b, shape=pools.get(b.name, b.shape)) for b in forward_buffers(p) if b.name != "cu_seqlens_k"]
+    if pages.table:
+        given.append(Buffer("page_table", (p.batch, pages.columns), "int32", "input"))
+    if pages.first:
+        given.append(Buffer("first_k", (p.batch,), "int32", "input"))
+    return tuple(given)
+
+
+def append_buffers(p: AppendProblem) -> tuple[Buffer, ...]:
+    """Those of an append; the pools are written over, as `k_out` and `v_out`."""
+    shapes = p.shapes()
+    given = [Buffer(n, shape, "int64" if n == "slots" else p.dtype.value, "input") for n, shape in shapes.items()]
+    made = [Buffer(f"{n}_out", shapes[f"{n}_cache"], p.dtype.value, "output", over=f"{n}_cache") for n in "kv"]
+    return (*given, *made)
 
 
 def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collection[str] = ()) -> tuple[Buffer, ...]:

@@ -72,7 +72,7 @@ def _attend_items(
 ) -> Pair:  # fmt: skip
     """Each item by itself; 0 and -inf where there is none."""
     if all(tensor is None for tensor in lengths.values()):
-        return _attend(q, k, v, mask, changes)
+        return attend_item(q, k, v, mask, changes)
     varlen = lengths.get("cu_seqlens_q") is not None
     if varlen:
         q, k, v = q[None], k[None], v[None]
@@ -81,12 +81,12 @@ def _attend_items(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf) + nothing
     places = items(q, k, lengths)
     for i, (rows, keys) in enumerate(places):
-        values, sums = _attend(q[rows], k[keys], v[keys], mask, changes, (i, len(places)))
+        values, sums = attend_item(q[rows], k[keys], v[keys], mask, changes, (i, len(places)))
         out[rows], lse[rows[0], :, rows[1]] = values, sums
     return (out[0], lse[0]) if varlen else (out, lse)
 
 
-def _attend(
+def attend_item(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, changes: Changes,
     item: tuple[int, int] | None = None,
 ) -> Pair:  # fmt: skip

@@ -202,7 +202,7 @@ def prepare(
             key += _exactly(window)
         listed = isinstance(score, (tuple, list))
         if not listed or score:
-            captured, score_key = _capture(score if listed else modifiers(score), *_rows(q, given))
+            captured, score_key = capture(score if listed else modifiers(score), *_rows(q, given))
             key += (score_key,)
         if sink is not None:
             captured += (sink,)
@@ -224,7 +224,7 @@ def prepare(
             q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
         )
         score = modifiers(score)
-        captured, _ = _capture(score, *_rows(q, given))
+        captured, _ = capture(score, *_rows(q, given))
         captured += () if sink is None else (sink,)
         if any(isinstance(number, torch.Tensor) for modifier in score for number in modifier.scalars()):
             key = None
@@ -275,9 +275,9 @@ def make_problem(
     problem = AttentionProblem(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
-        score=_score_specs(score, q, batch), scale=scale, precision=options.precision,
+        score=score_specs(score, q, batch), scale=scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
-        sink=_sink_spec(sink, q), dropout=_chance(dropout, q),
+        sink=sink_spec(sink, q), dropout=_chance(dropout, q),
     )  # fmt: skip
     return problem, options
 
@@ -292,7 +292,7 @@ def _rows(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
     return q.shape[0] if given is None else given.batch(q), q.shape[2]
 
 
-def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
+def score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
     specs: list[ScoreSpec] = []
     for modifier in score:
         tensors = modifier.tensors(batch, q.shape[2])
@@ -304,7 +304,7 @@ def _score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ..
     return tuple(specs)
 
 
-def _sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
+def sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
     if sink is None:
         return None
     check_sink(sink, q)
@@ -329,7 +329,7 @@ def _check_resolved(name: str, tensor: torch.Tensor) -> None:
         raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own.")
 
 
-def _capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:
+def capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Captured tensors of all modifiers, and what of them and of the scalars a prepared call depends on."""
     captured: list[torch.Tensor] = []
     key: list[Any] = []

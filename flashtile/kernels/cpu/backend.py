@@ -12,6 +12,7 @@ from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 from flashtile.spec.predicate import Predicate
@@ -68,6 +69,16 @@ class CpuBackend:
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
+
+    def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
+        if isinstance(problem, AppendProblem):
+            return [] if device.kind == "cpu" else [f"tensors are on {device.target}; this backend runs on the CPU"]
+        return self.unsupported(problem.attention, device)
+
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+        from flashtile.kernels.cpu.cached import plan_append, plan_cached
+
+        return plan_append(problem) if isinstance(problem, AppendProblem) else plan_cached(problem)
 
 
 BACKEND = CpuBackend()

@@ -80,8 +80,9 @@ def _cut(shape: tuple[int, ...], scores: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(n, size) for n, size in zip(shape, scores, strict=True))
 
 
-def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """The outputs named; 0, and -inf in lse, in rows that belong to no item."""
+def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], tiles: bool = False) -> Tensors:
+    """The outputs named; 0, and -inf in lse, in rows that belong to no item. tiles: of items too that PyTorch could compute."""
+    from flashtile.kernels.cpu import tiled
     from flashtile.kernels.cpu.backend import forward_way
 
     q = tensors["q"]
@@ -90,7 +91,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> 
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
-        module, _ = forward_way(item.problem)
+        module = tiled if tiles else forward_way(item.problem)[0]
         _embed(item, made, _call(module.forward, item, tensors, outputs))
     return made
 

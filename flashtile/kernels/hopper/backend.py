@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from flashtile import _triton
 from flashtile._triton import JitTuple
+from flashtile.errors import NotSupported
 from flashtile.kernels.hopper.choose import choose_forward, choose_queries, forward_grid
 from flashtile.kernels.hopper.choose_backward import choose_backward, is_split
 from flashtile.kernels.hopper.stored import STORED_BYTES, scores_shape, stored, sums, zeros
@@ -41,6 +42,7 @@ from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.options import Variant
 
@@ -292,6 +294,12 @@ class HopperBackend:
         buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
         plan = Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
         return plan.followed_by(self.repairs and self.repairs.repair_backward(problem, device, gradients))
+
+    def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
+        return ["keys lie in a cache; these kernels neither read nor write one yet"]
+
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+        raise NotSupported(problem.spell(), {self.name: self.unsupported_cached(problem, device)})
 
 
 BACKEND = HopperBackend()

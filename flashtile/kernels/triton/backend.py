@@ -15,6 +15,8 @@ from flashtile.kernels.lib.sums import sum_partials
 from flashtile.kernels.lib.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.triton import backward as bwd
 from flashtile.kernels.triton import broadcast
+from flashtile.kernels.triton.append import plan_append
+from flashtile.kernels.triton.cached import plan_cached
 from flashtile.kernels.triton.candidates import shared_bytes
 from flashtile.kernels.triton.choose import CONVERT, DELTA, choose, choose_variant
 from flashtile.kernels.triton.forward import attention_forward
@@ -37,6 +39,7 @@ from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem
 from flashtile.spec.dtype import DType
 from flashtile.spec.lengths import ALIKE
 from flashtile.spec.options import Variant
@@ -183,6 +186,14 @@ class TritonBackend:
         """Likewise after a backward."""
         repairs = problem.shares_offset and not self.unsupported(problem, device, "split")
         return repairing(self.backward(problem, device, gradients, "split"), device, False) if repairs else None
+
+    def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
+        if isinstance(problem, AppendProblem):
+            return unavailable(device, "arithmetic")
+        return self.unsupported(problem.attention, device)
+
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+        return plan_append(problem) if isinstance(problem, AppendProblem) else plan_cached(problem, device)
 
 
 BACKEND = TritonBackend()

@@ -1,0 +1,72 @@
+"""Attention over a cache on the CPU: an item's pages are gathered, and what follows is attention of items one after another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashtile.kernels.cpu import items
+from flashtile.plan.buffers import append_buffers, cached_buffers
+from flashtile.plan.call import HostCall, Plan
+from flashtile.spec.cache import AppendProblem, CachedProblem, Pages
+from flashtile.spec.lengths import Lengths
+
+Tensors = dict[str, torch.Tensor]
+
+
+def item_rows(pages: Pages, tensors: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every item, (page, row) of each of its keys. Entries of the table behind its length are not looked at."""
+    ends = tensors["seqused_k"].tolist()
+    firsts = tensors["first_k"].tolist() if pages.first else [0] * len(ends)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        position = torch.arange(max(first, 0), max(min(end, pages.capacity), max(first, 0)))
+        if pages.table:
+            found.append((tensors["page_table"][i, position // pages.page_size].long(), position % pages.page_size))
+        else:
+            found.append((torch.full_like(position, i), position))
+    return found
+
+
+def forward(problem: CachedProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """out and lse. Every item is computed by itself, so that its bits do not depend on its batch; `split` changes nothing."""
+    p, q = problem.attention, tensors["q"]
+    rows = item_rows(problem.pages, tensors)
+    page, row = (torch.cat([pair[axis] for pair in rows]) if rows else torch.zeros(0, dtype=torch.long) for axis in (0, 1))
+    count = torch.tensor([0, *(len(pair[0]) for pair in rows)]).cumsum(0)
+    packed = p.lengths.varlen
+    cu_q = tensors["cu_seqlens_q"] if packed else torch.arange(p.batch + 1) * p.span_q
+    lengths = Lengths(p.slabs * p.span_q, int(count[-1]))
+    flat = replace(p, lengths=lengths)
+    given = {name: tensor for name, tensor in tensors.items() if name.startswith(("score.", "mask.", "sink"))}
+    given |= {"k": tensors["k"][page, row][None], "v": tensors["v"][page, row][None], "q": q.reshape(1, -1, *q.shape[2:])}
+    given |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": count}
+    # Of a few queries every rounding shows: at float32's grade torch's own sums err by 1.5 x plain PyTorch's now and then.
+    made = items.forward(flat, given, ("out", "lse", "lse_low"), tiles=p.float32_grade)
+    if packed:
+        return {name: made[name] for name in outputs}
+    out = made["out"].view(p.batch, p.span_q, p.heads_q, p.head_dim_v)
+    lse = made["lse"].view(p.heads_q, p.batch, p.span_q).transpose(0, 1)
+    return {"out": out, "lse": lse}
+
+
+def plan_cached(problem: CachedProblem) -> Plan:
+    """One host call."""
+    call = HostCall(forward, ("out", "lse"))
+    return Plan(problem, "cpu", "", cached_buffers(problem), (call,), ("cpu: pages gathered, then item by item",))
+
+
+def append(p: AppendProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The pools, written over."""
+    slots = tensors["slots"].reshape(-1)
+    there = (slots >= 0) & (slots < p.pages * p.page_size)
+    page, row = slots[there] // p.page_size, slots[there] % p.page_size
+    for name in "kv":
+        tensors[f"{name}_cache"][page, row] = tensors[name].reshape(-1, *tensors[name].shape[2:])[there]
+    return {f"{name}_out": tensors[f"{name}_cache"] for name in "kv"}
+
+
+def plan_append(p: AppendProblem) -> Plan:
+    """One host call."""
+    return Plan(p, "cpu", "", append_buffers(p), (HostCall(append, ("k_out", "v_out")),), ("cpu: append",))

@@ -1,0 +1,43 @@
+"""merge: attention over several sets of keys from attention over each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashtile.errors import InvalidProblem
+
+
+def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of all keys together, from those of disjoint sets of keys; differentiable in all of them.
+
+    outs: (batch, seqlen, heads, head_dim) each, lses: float32 (batch, heads, seqlen); or of packed items
+    (total, heads, head_dim) and (heads, total). lse is the natural log, -inf where a query saw no key. A
+    sink belongs to one of the sets.
+
+    Attention to keys in common, such as a prefix that many items share, is computed once. In float32; out in the first
+    one's dtype.
+    """
+    outs, lses = tuple(outs), tuple(lses)
+    if not outs or len(outs) != len(lses):
+        raise InvalidProblem(f"outs are {len(outs)} and lses are {len(lses)}; they must be as many, and at least one.")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.dim() not in (3, 4) or out.shape != outs[0].shape:
+            raise InvalidProblem(
+                f"outs[{i}] has shape {tuple(out.shape)}; all must have one, (batch, seqlen, heads, head_dim)."
+            )
+        wanted = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+        if tuple(lse.shape) != wanted:
+            raise InvalidProblem(f"lses[{i}] has shape {tuple(lse.shape)}; it must be {wanted}, (batch, heads, seqlen).")
+    every = torch.stack([lse.float() for lse in lses])
+    blind = (every == -torch.inf).all(0)
+    seen = every.masked_fill(blind, 0.0)  # of nothing, weights that are numbers, for values that are 0
+    lse = torch.logsumexp(seen, 0)
+    weights = torch.exp(seen - lse).masked_fill(blind, 0.0)
+    # a set that a query sees nothing of has weight 0 and a gradient of 0, whatever its out holds
+    parts = [
+        w.transpose(-1, -2)[..., None] * out.float().masked_fill((one == -torch.inf).transpose(-1, -2)[..., None], 0.0)
+        for w, out, one in zip(weights, outs, lses, strict=True)
+    ]
+    return torch.stack(parts).sum(0).to(outs[0].dtype), lse.masked_fill(blind, -torch.inf)

@@ -1,0 +1,125 @@
+"""Random cached calls: everything that no query may look at is NaN, or rubbish in tables."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import flashtile
+from flashtile.reference.cached import cached_plain, cached_reference
+from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+RUBBISH = (-1, 0, 2147480000, -(2**31))
+
+
+@dataclass
+class Drawn:
+    """One call: what `attention_cached` and the reference take alike, and the keys' split."""
+
+    tensors: tuple[torch.Tensor, ...]  # q, k_cache, v_cache, page_table or none
+    arguments: dict[str, Any]
+    split: int | None
+    about: str
+
+
+def pool(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """NaN, in some memory order."""
+    if layout == "heads first":
+        return torch.full((pages, heads, size, dim), torch.nan, dtype=dtype).transpose(1, 2)
+    if layout == "padded":
+        return torch.full((pages, size + 1, heads, dim + 3), torch.nan, dtype=dtype)[:, :size, :, :dim]
+    return torch.full((pages, size, heads, dim), torch.nan, dtype=dtype)
+
+
+def draw(seed: int, small: bool = False) -> Drawn:
+    """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted."""
+    r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    dtype, size = r.choice(DTYPES), r.choice((1, 3, 16, 64))
+    batch, heads_kv, group = r.randint(1, 3), r.choice((1, 2)), r.choice((1, 2, 3, 8))
+    dim = r.choice((16, 24) if small else (8, 24, 64, 80))
+    dim_v = dim if r.random() < 0.7 else r.choice((16, 40))
+    most = r.choice((40, 150) if small else (40, 200, 400))
+    packed, contiguous, padded_left = r.random() < 0.4, r.random() < 0.2, r.random() < 0.3
+    counts = [r.choice((0, 1, 1, 2, 5, 9)) for _ in range(batch)]
+    seqlen_q = r.choice((1, 1, 2, 4, 7))
+    used = [0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch)]
+    first = [r.randint(0, n) if padded_left and n else 0 for n in used]
+    if contiguous:
+        size = max(*used, 1) + r.randint(0, 3)
+    columns = 1 if contiguous else -(-max(*used, 1) // size) + r.randint(0, 2)
+    layout = r.choice(("dense", "heads first", "padded"))
+    pages = batch if contiguous else batch * columns + 3
+    k_cache, v_cache = (pool(pages, size, heads_kv, n, dtype, layout) for n in (dim, dim_v))
+    table = torch.tensor([r.choice(RUBBISH) for _ in range(batch * columns)], dtype=torch.int32).view(batch, columns)
+    free = r.sample(range(pages), pages)
+    for i in range(batch):
+        for t in range(first[i], used[i]):
+            column = t // size
+            if not contiguous and (t == first[i] or t % size == 0):
+                table[i, column] = free.pop()
+            page = i if contiguous else int(table[i, column])
+            k_cache[page, t % size], v_cache[page, t % size] = normal(heads_kv, dim), normal(heads_kv, dim_v)
+    heads = heads_kv * group
+    cu = [sum(counts[:i]) for i in range(batch + 1)]
+    tail = r.choice((0, 2))
+    q = normal(*((cu[-1] + tail,) if packed else (batch, seqlen_q)), heads, dim).to(dtype)
+    if packed and tail:
+        q[cu[-1] :] = torch.nan
+    arguments: dict[str, Any] = {"seqused_k": torch.tensor(used, dtype=torch.int32)}
+    if packed:
+        arguments["cu_seqlens_q"] = torch.tensor(cu, dtype=torch.int32)
+    if padded_left:
+        arguments["first_k"] = torch.tensor(first, dtype=torch.int32)
+    arguments["causal"] = r.random() < 0.5
+    if r.random() < 0.3:
+        arguments["window"] = (r.choice((0, 5, 60, None)), r.choice((0, 3, None)))
+    predicate = r.choice((None, None, None, "dilated", "prefix"))
+    if predicate == "dilated":
+        arguments["mask"] = flashtile.Dilated(r.choice((2, 3)))
+    elif predicate == "prefix":
+        lengths = torch.tensor([r.randint(0, 20) for _ in range(batch)], dtype=torch.int32)
+        arguments["mask"] = flashtile.Prefix(lengths) | flashtile.Band(right=0)
+    modifiers = r.choice(((), (), ("softcap",), ("alibi",), ("bias",), ("softcap", "alibi")))
+    made = {
+        "softcap": lambda: flashtile.Softcap(5.0),
+        "alibi": lambda: flashtile.Alibi(torch.rand(heads, generator=generator)),
+        "bias": lambda: flashtile.Bias(normal(batch, heads, 1, 1) if packed else normal(1, heads, seqlen_q, columns * size)),
+    }
+    arguments["score"] = tuple(made[name]() for name in modifiers)
+    if r.random() < 0.3:
+        arguments["sink"] = normal(heads)
+    if r.random() < 0.2:
+        arguments["scale"] = 0.3
+    split = r.choice((None, 0, 128, 128, 256))
+    about = (
+        f"seed {seed}: {dtype}, page {size}, {layout}, used {used}, first {first}, {sorted(arguments)}, {modifiers}, {split}"
+    )
+    tables = () if contiguous else (table,)
+    return Drawn((q, k_cache, v_cache, *tables), arguments, split, about)
+
+
+def check(drawn: Drawn, backend: str) -> None:
+    """Assert the accuracy rule, and that nothing but numbers comes back."""
+    options = flashtile.Options(backend=backend)
+    with torch.no_grad():
+        out, lse = flashtile.attention_cached(
+            *drawn.tensors, **drawn.arguments, split=drawn.split, return_lse=True, options=options
+        )
+        exact, sums = cached_reference(*drawn.tensors, **drawn.arguments)
+        plain, _ = cached_plain(*drawn.tensors, **drawn.arguments)
+    assert (out.dtype, lse.dtype) == (drawn.tensors[0].dtype, torch.float32), drawn.about
+    assert (out.shape, lse.shape) == (exact.shape, sums.shape), drawn.about
+    assert out.isfinite().all(), drawn.about
+    assert measure_lse(lse, sums) <= LSE_TOLERANCE, drawn.about
+    if exact.numel():
+        floor = FLOOR_ULP * torch.finfo(out.dtype).eps * exact.abs().max().item()
+        error, theirs = ((t.double() - exact).abs().max().item() for t in (out, plain))
+        assert error <= max(FACTOR * theirs, floor), f"{drawn.about}: off by {error}, plain PyTorch by {theirs}"

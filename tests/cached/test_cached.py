@@ -1,0 +1,127 @@
+"""attention_cached against the float64 reference, and what it promises beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from tests.cached.draw import check, draw
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_random_calls_on_the_cpu(first: int) -> None:
+    for seed in range(first, first + 40):
+        check(draw(seed), "cpu")
+
+
+@pytest.mark.parametrize("first", range(1000, 1064, 16))
+def test_random_calls_of_the_portable_kernels(first: int, device: torch.device) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    for seed in range(first, first + 16):
+        drawn = draw(seed, small=True)
+        if device.type == "cpu":
+            check(drawn, "triton")
+
+
+def batch_of(places: list[int], columns: int) -> dict[str, Any]:
+    """A batch of items taken out of five, by their places."""
+    generator = torch.Generator().manual_seed(7)
+    used = torch.tensor([150, 3, 0, 77, 300], dtype=torch.int32)
+    table = torch.randperm(5 * 19, generator=generator).int().view(5, 19)[:, :columns]
+    q = torch.randn(5, 2, 4, 16, generator=generator).bfloat16()
+    k, v = (torch.randn(5 * 19, 16, 2, 16, generator=generator).bfloat16() for _ in "kv")
+    return dict(q=q[places], k_cache=k, v_cache=v, page_table=table[places], seqused_k=used[places])
+
+
+@pytest.mark.parametrize("split", [0, 128])
+def test_an_items_bits_do_not_depend_on_its_batch(backend: str, place: torch.device, split: int) -> None:
+    how: dict[str, Any] = dict(causal=True, split=split, return_lse=True, options=flashtile.Options(backend=backend))
+
+    def run(places: list[int], packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        given = {name: tensor.to(place) for name, tensor in batch_of(places, 19).items()}
+        if packed:
+            cu = torch.arange(0, 2 * len(places) + 1, 2, dtype=torch.int32, device=place)
+            out, lse = flashtile.attention_cached(**{**given, "q": given["q"].flatten(0, 1)}, cu_seqlens_q=cu, **how)
+            return out.view(len(places), 2, 4, 16), lse.view(4, len(places), 2).transpose(0, 1)
+        return flashtile.attention_cached(**given, **how)
+
+    alone = [run([i]) for i in range(5)]
+    for places in ([0, 1, 2, 3, 4], [4, 0], [3, 3, 2]):
+        for got, want in zip(run(places), zip(*(alone[i] for i in places), strict=True), strict=True):
+            assert torch.equal(got, torch.cat(want))
+    apart, joined = run([1, 4, 2], packed=True), run([1], packed=True)
+    assert torch.equal(apart[0][:1], joined[0])
+    assert torch.equal(apart[1][:1], joined[1])
+
+
+def test_prefill_chunks_stand_beside_decodes(backend: str, place: torch.device) -> None:
+    """Items of 9, 1, 0 and 2 queries in one call are what they are alone."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(12, 16, 1, 16, generator=generator).to(place) for _ in "kv")
+    q = torch.randn(12, 4, 16, generator=generator).to(place)
+    table = torch.arange(12, dtype=torch.int32).view(4, 3).to(place)
+    used = torch.tensor([40, 33, 5, 2], dtype=torch.int32).to(place)
+    cu = torch.tensor([0, 9, 10, 10, 12], dtype=torch.int32).to(place)
+    options = flashtile.Options(backend=backend)
+    out = flashtile.attention_cached(q, k, v, table, seqused_k=used, cu_seqlens_q=cu, causal=True, options=options)
+    for i in (0, 1, 3):
+        rows = slice(int(cu[i]), int(cu[i + 1]))
+        dense = [t[table[i].long()].flatten(0, 1)[None, : int(used[i])] for t in (k, v)]
+        want = flashtile.attention(q[None, rows], *dense, causal=True, options=options)
+        torch.testing.assert_close(out[None, rows], want, rtol=1e-5, atol=1e-6)
+
+
+GOOD = batch_of([0, 1, 3], 19)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"page_table": GOOD["page_table"].long()}, "page_table is torch.int64; it must be int32"),
+    ({"page_table": GOOD["page_table"][:2]}, "page_table has shape (2, 19); it must be (batch, columns), of batch 3"),
+    ({"page_table": GOOD["page_table"][:, :2]}, "seqused_k[0] is 150; it must be from 0 to 32"),
+    ({"page_table": GOOD["page_table"] * 100}, "among those of its"),
+    ({"page_table": None}, "k_cache has 95 items and the batch 3"),
+    ({"page_table": [1]}, "page_table is a list"),
+    ({"v_cache": GOOD["v_cache"].half()}, "v_cache is torch.float16 and q is torch.bfloat16"),
+    ({"k_cache": GOOD["k_cache"].double()}, "k_cache is torch.float64"),
+    ({"k_cache": GOOD["k_cache"][0]}, "k_cache has shape (16, 2, 16)"),
+    ({"k_cache": GOOD["k_cache"][:0], "v_cache": GOOD["v_cache"][:0]}, "it must have pages"),
+    ({"k_cache": GOOD["k_cache"][..., :8]}, "k_cache has head_dim 8 and q has 16"),
+    ({"v_cache": GOOD["v_cache"][:, :8]}, "they must be equal but for head_dim"),
+    ({"q": GOOD["q"][:, :, :3]}, "heads_q must be a multiple of heads_kv"),
+    ({"q": GOOD["q"][0]}, "q has shape (2, 4, 16)"),
+    ({"seqused_k": GOOD["seqused_k"][:2]}, "seqused_k has 2 elements and the batch 3"),
+    ({"seqused_k": GOOD["seqused_k"].float()}, "seqused_k is torch.float32"),
+    ({"seqused_k": GOOD["seqused_k"] + 300}, "it must be from 0 to 304"),
+    ({"seqused_k": GOOD["seqused_k"] * 0 - 1}, "seqused_k[0] is -1"),
+    ({"first_k": GOOD["seqused_k"] + 1}, "first_k[0] is 151; it must be from 0 to seqused_k[0]"),
+    ({"split": 100}, "split is 100; it must be None, 0 or a multiple of 128"),
+    ({"split": True}, "split is True"),
+    ({"rotary": (1, 2)}, "rotary is given without append"),
+    ({"append": 3}, "append is a int"),
+    ({"scale": "x"}, "scale is"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_input_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(flashtile.InvalidProblem) as error:
+        flashtile.attention_cached(**{**GOOD, **change})
+    assert says in str(error.value)
+
+
+def test_gradients_and_graphs_are_refused_with_a_remedy() -> None:
+    with pytest.raises(flashtile.NotSupported, match=r"q requires a gradient.*torch\.no_grad"):
+        flashtile.attention_cached(**{**GOOD, "q": GOOD["q"].clone().requires_grad_()})
+    with torch.no_grad():
+        flashtile.attention_cached(**{**GOOD, "q": GOOD["q"].clone().requires_grad_()})
+    compiled = torch.compile(lambda q: flashtile.attention_cached(**{**GOOD, "q": q}), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="within a graph"):
+        compiled(GOOD["q"])
+
+
+def test_hopper_says_that_it_reads_no_cache() -> None:
+    with pytest.raises(flashtile.NotSupported, match="neither read nor write"):
+        flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
+    with pytest.raises(TypeError, match="did you mean"):
+        flashtile.attention_cached(**GOOD, softcap=3.0)

@@ -1,0 +1,45 @@
+"""Compiles cached attention's kernels, and those of its append, for GPUs that are not here; a line of JSON for each."""
+
+from __future__ import annotations
+
+import json
+
+from flashtile.dispatch import backend_named
+from flashtile.export.compile import compile_and_read
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import NAMED
+from flashtile.spec.attention import AttentionProblem
+from flashtile.spec.cache import AppendProblem, CachedProblem, Pages
+from flashtile.spec.dtype import DType
+
+SPELLINGS = {  # what is attended to, its pages, its split
+    "decode": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512),
+    "odd pages": ("attention(q=8x4x8x64,kv=3000x8x64,fp16,band=128:0,used=k)", Pages(512, 3, 1000, True, True), 512),
+    "packed": (
+        "attention(q=8x512x64x128,kv=4096x8x128,bf16,band=:0,score=softcap(30.0),sink=64:bf16,lse,varlen=512x32768,used=k)",
+        Pages(512, 64, 64), 0,
+    ),
+    "fp32 256": ("attention(q=2x1x8x256,kv=2048x8x256,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512),
+    "wider": ("attention(q=2x8x8x512,kv=4096x8x512,fp16,used=k)", Pages(2, 4096, 1, False), 0),
+}  # fmt: skip
+TARGETS = ("sm80", "sm90")
+
+
+def main() -> None:
+    for target in TARGETS:
+        device = NAMED[target]
+        new = AppendProblem(8, 1, 8, 128, 128, DType.BF16, 512, 16)
+        plans = {"append": backend_named("triton").cached(new, device)}
+        for name, (spelling, pages, split) in SPELLINGS.items():
+            plan = backend_named("triton").cached(CachedProblem(AttentionProblem.parse(spelling), pages, split), device)
+            plans[name] = plan
+        for name, plan in plans.items():
+            for call in plan.calls:
+                assert isinstance(call, KernelCall)
+                _, found = compile_and_read(call, plan, device)
+                row = {"name": name, "target": target, "kernel": call.kernel.__name__, "spills": found.spill_bytes}
+                print(json.dumps(row | {"shared": found.shared_bytes, "limit": device.smem_bytes, "matrix": found.matrix}))
+
+
+if __name__ == "__main__":
+    main()
