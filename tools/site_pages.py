@@ -16,7 +16,7 @@ API = {
             "ops.linear_cross_entropy", "ops.linear_act", "ops.mlp", "nn.Attention", "nn.LayerNorm", "nn.RMSNorm", "nn.MLP",
             "nn.CrossEntropyLoss")),
     "jax": ("JAX", "flashtile.jax", ("dot_product_attention", "dot_product_attention_varlen", "mha", "layer_norm", "rms_norm",
-            "rotary", "cross_entropy", "softmax", "target")),
+            "rotary", "cross_entropy", "linear_cross_entropy", "softmax", "target")),
     "compat": ("Other libraries' names", "flashtile.compat", ("install", "uninstall", "sdpa.scaled_dot_product_attention",
                "sdpa.Override", "flex.flex_attention", "xformers.memory_efficient_attention", "flash_attn.flash_attn_func",
                "flash_attn.flash_attn_varlen_func")),

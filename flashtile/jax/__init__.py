@@ -3,6 +3,7 @@
 from flashtile.jax import flax
 from flashtile.jax.attention import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.companions import cross_entropy, layer_norm, rms_norm, rotary, softmax
+from flashtile.jax.head import linear_cross_entropy
 from flashtile.jax.run import target
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "dot_product_attention_varlen",
     "flax",
     "layer_norm",
+    "linear_cross_entropy",
     "mha",
     "rms_norm",
     "rotary",

@@ -58,7 +58,7 @@ ALIGNMENTS = ("top-left", "bottom-right")
 LOWEST = float(jnp.finfo(jnp.float32).min)
 OUT_AND_LSE = ("flashtile_out", "flashtile_lse")  # names for policies of jax.checkpoint
 
-FLAX = {"broadcast_dropout", "dropout_rate"}
+FLAX = {"broadcast_dropout", "dropout_rate", "dropout_rng", "mask", "bias", "deterministic"}
 FOR_FLAX = "the attention_fn of flax's modules must be flashtile.jax.flax.dot_product_attention"
 
 
@@ -229,14 +229,21 @@ def mha(
     grid: Any = None,
     interpret: bool = False,
     debug: bool = False,
+    deterministic: bool | None = None,
+    **others: Any,
 ) -> Any:
     """out (batch, seqlen_q, heads, head_dim), by the signature of jax-triton's and Pallas' example kernels.
 
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim); fp16, bf16 or fp32. sm_scale is 1 by
     default, as theirs. causal is aligned top-left. backward_pass_impl: "triton" (one fused kernel),
     "triton_split" (dq apart from dk and dv) or "xla". Tiles, warps, stages and grid are this library's own choice: what
-    says otherwise is refused, and so are interpret and debug, by InvalidProblem.
+    says otherwise is refused, and so are interpret and debug, by InvalidProblem. So is deterministic, by which flax's modules
+    say that they take this for an `attention_fn`, which would hide their mask and dropout: that is `flashtile.jax.flax`'s.
     """
+    if others or deterministic is not None:  # flax.linen hands over what it finds in the signature, and drops the rest
+        name = next(iter(others), "deterministic")
+        remedy = f"; {FOR_FLAX}" if FLAX & {name, *others} else ""
+        raise TypeError(f"mha() got an unexpected keyword argument {name!r}{remedy}")
     interpret, debug = number("interpret", interpret), number("debug", debug)
     ways = {"triton": "fused", "triton_split": "split", "xla": "xla"}
     if backward_pass_impl not in ways:

@@ -74,6 +74,7 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
         top, total, out = state
         at = scene.position(block)
         seen = scene.visible(at, block)
+        block = scene.shown(block, seen)
         score = jnp.where(seen, scene.modified(scene.products(block), scene.modifiers(block), at, seen), -jnp.inf)
         higher = jnp.maximum(top, score.max(-1))
         pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
@@ -103,15 +104,15 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
 
 def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
     scene = _Scene(p, arrays, dtype)
-    dout = scene.counted_rows(jnp.swapaxes(arrays["dout"], 1, 2).astype(dtype))
-    out = scene.counted_rows(jnp.swapaxes(arrays["out"], 1, 2).astype(dtype))
     lse = arrays["lse"].astype(dtype)
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
-    alive = (lse != -jnp.inf)[..., None]
+    alive = (lse != -jnp.inf if p.sink is None else scene.seeing())[..., None]
+    dout, out = (jnp.where(alive, jnp.swapaxes(arrays[name], 1, 2).astype(dtype), 0.0) for name in ("dout", "out"))
+    q = jnp.where(alive, scene.q, 0.0)
     scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
     sink = None  # its probabilities, before `divisor`
     if p.sink is not None:
-        sink = jnp.where(alive[..., 0], jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
+        sink = jnp.where(lse != -jnp.inf, jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
 
     def weights(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any, Any]:
         """(probabilities, what is kept of them, their gradients)."""
@@ -129,6 +130,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
             at = scene.position(block)
             seen = scene.visible(at, block) & alive
+            block = scene.shown(block, seen)
             score = scene.modified(scene.products(block), scene.modifiers(block), at, seen)
             weight, _, dweight = weights(score, seen, at, block)
             return (sums[0] + weight.sum(-1), sums[1] + (weight * dweight).sum(-1)), None
@@ -152,13 +154,14 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         dq, sums = state
         at = scene.position(block)
         seen = scene.visible(at, block) & alive
+        block = scene.shown(block, seen)
         raw, tensors = scene.products(block), scene.modifiers(block)
         score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at, seen), raw, tensors)
         weight, kept, dweight = weights(score, seen, at, block)
         dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
         dv = scene.over_rows(kept, dout)
         draw, dtensors = pull(dscore)
-        dk = scene.over_rows(draw, scene.q)
+        dk = scene.over_rows(draw, q)
         sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [place_of(key)]}
         cuts = {_name(i, j): dtensors[i][j] for i, j in wanted if (i, j) not in across}
         return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
@@ -291,6 +294,25 @@ class _Scene:
                 holds = holds & leaf.kind.apply(clamped, leaf.scalars, tensors)
             terms.append(holds)
         return seen & _any_of(terms)
+
+    def shown(self, block: _Block, seen: Any) -> _Block:
+        """The block, keys that no query sees as zeros, whatever lies there: a product of 0 and NaN is NaN."""
+        p = self.p
+        if seen.shape[1] == 1:
+            some = seen.any(2)
+        else:
+            seen = jnp.broadcast_to(seen, (seen.shape[0], p.heads_q, *seen.shape[2:]))
+            some = seen.reshape(seen.shape[0], p.heads_kv, p.group, *seen.shape[2:]).any((2, 3))
+        return block._replace(k=jnp.where(some[..., None], block.k, 0.0), v=jnp.where(some[..., None], block.v, 0.0))
+
+    def seeing(self) -> Any:
+        """Which rows see a key, (slabs, heads_q, span_q)."""
+
+        def step(found: Any, block: _Block) -> tuple[Any, None]:
+            return found | self.visible(self.position(block), block).any(-1), None
+
+        start = varying_like([jnp.zeros(self.rows, bool)], tuple(self.arrays.values()))[0]
+        return lax.scan(step, start, self.blocks)[0]
 
     def kept(self, at: Position) -> Any:
         assert self.p.dropout is not None

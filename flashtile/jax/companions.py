@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,14 +228,22 @@ def _launchable(plan: Plan, device: Device) -> Plan:
 
 
 def _run(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
-    @custom_vmap
-    def call(*given: Any) -> tuple[Any, ...]:
-        return tuple(run(step, implementation, *given))
-
-    call.def_vmap(one_by_one(call))
     named = dict(zip((b.name for b in step.inputs()), given, strict=True))
-    specs = {b.name: _spec_of(b.shape, given) for b in step.outputs()}
-    return automatically(undifferentiated(step.problem.spell(), call), named, tuple(specs), specs)
+    shapes = {b.name: b.shape for b in step.outputs()}
+    return walked(step.problem.spell(), lambda *given: tuple(run(step, implementation, *given)), named, shapes)
+
+
+def walked(
+    what: str, function: Callable[..., tuple[Any, ...]], given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Any, ...]:
+    """The function of what is `given`, a pass of `what`: `vmap` walks it, and nothing differentiates it.
+
+    shapes: of what it makes, by name; gradients are called after what they are of.
+    """
+    call = custom_vmap(function)
+    call.def_vmap(one_by_one(call))
+    specs = {name: _spec_of(shape, tuple(given.values())) for name, shape in shapes.items()}
+    return automatically(undifferentiated(what, call), given, tuple(specs), specs)
 
 
 def _spec_of(shape: tuple[int, ...], given: Sequence[Any]) -> Spec:
@@ -283,8 +291,19 @@ def _apply(call: Call, *given: Any) -> tuple[Any, ...]:
     return _run(Forward(call.problem), call.implementation, *given)[: len(call.public())]
 
 
+def refuse_gradients(names: Sequence[str], primals: Sequence[Any], differentiable: Sequence[str]) -> None:
+    """Raise InvalidProblem where a gradient is wanted of an array that has none."""
+    for name, primal in zip(names, primals, strict=True):
+        if primal.perturbed and name not in differentiable and jnp.issubdtype(primal.value.dtype, jnp.floating):
+            raise InvalidProblem(
+                f"{name} is differentiated, and has no gradient here: pass jax.lax.stop_gradient({name}), or leave it out of "
+                "what is differentiated."
+            )
+
+
 @promotes
 def _save(call: Call, *primals: Any) -> Any:
+    refuse_gradients([name for name, _ in call.problem.given], primals, call.problem.differentiable)
     made = _run(Forward(call.problem), call.implementation, *(primal.value for primal in primals))
     made = under_names((f"flashtile_{call.problem.op}",), made)
     return made[: len(call.public())], Saved.of(primals, made)

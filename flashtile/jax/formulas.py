@@ -32,19 +32,29 @@ def cross_entropy(p: Any, t: Arrays) -> Arrays:
         return x if p.softcap is None else p.softcap * jnp.tanh(x / p.softcap)
 
     logits, labels = t["logits"], t["labels"]
-    counts, known = labels != p.ignore_index, (labels >= 0) & (labels < p.columns)
-    x, index = scored(jnp.where(counts[:, None], logits, 0.0)), jnp.where(known, labels, 0)  # whatever ignored rows hold
+    counts, known = labels != p.ignore_index, (labels >= 0) & (labels < p.every)
+    column = labels - p.first_class
+    here = counts & (column >= 0) & (column < p.columns)
+    x, index = scored(jnp.where(counts[:, None], logits, 0.0)), jnp.where(here, column, 0)  # whatever ignored rows hold
+    x = x * jnp.where(counts & ~known, jnp.nan, 1.0)[:, None]  # a factor: gradients are NaN too
     lse = jax.nn.logsumexp(x, axis=1)
     at_label = jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
     own = weight = jnp.float32(1.0)
     if p.has("weight"):
         weight = t["weight"].astype(jnp.float32)
-        own = jnp.where(known, weight[index], 0.0)
+        own = jnp.where(known, weight[jnp.where(known, labels, 0)], 0.0)
+        weight = weight[p.first_class : p.first_class + p.columns]
+    if p.shard:
+        share = (p.smoothing - 1.0) * own * jnp.where(here, at_label, 0.0)
+        if p.smoothing:
+            share = share - p.smoothing / p.every * (weight * x).sum(1)
+        if "lse" in t:  # of all classes, which the backward is given: what has that one's gradient by these logits
+            lse = jnp.exp(x - t["lse"][:, None]).sum(1)
+        return {"share": jnp.where(counts, share, 0.0), "lse": lse}
     loss = (1.0 - p.smoothing) * own * (lse - at_label)
     if p.smoothing:
         loss = loss + p.smoothing * (weight * (lse[:, None] - x)).mean(1)
-    loss = jnp.where(counts, loss * jnp.where(counts & ~known, jnp.nan, 1.0), 0.0)  # a factor: gradients are NaN too
-    square = jnp.where(counts, p.z_loss * lse * lse, 0.0)
+    loss, square = jnp.where(counts, loss, 0.0), jnp.where(counts, p.z_loss * lse * lse, 0.0)
     if p.reduction == "mean":  # what z_loss adds knows no classes
         loss = loss.sum() / jnp.where(counts, own, 0.0).sum() + square.sum() / counts.sum()
     else:

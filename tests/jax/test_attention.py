@@ -103,6 +103,48 @@ def test_what_lies_in_padding_is_never_looked_at(name: str, bias: str) -> None:
         np.testing.assert_array_equal(spoiled[name], array, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("keys", "sinks", "dtype"),
+    [(9, False, jnp.float32), (150, True, jnp.float32), (150, False, jnp.bfloat16)],
+    ids=["fp32", "sinks", "bf16"],
+)
+@pytest.mark.parametrize("name", ["window", "mask", "head"])
+def test_keys_that_no_query_sees_and_queries_that_see_none_are_never_looked_at(
+    name: str, keys: int, sinks: bool, dtype: Any
+) -> None:
+    """Their NaN reaches nothing, bit for bit, whether a band hides them, a predicate, or a mask of each head."""
+    rows, first_key, first_row = keys, 2, 3
+    q, k, v, dout = (
+        jax.random.normal(jax.random.key(i), (1, rows, 4 if i in (0, 3) else 2, 8)).astype(dtype) for i in range(4)
+    )
+    i, j = jnp.arange(rows)[:, None], jnp.arange(keys)
+    seen = (j >= first_key) & (i >= first_row) & (j <= i)
+    options: dict[str, Any] = {"mask": jnp.broadcast_to(seen, (1, 1, rows, keys))}
+    if name == "head":  # key head 1 alone
+        options["mask"] = jnp.stack([j <= i, j <= i, seen, seen])[None]
+    if name == "window":  # query i sees keys up to i - 4
+        options = dict(local_window_size=(None, -4))
+        q_hidden, k_hidden, heads, key_heads = slice(0, 4), slice(keys - 4, keys), slice(0, 4), slice(0, 2)
+    else:
+        q_hidden, k_hidden = slice(0, first_row), slice(0, first_key)
+        heads, key_heads = (slice(2, 4), slice(1, 2)) if name == "head" else (slice(0, 4), slice(0, 2))
+    if sinks:
+        options["sinks"] = jnp.linspace(-1.0, 1.0, 4)
+
+    def made(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: dot_product_attention(*x, implementation="xla", **options), q, k, v)
+        return out, *pull(dout)
+
+    clean = made(q, k, v, dout)
+    spoiled = made(
+        q.at[:, q_hidden, heads].set(jnp.nan), *(x.at[:, k_hidden, key_heads].set(jnp.nan) for x in (k, v)),
+        dout.at[:, q_hidden, heads].set(jnp.nan),
+    )  # fmt: skip
+    for mine, theirs in zip(spoiled, clean, strict=True):
+        assert jnp.isfinite(theirs).all()
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_hidden_scores_of_nan_stay_hidden_under_a_softcap() -> None:
     """Its derivative there is NaN, by which the gradient 0 would be multiplied."""
     i, j = jnp.arange(40)[:, None], jnp.arange(40)[None, :]

@@ -242,6 +242,19 @@ def test_errors() -> None:
             call()
 
 
+def test_a_gradient_that_there_is_none_of_is_refused() -> None:
+    """Zero would be silent: a learned weight of classes, a learned table."""
+    logits, labels, weight, q = normal(2, 5), jnp.array([1, 2], jnp.int32), jnp.ones(5), normal(1, 5, 2, 8)
+    with pytest.raises(InvalidProblem, match=r"weight is differentiated.*stop_gradient\(weight\)"):
+        jax.grad(lambda w: cross_entropy(logits, labels, weight=w))(weight)
+    for i, name in enumerate(("cos", "sin")):
+        with pytest.raises(InvalidProblem, match=rf"{name} is differentiated.*stop_gradient\({name}\)"):
+            jax.jit(jax.grad(lambda *tables: rotary(q, None, *tables).sum(), i))(COS, SIN)
+    both = jax.grad(lambda q, cos: rotary(q, None, jax.lax.stop_gradient(cos), SIN).sum(), (0, 1))(q, COS)
+    assert both[0].any()
+    assert not both[1].any()
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", OPS)
 def test_a_program_for_an_h100(name: str) -> None:

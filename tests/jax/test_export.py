@@ -75,7 +75,10 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[Spec, ...]]] = {
         (("b, t, 8", F32), ("8", F32), ("b, t, 8", F32)),
     ),
     "rms_norm": (rms_norm, (("b, t, 8", F32), ("8", F32))),
-    "rotary": (rotary, (("b, t, 4, 8", F32), ("b, t, 2, 8", F32), ("t, 4", F32), ("t, 4", F32))),
+    "rotary": (
+        lambda q, k, *tables: rotary(q, k, *map(jax.lax.stop_gradient, tables)),
+        (("b, t, 4, 8", F32), ("b, t, 2, 8", F32), ("t, 4", F32), ("t, 4", F32)),
+    ),
     "cross_entropy": (lambda x, labels: cross_entropy(x, labels, label_smoothing=0.1), (("b, t, 9", F32), ("b, t", I32))),
     "cross_entropy-none": (lambda x, labels: cross_entropy(x, labels, reduction="none"), (("b, t, 9", F32), ("b, t", I32))),
     "softmax": (lambda x: softmax(x, causal=True), (("b, 2, t, t", F32),)),

@@ -209,3 +209,19 @@ def test_the_function_of_jax_nns_name_loses_no_dropout() -> None:
     other = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=flashtile.jax.dot_product_attention)
     with pytest.raises(TypeError, match=r"must be flashtile\.jax\.flax\.dot_product_attention"):
         other(x)
+
+
+def test_mha_is_no_attention_fn() -> None:
+    """It would lose masks and dropout, whose names linen does not find in its signature, and scale by 1."""
+    x, mask = normal(2, 9, 32), nn.make_causal_mask(jnp.ones((2, 9)))
+    message = r"must be flashtile\.jax\.flax\.dot_product_attention"
+    for options in ({}, {"dropout_rate": RATE}):
+        module = nn.MultiHeadDotProductAttention(4, attention_fn=flashtile.jax.mha, **options)
+        for given in ({}, {"mask": mask}):
+            with pytest.raises(TypeError, match=message):
+                module.init(jax.random.key(0), x, **given, deterministic=not options)
+    other = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=flashtile.jax.mha)
+    with pytest.raises(TypeError, match=message):
+        other(x, mask=mask)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'sm_scales'$"):
+        flashtile.jax.mha(*[normal(1, 3, 2, 8)] * 3, sm_scales=1.0)

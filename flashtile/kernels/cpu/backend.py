@@ -141,9 +141,9 @@ def backward_way(p: AttentionProblem, dlse: bool) -> tuple[ModuleType, str]:
         if not _few_keys(p):
             return peaked, _tiled(p)[1]
         return _tiled(p) if dlse else (delegate, f"{DELEGATED} in fp64")
-    if not delegates(p) or dlse or _narrow(p):
+    if not delegates(p) or dlse or _narrow(p) or region_of(p).keys < LEAST_KEYS:
         return _tiled(p)
-    return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
+    return delegate, f"{DELEGATED}, both passes, {p.dtype} widened to fp32, and tiles for items where scores are large"
 
 
 def _tiled(p: AttentionProblem) -> tuple[ModuleType, str]:

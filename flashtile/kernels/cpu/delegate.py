@@ -78,6 +78,10 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         made["lse_low"] = embedded(low, 2, rows, p.seqlen_q, 0.0)
     if p.returns_lse and q.dtype.itemsize == 2:
         mend_lse(p, tensors, made["lse"])
+    if p.returns_lse and p.dtype is not DType.FP32 and q.dtype is not torch.float64 and not region.full:
+        few = slice(0, min(FEW_KEYS, region.rows, region.keys))  # rows of few keys: a score that cancels is off by too much
+        wide = FLASH(*(t[:, :, few].double() for t in (q, k, v)), 0.0, True, scale=p.scale)
+        made["lse"][:, :, rows][:, :, few] = wide[1].float()
     return made
 
 
@@ -108,8 +112,10 @@ def _as_it_is(p: AttentionProblem, given: Iterable[torch.Tensor], dtype: torch.d
 
 def _dtype(p: AttentionProblem) -> torch.dtype:
     """The dtype in which torch's kernel computes the forward."""
+    if region_of(p).keys <= FEW_KEYS and (strict(p) or (p.returns_lse and p.dtype is not DType.FP32)):
+        return torch.float64
     if p.dtype is DType.FP32:
-        return torch.float64 if strict(p) and region_of(p).keys <= FEW_KEYS else torch.float32
+        return torch.float32
     return torch.float32 if p.returns_lse and not mends(p) else torch.bfloat16 if p.dtype is DType.BF16 else torch.float16
 
 
@@ -145,11 +151,17 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     if "lse_low" in tensors:
         lse, dtype = lse.double() + tensors["lse_low"][:, :, rows], torch.float64
     parts = {"dout": rows, "q": rows, "k": keys, "v": keys, "out": rows}
-    inputs = (heads_first(tensors[name], part, dtype) for name, part in parts.items())
-    dq, dk, dv = FLASH_BACKWARD(*inputs, lse, 0.0, not region.full, scale=p.scale_value)
+    dout, q, k, v, out = (heads_first(tensors[name], part, dtype) for name, part in parts.items())
+    if p.dtype is not DType.FP32:  # delta of an out that was rounded to 16 bits would leave what cancels to that rounding
+        if region.causal:  # the first row sees one key: with a score of 0 its probability is 1, and its part of dk 0, exactly
+            q[:, :, 0] *= 0.0
+        out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale)
+    dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, not region.full, scale=p.scale_value)
+    if p.dtype is not DType.FP32 and region.causal:
+        dq[:, :, 0] *= 0.0
     made = {"dq": (dq, rows, p.seqlen_q), "dk": (dk, keys, p.seqlen_k), "dv": (dv, keys, p.seqlen_k)}
     found = {name: embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
-    return found if p.dtype is not DType.FP32 or is_moderate(lse) else _large_again(p, tensors, outputs, found, lse)
+    return found if is_moderate(lse) else _large_again(p, tensors, outputs, found, lse)
 
 
 def bind_backward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence[torch.Tensor]) -> Bound | None:

@@ -108,12 +108,12 @@ def headroom(dtype: torch.dtype, width: int) -> float:
 class Scratch:
     """Memory that every tile of a call reuses: the faults of fresh pages cost as much as a pass over the tile.
 
-    `exact`: float32 products are summed in parts, or in float64.
+    `exact`: float32 products are summed in parts, or in float64. `sharp`: those over head_dim in float64, and rounded once.
     """
 
     def __init__(self, exact: bool = False) -> None:
         self.made: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self.exact = exact
+        self.exact, self.sharp = exact, False
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised and dense; what had this name and dtype before is overwritten."""
@@ -124,7 +124,7 @@ class Scratch:
 
     def product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a @ b, of batches of matrices that are summed over head_dim, in their dtype."""
-        if self.exact and a.dtype is torch.float32 and a.shape[2] <= SHORT_HEAD_DIM:
+        if a.dtype is torch.float32 and (self.sharp or (self.exact and a.shape[2] <= SHORT_HEAD_DIM)):
             return self.cast(name, self._product(name, a.double(), b.double(), SHORT_HEAD_DIM), torch.float32)
         return self._product(name, a, b, PART_OF_HEAD_DIM)
 

@@ -150,6 +150,19 @@ class Rows:
         shape = (*(s.stop - s.start for s in (self.strip.batches, self.strip.heads_q)), self.stop - self.first)
         return keep.expand(*shape, tile.stop - tile.start)
 
+    def lone(self) -> torch.Tensor | None:
+        """Which rows see a single key, bool (items, group * rows, 1); None where no row does."""
+        band, keys = self.strip.region.band, self.strip.region.keys
+        if self.strip.predicates is None:
+            row = indices(self.first, self.stop)
+            stop = torch.full_like(row, keys) if band.right is None else (row + band.right + 1).clamp(max=keys)
+            start = torch.zeros_like(row) if band.left is None else (row - band.left).clamp(min=0)
+            single = (stop - start == 1).repeat(self.strip.group)[None, :, None]
+        else:
+            single = sum(self.kept(tile).sum(3) for tile in self.tiles()) == 1
+            single = single.reshape(-1, self.strip.group * (self.stop - self.first), 1)
+        return single if single.any() else None
+
     def some_keys(self, keys: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A tile's (items, width, n) keys, 0 where the predicates hide them from all of these rows."""
         if self.strip.predicates is None:

@@ -46,13 +46,16 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         lse.copy_(sink[:, None])  # what rows have that see nothing
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(lse)
-    wide, scratch, few = score_dtype(p), Scratch(exact=p.dtype is DType.FP32), _few(p)
+    wide, scratch = score_dtype(p), Scratch(exact=p.dtype is DType.FP32)
+    few = FEW_KEYS if p.returns_lse else _few(p)
     modifiers, drop, reach = Modifiers(p, tensors, wide), Drop(p, tensors), Reach(p, tensors, first_batch)
     for strip in strips(p, tensors, first_batch):
         k, v = strip.load(tensors["k"], wide), strip.load(tensors["v"], product_dtype(p))
         longest_k = reach.bound(k, v)
         for rows in strip.runs(few):
             q = rows.load(tensors["q"], dtypes_of_rows(p, rows.first, rows.stop)[0]).mul_(p.scale_value)
+            # A product that cancels in float32 is off by more than lse may be, and among few keys one such may be the largest.
+            scratch.sharp = p.returns_lse and strip.region.most_keys(rows.first, rows.stop - 1) <= FEW_KEYS
             last, most = None if sink is None else rows.per_head(sink), longest_k * reach.bound(q)
             values, sums = _attend(rows, modifiers, drop, scratch, reach, most, q, k, v, last)
             rows.of(out).copy_(rows.by_head(values))
@@ -131,10 +134,15 @@ def backward(
             wide, dtype = dtypes_of_rows(p, rows.first, rows.stop)
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
-            given = _load(p, rows, tensors, whole, sink)
+            sums = p.dtype is not DType.FP32 and dtype is wide and not whole
+            given = _load(p, rows, tensors, whole, sums, sink)
+            cancels = whole and "dlse" not in tensors  # in a row of one key by itself
+            lone = None if cancels or p.dtype is DType.FP32 or p.sink is not None else rows.lone()
             most = longest_k * reach.bound(given.scaled_q, given.dout)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
             total = torch.zeros_like(given.delta) if rough_lse and dq is not None and not whole else None
+            if sums:
+                given = _summed(rows, modifiers, drop, scratch, reach, most, given, all_k, all_v)
             for tile in tiles:
                 if reach.misses(rows, tile, most, given.lse):
                     continue
@@ -158,6 +166,8 @@ def backward(
                 ds = scratch.cast("ds", dp, wide).sub_(given.delta)
                 if whole:
                     ds.sub_((prob * ds).sum(2, keepdim=True).sub_(given.dlse))
+                if lone is not None:  # what changes the row's one score changes nothing but lse
+                    ds = torch.where(lone, (ds * 0.0).add_(given.dlse), ds)
                 ds.mul_(prob)
                 if saved is not None or p.where:
                     rows.hide(ds, tile, 0.0)
@@ -195,16 +205,41 @@ class Given(NamedTuple):
     sink: torch.Tensor | None
 
 
+def _summed(
+    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, reach: Reach, most: float, given: Given, k: torch.Tensor,
+    v: torch.Tensor,
+) -> Given:  # fmt: skip
+    """The same with delta as these probabilities and their gradients make it, in a pass over the tiles: sum_d out * dout would
+    bring in the rounding of out to 16 bits. What is `given` beside p is divided by their sum, as lse is rounded too.
+    """
+    total, mean = torch.zeros_like(given.delta), torch.zeros_like(given.delta)
+    if given.sink is not None:
+        total += (given.sink - given.lse).exp_()
+    for tile in rows.tiles():
+        if reach.misses(rows, tile, most, given.lse):
+            continue
+        prob, _ = _probabilities(rows, tile, modifiers, scratch, given, k[:, tile.keys], False)
+        dp = scratch.product("dp", given.dout, rows.some_keys(v[:, tile.keys], tile).mT)
+        dropped = drop.mask(rows, tile)
+        if dropped is not None:
+            dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
+        total += prob.sum(2, keepdim=True)
+        mean += dp.mul_(prob).sum(2, keepdim=True)
+    total = _or_one(total)
+    dlse = given.dlse / total
+    return given._replace(dout=given.dout / total, delta=(mean / total) / total - dlse, dlse=dlse)
+
+
 def _few(p: AttentionProblem) -> int:
     """Rows that see at most so many keys are computed apart, in float64."""
     return FEW_KEYS if p.dtype is DType.FP32 else 0
 
 
-def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sink: torch.Tensor | None) -> Given:
+def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: bool, sink: torch.Tensor | None) -> Given:
     """p = exp(s - lse) has the relative error that lse has in absolute terms, 2^-24 |lse| from its rounding alone.
 
     Where a tile holds whole rows, these are normalised anew, as plain PyTorch does. Else, unless products are narrow, the
-    row's factor is mended where it costs nothing: every product with p has dout or delta beside it.
+    row's factor is mended where it costs nothing: every product with p has dout or delta beside it. `sums`: by `_summed`.
     """
     lse = rows.load(_column(tensors["lse"]), torch.float64)
     if "lse_low" in tensors:
@@ -219,7 +254,7 @@ def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sink: 
     elif sink is not None:
         delta.zero_()
     delta = delta.to(wide)
-    if dtype is wide and not whole:
+    if dtype is wide and not whole and not sums:
         mend = torch.where(rounded.isfinite(), (rounded - lse).exp_(), 1.0).to(wide)
         dout *= mend
         delta *= mend

@@ -151,7 +151,8 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     """How a pass forms the products of an fp32 problem; "unit" says that Triton chooses (PRODUCTS), as in every other dtype.
 
     With few elements luck decides whether the largest error is 1.5 x plain PyTorch's, and a captured tensor's gradient that
-    is one sum per head is few elements whatever the problem: these are float64 throughout, where there are matrix units for it.
+    is one sum per head is few elements whatever the problem: these are float64 throughout, where there are matrix units for it,
+    "ieee" too, whose products are float32 otherwise.
     Else aligned parts keep errors of few terms to a rounding (lib/product.py). From 1,024 x 1,024 on the largest of many
     errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory, up to
     LONGEST_SUM.
@@ -159,12 +160,14 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     tf32 on sm90: three products of two parts, "short". One TF32 product has half the rate of a bf16 one there and takes
     operands in one layout only: it was no faster than "cut" (8 x 1024, 12 heads of 64, causal, H100: 0.269 ms, 0.249).
     """
-    if problem.dtype is not DType.FP32 or problem.precision == "ieee":
+    if problem.dtype is not DType.FP32:
         return "unit"
     if problem.precision == "tf32":
         return "short" if device.target == "sm90" else "unit"
     if (is_small(problem) or (which == "queries" and sums_per_head(problem))) and device.multiplies_float64:
         return "float64"
+    if problem.precision == "ieee":
+        return "unit"
     if max(problem.head_dim, problem.head_dim_v) > LONGEST_SUM or min(problem.span_q, problem.span_k) < 1024:
         return "aligned"
     return "cut" if device.target == "sm90" else "unit"
