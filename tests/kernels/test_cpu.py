@@ -60,7 +60,6 @@ TILED = {
     "nothing visible": problem(mask=Band(-2, 1)),
     "one key": problem(64, 1),
     "no keys": problem(10, 0),
-    "one key": problem(64, 1),
     "no batch": problem(batch=0),
 }
 
