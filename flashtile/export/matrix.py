@@ -1,9 +1,10 @@
 """Compiles every kernel with every shipped tile for every architecture, and holds the result against budgets.
 
-    python -m flashtile.export.matrix [--target sm90 ...] [--sample N] [--jobs N] [--csv FILE]
+    python -m flashtile.export.matrix [--target sm90 ...] [--sample N] [--jobs N] [--csv FILE] [--against FILE]
 
 No GPU is needed. A row fails when it does not compile, needs more shared memory than the device has, spills more than
-its budget, holds no matrix instructions where it should, or has some whose operands look miscompiled.
+its budget, holds no matrix instructions where it should, or has some whose operands look miscompiled; with --against, when
+its machine code is not what that earlier file has of it. So moves and renames show that they changed no kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashtile.export.compile import compile_and_read
 from flashtile.export.descriptors import suspicious_operands
 from flashtile.export.fragments import short_sums
 from flashtile.export.hazards import overwritten_operands
-from flashtile.export.sass import disassemble
+from flashtile.export.sass import code_hash, disassemble
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, named
@@ -40,6 +41,8 @@ TARGETS = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx942")
 # Bytes of spill per thread, by kind: such spills cost less than the smaller tile that would avoid them (measured on an
 # H100 where `flashtile/plan/tuned` has the tile). fp32 holds every operand in three parts, "ieee" unrolls into scalars.
 SPILL_BUDGETS = {"16bit": 512, "modifiers": 1024, "fp32": 2048, "fp32 beyond 128": 4096, "ieee": 4096}
+
+IDENTITY = ("backend", "target", "problem", "variant", "kernel", "tile")  # of a row, whatever its code
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Row:
     spill_bytes: int = 0
     shared_bytes: int = 0
     matrix: int = 0
+    code: str = ""
     failure: str = ""
 
 
@@ -219,6 +223,7 @@ def compile_row(job: Job) -> Row:
         spill_bytes=used.spill_bytes,
         shared_bytes=used.shared_bytes,
         matrix=used.matrix,
+        code=code_hash(compiled, device.kind),
         failure="; ".join(failures),
     )
 
@@ -245,14 +250,28 @@ def run(targets: list[str], every: int, workers: int) -> list[Row]:
         return list(pool.map(compile_row, jobs(targets, every), chunksize=4))
 
 
+def changed(rows: list[Row], earlier: Path) -> list[Row]:
+    """The rows with a failure where an earlier file has other machine code of the same kernel; those it lacks are left."""
+    with earlier.open(newline="") as file:
+        known = {tuple(line[name] for name in IDENTITY): line["code"] for line in csv.DictReader(file)}
+    found = [known.get(tuple(str(getattr(row, name)) for name in IDENTITY), row.code) for row in rows]
+    return [
+        row if code == row.code else replace(row, failure="; ".join(filter(None, (row.failure, "has other machine code"))))
+        for row, code in zip(rows, found, strict=True)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", choices=[t for t in NAMED if t != "cpu"])
     parser.add_argument("--sample", type=int, default=1, help="compile each N-th row only")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--against", type=Path, help="a file that --csv made before a change")
     chosen = parser.parse_args()
     rows = run(chosen.target or list(TARGETS), chosen.sample, chosen.jobs)
+    if chosen.against:
+        rows = changed(rows, chosen.against)
     for row in rows:
         if row.failure:
             print(f"FAIL {row.backend} {row.target} {row.kernel} {row.variant} {row.tile} {row.problem}: {row.failure}")

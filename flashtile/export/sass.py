@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -13,6 +14,8 @@ from flashtile.export.compile import TOOLS
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_BITS = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
+_NAMED = re.compile(r"^\s*[.;].*\n", re.MULTILINE)  # directives and comments
 _BRANCH = re.compile(r"BRA.*?(\.L_x_\d+)")
 
 
@@ -48,6 +51,12 @@ def disassemble(compiled: Any) -> str:
         binary.write_bytes(compiled.asm["cubin"])
         done = subprocess.run([str(TOOLS / "nvdisasm"), "-c", "-hex", str(binary)], capture_output=True, text=True, check=True)
     return done.stdout
+
+
+def code_hash(compiled: Any, kind: str) -> str:
+    """A hash of a kernel's instructions, for GPUs of this kind ("cuda", "hip"): names and places of sources do not count."""
+    code = "\n".join(_BITS.findall(disassemble(compiled))) if kind == "cuda" else _NAMED.sub("", compiled.asm["amdgcn"])
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def matrix_loops(sass: str) -> list[Loop]:
