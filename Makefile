@@ -27,8 +27,8 @@ check: .venv/.ready
 	$(PY) tools/check_size.py
 
 compile: .venv/.ready
-	$(PY) -m flashtile.export.matrix --jobs $(JOBS)
-	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.export.matrix --jobs $(JOBS)
+	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)
+	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.audit.matrix --jobs $(JOBS)
 
 gpu: .venv/.ready
 	$(PY) -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'PyTorch sees no GPU here.')"

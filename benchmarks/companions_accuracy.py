@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.processes import Failure, in_processes
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
-from flashtile.kernels.companions.catalogue import OPS
+from flashtile.kernels.ops.catalogue import OPS
 from tests.companions.cases import Case, ce, mlp, norm, rope
 from tests.companions.judge import breaches, plain, result, truth
 

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.companion_cells import WARM_CALLS, Session, distance
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, machine, need_gpu, options
-from flashtile.kernels.companions import cross_entropy, norm
-from flashtile.kernels.companions.catalogue import OPS
+from flashtile.kernels.ops import cross_entropy, norm
+from flashtile.kernels.ops.catalogue import OPS
 from flashtile.plan.call import KernelCall, Plan
-from flashtile.plan.companion import plan_backward, plan_forward
 from flashtile.plan.device import H100, Device
-from flashtile.spec.companion import Companion
-from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+from flashtile.plan.op import plan_backward, plan_forward
+from flashtile.problem.op import Companion
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
 TOLERANCE = 5e-3  # relative error norm: what a rounding to bf16 more or less costs
@@ -177,7 +177,7 @@ def measure(session: Session, cell: Cell) -> None:
 
 def compile_all(cells: list[Cell]) -> None:
     """What the compiler says of every launch, for an H100 that need not be there."""
-    from flashtile.export.compile import compile_and_read
+    from flashtile.triton_glue.compile import compile_and_read
 
     for cell, launch in ((c, launch) for c in cells for launch in c.launches):
         plan = cell.plan(Companion.parse(cell.spelling), H100, launch)

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.hopper_backward import Tensors, bind
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, machine, need_gpu, options
-from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES, device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import TORCH_DTYPES, device_of
 
 WARM_CALLS = 2  # the first compiles, the second prepares what later ones reuse; after eight a plan's launches become a graph
 MOST_S = 90.0  # of one ncu; what takes longer hangs

@@ -34,9 +34,9 @@ from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for, host_us
 from flashtile.bench.yardstick import Yardstick, tolerance
 from flashtile.dispatch import plan_backward, plan_forward
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.packing import QKV, PackedGradient
-from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound, device_of
+from flashtile.torch.execute.packing import QKV, PackedGradient
 
 CODES = {"fp32": 0, "tf32": 0, "fp16": 1, "bf16": 2}  # flashtile_dtype
 KINDS = {**TORCH_DTYPES, "tf32": torch.float32}

@@ -34,11 +34,11 @@ from benchmarks.accuracy import check_all, prepared
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
-from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.choose import choose, family
-from flashtile.kernels.triton.tile import Launch, Pass
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import device_of
+from flashtile.kernels.portable.candidates import shared_bytes
+from flashtile.kernels.portable.choose import choose, family
+from flashtile.kernels.portable.tile import Launch, Pass
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import device_of
 from flashtile.tune import measure, random_inputs, write_table
 from tests import pairwise_hopper
 from tests.cases import Case
@@ -295,7 +295,7 @@ TILED: dict[str, tuple[str, tuple[Pass, ...]]] = {
     "bias, gradient": (f"score=bias(1x{SCORES}:grad)", ("forward", "keys", "queries", "pairs")),
     "bias of keys, gradient": (f"score=bias({BATCH}x1x1x{SEQLEN}:bf16:grad)", ("forward", "keys", "queries", "pairs")),
 }
-# For head_dim 128: what compiles for sm90 with few spills in the loop (`export/compile.py`, Triton 3.6.0).
+# For head_dim 128: what compiles for sm90 with few spills in the loop (`triton_glue/compile.py`, Triton 3.6.0).
 CANDIDATES: dict[Pass, tuple[Launch, ...]] = {
     "forward": (
         Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 3, 8), Launch(128, 64, 8, 2, 8),

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.processes import compile_ahead
 from benchmarks.record import Record, machine, need_gpu, options, sized
-from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.tile import Launch, Pass, Products
+from flashtile.kernels.portable.backend import BACKEND
+from flashtile.kernels.portable.tile import Launch, Pass, Products
 from flashtile.plan.backend import Gradients
+from flashtile.problem.attention import PRECISIONS, AttentionProblem
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.attention import PRECISIONS, AttentionProblem
-from flashtile.torch.run import Bound, KernelLaunch, device_of
+from flashtile.torch.execute.bound import Bound, KernelLaunch, device_of
 
 Tensors = dict[str, torch.Tensor]
 Kind = Literal["forward", "fused", "split"]

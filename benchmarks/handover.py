@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.kernels.hopper.gluon import fence_async_shared, gl, gluon
-from flashtile.kernels.hopper.ticket import make_tickets
+from flashtile.kernels.sm90.device.ticket import make_tickets
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon
 
 ROUNDS = 64
 

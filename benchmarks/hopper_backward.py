@@ -31,16 +31,16 @@ from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
-from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.choose_backward import BACKWARD, ordered
-from flashtile.kernels.hopper.tile_backward import BackwardLaunch
+from flashtile.kernels.sm90.backend import BACKEND
+from flashtile.kernels.sm90.host.choose_backward import BACKWARD, ordered
+from flashtile.kernels.sm90.host.tile_backward import BackwardLaunch
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100, Device
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES, Bound, device_of
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound, device_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -272,7 +272,7 @@ def parts_ms(bound: Bound, tensors: Tensors, ms: float, device: torch.device) ->
 
 def compile_all(names: list[str]) -> int:
     """Compile every variant, full and causal; the number of kernels that failed."""
-    from flashtile.export.compile import compile_and_read
+    from flashtile.triton_glue.compile import compile_and_read
 
     failures = 0
     for name in names:

@@ -29,13 +29,13 @@ from benchmarks.hopper_backward import Tensors, bind, check_all, distance, poiso
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
-from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100, Device
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES, device_of
+from flashtile.torch.execute.bound import TORCH_DTYPES, device_of
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def measure(base: str, names: list[str], rounds: int, until: float, record: Reco
 
 def compile_all(names: list[str]) -> int:
     """Compile every row; the number of kernels that failed."""
-    from flashtile.export.compile import compile_and_read
-    from flashtile.export.sass import disassemble, matrix_loops
+    from flashtile.triton_glue.compile import compile_and_read
+    from flashtile.triton_glue.sass import disassemble, matrix_loops
 
     failures = 0
     for name in names:

@@ -27,8 +27,8 @@ from benchmarks.hopper_backward import draw
 from benchmarks.record import Record, machine, need_gpu, options
 from flashtile import ops
 from flashtile.bench.cases import suite_named
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.attention import AttentionProblem
 
 SHAPE = (1, 128, 8, 64)
 CALLS, ROUNDS, WARM_CALLS = 200, 15, 100

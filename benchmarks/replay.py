@@ -31,9 +31,9 @@ from flashtile.bench.child import Run, Session
 from flashtile.bench.providers import PEERS, Attend, Provider, first_line
 from flashtile.bench.rotation import rotate
 from flashtile.bench.yardstick import Yardstick, tolerance
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.mask import CAUSAL
-from flashtile.torch.attention import attention
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.mask import CAUSAL
+from flashtile.torch.api.attention import attention
 
 CALLS = {"forward": 20, "step": 10}  # per graph: to begin a replay takes microseconds, which so many calls share
 WARM_CALLS = 3  # on the capturing stream, as PyTorch's notes on CUDA graphs ask for

@@ -34,7 +34,7 @@ from flashtile.fuzz.check import forget, place, settled
 from flashtile.fuzz.planned import plans_of, problem_of
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED, Device, named
-from flashtile.torch.run import device_of
+from flashtile.torch.execute.bound import device_of
 
 # Pairs of head dims, one for each pair that they are padded to, and two that are no multiple of 16.
 DIMS = (

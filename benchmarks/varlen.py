@@ -38,11 +38,11 @@ from benchmarks.processes import Failure, compile_ahead, in_processes
 from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from flashtile import Blocks, Document, Options
 from flashtile.bench.timing import burst_ms, calls_for
-from flashtile.kernels.hopper import choose
-from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER
+from flashtile.kernels.sm90.host import choose_forward as choose
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import Bound, device_of
+from flashtile.torch.execute.bound import Bound, device_of
 
 HEADS, HEAD_DIM, BLOCK = 16, 128, 128
 DENSE = 4096  # tokens of each item of the dense call that varlen is compared with

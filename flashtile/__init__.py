@@ -13,65 +13,65 @@ if TYPE_CHECKING:
     from flashtile import compat, distributed, integrations, jax, nn, ops  # noqa: F401  lazy, as the names below are
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
-    from flashtile.kernels.triton.choose import use_tuning
-    from flashtile.predicate.dilated import Dilated
-    from flashtile.predicate.document import Document
-    from flashtile.predicate.key_padding import KeyPadding
-    from flashtile.predicate.prefix import Prefix
-    from flashtile.predicate.stored import Stored
-    from flashtile.predicate.top_left import TopLeft
-    from flashtile.score.alibi import Alibi
-    from flashtile.score.bias import Bias
-    from flashtile.score.softcap import Softcap
-    from flashtile.spec.attention import AttentionProblem
-    from flashtile.spec.dropout import Dropout
-    from flashtile.spec.mask import Band
-    from flashtile.spec.options import Options
-    from flashtile.spec.predicate import Predicate
-    from flashtile.spec.score import Captured, Position, Score
-    from flashtile.torch.attention import attention
-    from flashtile.torch.blocks import Blocks
-    from flashtile.torch.cache import append_to_cache
-    from flashtile.torch.cached import attention_cached
-    from flashtile.torch.dropout import dropout_mask
-    from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
-    from flashtile.torch.merge import merge
-    from flashtile.torch.paged_cache import PagedCache
+    from flashtile.features.masks.dilated import Dilated
+    from flashtile.features.masks.document import Document
+    from flashtile.features.masks.key_padding import KeyPadding
+    from flashtile.features.masks.prefix import Prefix
+    from flashtile.features.masks.stored import Stored
+    from flashtile.features.masks.top_left import TopLeft
+    from flashtile.features.scores.alibi import Alibi
+    from flashtile.features.scores.bias import Bias
+    from flashtile.features.scores.softcap import Softcap
+    from flashtile.kernels.portable.choose import use_tuning
+    from flashtile.problem.attention import AttentionProblem
+    from flashtile.problem.dropout import Dropout
+    from flashtile.problem.mask import Band
+    from flashtile.problem.options import Options
+    from flashtile.problem.predicate import Predicate
+    from flashtile.problem.score import Captured, Position, Score
+    from flashtile.torch.api.attention import attention
+    from flashtile.torch.api.blocks import Blocks
+    from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
+    from flashtile.torch.api.merge import merge
+    from flashtile.torch.cache.append import append_to_cache
+    from flashtile.torch.cache.attention import attention_cached
+    from flashtile.torch.cache.paged import PagedCache
+    from flashtile.torch.call.dropout import dropout_mask
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Alibi": ".score.alibi",
-    "AttentionProblem": ".spec.attention",
-    "Band": ".spec.mask",
-    "Bias": ".score.bias",
-    "Blocks": ".torch.blocks",
-    "Captured": ".spec.score",
-    "Dilated": ".predicate.dilated",
-    "Document": ".predicate.document",
-    "Dropout": ".spec.dropout",
+    "Alibi": ".features.scores.alibi",
+    "AttentionProblem": ".problem.attention",
+    "Band": ".problem.mask",
+    "Bias": ".features.scores.bias",
+    "Blocks": ".torch.api.blocks",
+    "Captured": ".problem.score",
+    "Dilated": ".features.masks.dilated",
+    "Document": ".features.masks.document",
+    "Dropout": ".problem.dropout",
     "InvalidProblem": ".errors",
-    "KeyPadding": ".predicate.key_padding",
+    "KeyPadding": ".features.masks.key_padding",
     "NotSupported": ".errors",
-    "Options": ".spec.options",
-    "PagedCache": ".torch.paged_cache",
-    "Position": ".spec.score",
-    "Predicate": ".spec.predicate",
-    "Prefix": ".predicate.prefix",
-    "Score": ".spec.score",
-    "Softcap": ".score.softcap",
-    "Stored": ".predicate.stored",
-    "TopLeft": ".predicate.top_left",
-    "append_to_cache": ".torch.cache",
-    "attention": ".torch.attention",
-    "attention_cached": ".torch.cached",
-    "attention_kvpacked": ".torch.layouts",
-    "attention_qkvpacked": ".torch.layouts",
-    "attention_varlen": ".torch.layouts",
-    "dropout_mask": ".torch.dropout",
+    "Options": ".problem.options",
+    "PagedCache": ".torch.cache.paged",
+    "Position": ".problem.score",
+    "Predicate": ".problem.predicate",
+    "Prefix": ".features.masks.prefix",
+    "Score": ".problem.score",
+    "Softcap": ".features.scores.softcap",
+    "Stored": ".features.masks.stored",
+    "TopLeft": ".features.masks.top_left",
+    "append_to_cache": ".torch.cache.append",
+    "attention": ".torch.api.attention",
+    "attention_cached": ".torch.cache.attention",
+    "attention_kvpacked": ".torch.api.layouts",
+    "attention_qkvpacked": ".torch.api.layouts",
+    "attention_varlen": ".torch.api.layouts",
+    "dropout_mask": ".torch.call.dropout",
     "explain": ".explanation",
-    "merge": ".torch.merge",
-    "use_tuning": ".kernels.triton.choose",
+    "merge": ".torch.api.merge",
+    "use_tuning": ".kernels.portable.choose",
 }
 
 __all__ = [

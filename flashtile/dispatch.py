@@ -6,14 +6,14 @@ from functools import lru_cache
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.cpu.backend import BACKEND as CPU
-from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-from flashtile.kernels.triton.backend import BACKEND as TRITON
+from flashtile.kernels.portable.backend import BACKEND as TRITON
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER
 from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.cache import AppendProblem, CachedProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.options import Variant
 
 ALL = Gradients()
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, CPU)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flashtile import _triton, dispatch
+from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported, check_names
-from flashtile.kernels.lib.available import NO_TRITON
+from flashtile.kernels.device.available import NO_TRITON
 from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.device import CARDS, NAMED, Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.options import DEFAULT, Options
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import DEFAULT, Options
+from flashtile.triton_glue import language as _triton
 
 AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 
@@ -103,10 +104,10 @@ def explain(
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
-        from flashtile.torch.attention import make_problem
-        from flashtile.torch.holes import counts, holes
-        from flashtile.torch.lengths import given_lengths
-        from flashtile.torch.run import device_of
+        from flashtile.torch.api.attention import make_problem
+        from flashtile.torch.call.holes import counts, holes
+        from flashtile.torch.call.lengths import given_lengths
+        from flashtile.torch.execute.bound import device_of
 
         moved = holes((problem, k, v), lengths.get("seqused_q"), lengths.get("seqused_k"), mask, score)
         named = given_lengths(**{name: counts(value) for name, value in lengths.items()})
@@ -181,7 +182,7 @@ def _this_machine() -> Device:
         import torch
     except ModuleNotFoundError:
         return NAMED["cpu"]
-    from flashtile.torch.run import device_of
+    from flashtile.torch.execute.bound import device_of
 
     return device_of(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"))
 
@@ -240,7 +241,7 @@ def _arithmetic_ms(problem: AttentionProblem, device: Device, direction: Literal
 
 def _copies(plan: Plan, tensors: dict[str, Any]) -> tuple[str, ...]:
     """Inputs that each call copies first."""
-    from flashtile.torch.run import staged_inputs
+    from flashtile.torch.execute.bound import staged_inputs
 
     return tuple(
         f"{name} is copied first: the bulk copy engine wants a dense last axis, other strides and the address multiples "

@@ -1,6 +1,6 @@
 """Measures the tiles of the Triton backend on the GPU at hand and writes the fastest ones down.
 
-Candidates come priced from `kernels/triton/candidates.py`. Each pass is timed alone, all candidates of a pass in
+Candidates come priced from `kernels/portable/candidates.py`. Each pass is timed alone, all candidates of a pass in
 rotation (a power-limited card ranks a sequence by its order), after its result was compared with the first
 candidate's. The file that comes out is what `flashtile/plan/tuned/` ships and `flashtile.use_tuning` loads.
 """
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 import triton
 
-from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.kernels.triton.backend import BACKEND, broadcast_gradients
-from flashtile.kernels.triton.backward import attention_backward_keys, attention_backward_queries
-from flashtile.kernels.triton.broadcast import attention_backward_broadcast
-from flashtile.kernels.triton.candidates import candidates
-from flashtile.kernels.triton.choose import family
-from flashtile.kernels.triton.forward import attention_forward
-from flashtile.kernels.triton.tile import Launch, Pass
+from flashtile.kernels.portable.backend import BACKEND, broadcast_gradients
+from flashtile.kernels.portable.backward import attention_backward_keys, attention_backward_queries
+from flashtile.kernels.portable.broadcast import attention_backward_broadcast
+from flashtile.kernels.portable.candidates import candidates
+from flashtile.kernels.portable.choose import family
+from flashtile.kernels.portable.forward import attention_forward
+from flashtile.kernels.portable.tile import Launch, Pass
 from flashtile.output import prepare
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import KIND, TORCH_DTYPES, Bound, device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import KIND, TORCH_DTYPES, Bound, device_of
+from flashtile.triton_glue import language as _triton
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 KERNELS: dict[Pass, object] = {

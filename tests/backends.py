@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from flashtile import dispatch
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.options import Variant
-from flashtile.torch.run import device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import Variant
+from flashtile.torch.execute.bound import device_of
 
 PLAIN = AttentionProblem(1, 16, 16, 1, 1, 16, 16, DType.FP16)
 

@@ -25,7 +25,7 @@ from flashtile import (
     Stored,
     TopLeft,
 )  # fmt: skip
-from flashtile.score.relative import Relative
+from flashtile.features.scores.relative import Relative
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("flashtile")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from flashtile import _triton
+    from flashtile.triton_glue import language as _triton
 
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
@@ -104,8 +104,8 @@ def strict_determinism() -> Iterator[None]:
 @pytest.fixture
 def hopper_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's kernels are planned, and not refused for being interpreted."""
-    from flashtile import _triton
-    from flashtile.kernels.hopper import backend
+    from flashtile.kernels.sm90 import backend
+    from flashtile.triton_glue import language as _triton
 
     monkeypatch.setattr(_triton, "INTERPRETED", False)
     monkeypatch.setattr(backend, "gluon_refusal", lambda: None)
@@ -125,4 +125,4 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.fixture
 def within_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch modes see what `flashtile.ops` do, not their operators."""
-    monkeypatch.setattr("flashtile.torch.plain.modes", lambda: 0)
+    monkeypatch.setattr("flashtile.torch.execute.plain.modes", lambda: 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashtile import _triton
+from flashtile.triton_glue import language as _triton
 from tests.quicken import TRITON, quicken
 
 

@@ -17,8 +17,8 @@ import torch
 
 from flashtile import AttentionProblem, dispatch
 from flashtile.plan.device import H100
-from flashtile.torch.attention import make_problem
-from flashtile.torch.lengths import given_lengths
+from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.lengths import given_lengths
 from tests import pairwise
 from tests.cases import Case, Tensors
 from tests.hopper.assess import forward

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtile import Captured, Position, Score
-from flashtile._triton import jit, tl
+from flashtile.triton_glue.language import jit, tl
 
 BUCKETS = 16  # 8 for keys at or before the query, 8 for keys after it; each 0, 1, 2, 3, 4-7, 8-15, 16-31, 32 and more
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtile import Band
-from flashtile.torch.run import device_of
+from flashtile.torch.execute.bound import device_of
 from tests.cases import DTYPES, Case
 from tests.judge import FLOOR_ULP, breaches, expected, judge, measure, run
 

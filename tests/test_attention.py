@@ -9,10 +9,10 @@ import torch
 
 import flashtile
 from flashtile import AttentionProblem, Options, dispatch
-from flashtile.torch.attention import make_problem
-from flashtile.torch.holes import counts
-from flashtile.torch.lengths import given_lengths
-from flashtile.torch.run import device_of
+from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.holes import counts
+from flashtile.torch.call.lengths import given_lengths
+from flashtile.torch.execute.bound import device_of
 from tests.backends import PORTABLE
 from tests.cases import CASES, Case
 from tests.judge import expected, judge, run

@@ -11,8 +11,8 @@ import torch
 import flashtile
 from flashtile import AttentionProblem, Band, Bias, Options, Prefix, Softcap, dispatch
 from flashtile.plan.device import named
+from flashtile.problem.options import Variant
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.options import Variant
 
 
 def inputs(place: torch.device, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

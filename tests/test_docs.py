@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import flashtile
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 from tools import evidence, goals
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import Dropout, InvalidProblem, Options, dropout_mask
-from flashtile.spec.dropout import LATTICE, keep, limits, numbers, philox
-from flashtile.spec.options import Variant
+from flashtile.problem.dropout import LATTICE, keep, limits, numbers, philox
+from flashtile.problem.options import Variant
 
 # Random123's kat_vectors (Salmon et al., SC 2011): counter, key, rounds, words
 KNOWN = (

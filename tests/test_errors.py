@@ -28,9 +28,9 @@ from flashtile import (
     dispatch,
 )
 from flashtile.plan.device import named
-from flashtile.spec.dtype import DType
-from flashtile.spec.score import SCORES, ScoreSpec, TensorSpec
-from flashtile.torch import run as executor
+from flashtile.problem.dtype import DType
+from flashtile.problem.score import SCORES, ScoreSpec, TensorSpec
+from flashtile.torch.execute import bound as executor
 
 HALF = torch.float16
 
@@ -456,7 +456,9 @@ def test_a_modifier_without_a_proper_name(name: str) -> None:
 
 
 def test_a_modifier_with_another_s_name() -> None:
-    with pytest.raises(TypeError, match=re.escape("Impostor.name is 'softcap', which flashtile.score.softcap.Softcap has")):
+    with pytest.raises(
+        TypeError, match=re.escape("Impostor.name is 'softcap', which flashtile.features.scores.softcap.Softcap has")
+    ):
         type("Impostor", (Score,), {"name": "softcap"})
     assert SCORES.named("softcap") is Softcap
 

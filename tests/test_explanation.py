@@ -11,7 +11,7 @@ import torch
 import flashtile
 from flashtile import InvalidProblem, NotSupported, Options, Softcap
 from flashtile.plan.device import A100, H100
-from flashtile.spec.dtype import DType
+from flashtile.problem.dtype import DType
 
 PROBLEM = flashtile.AttentionProblem(1, 4096, 4096, 16, 16, 128, 128, DType.BF16)
 

@@ -199,10 +199,10 @@ except flashtile.NotSupported:
 def test_companions_plan_without_torch() -> None:
     code = """
 import sys
-from flashtile.kernels.companions.catalogue import OPS
-from flashtile.plan.companion import plan_backward, plan_forward
+from flashtile.kernels.ops.catalogue import OPS
+from flashtile.plan.op import plan_backward, plan_forward
 from flashtile.plan.device import named
-from flashtile.spec.companion import Companion
+from flashtile.problem.op import Companion
 for text in ("norm(x=9x64:bf16,weight=64:bf16)", "cross_entropy(logits=9x64:bf16,labels=9:int64)", "softmax(x=1x2x9x64:fp32)",
              "rotary(q=1x9x2x64:bf16,cos=9x32:fp32,sin=9x32:fp32)", "dense(x=9x64:bf16,weight1=32x64:bf16)"):
     problem = Companion.parse(text)
@@ -243,7 +243,7 @@ except NotSupported as refusal:
 
 
 def test_whoever_switches_triton_s_interpreter_on_gets_bfloat16() -> None:
-    """Whose arithmetic Triton's own is not: `flashtile._interpreter`."""
+    """Whose arithmetic Triton's own is not: `flashtile.triton_glue.interpreter`."""
     pytest.importorskip("triton")
     code = """
 import torch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashtile import _triton
+from flashtile.triton_glue import language as _triton
 
 if not _triton.INTERPRETED:
     pytest.skip("kernels are compiled here", allow_module_level=True)

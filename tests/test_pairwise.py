@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtile import dispatch
-from flashtile.torch.run import device_of
+from flashtile.torch.execute.bound import device_of
 from tests.backends import PORTABLE
 from tests.cases import Case
 from tests.judge import expected, judge, run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.kernels.hopper import backend
+from flashtile.kernels.sm90 import backend
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 from tests.pairwise import pairs_of
 from tests.pairwise_hopper import ALONE, AXES, BOTH, Covered, cases, covered, refusals
 

@@ -8,7 +8,7 @@ import torch
 
 import flashtile
 from flashtile import Options
-from flashtile.spec.options import Variant
+from flashtile.problem.options import Variant
 
 
 def tensors(place: torch.device, seqlen_q: int = 20, seqlen_k: int = 12) -> list[torch.Tensor]:

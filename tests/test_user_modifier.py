@@ -10,10 +10,10 @@ import torch
 
 import flashtile
 from flashtile import Options
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import Variant
+from flashtile.problem.score import ScoreSpec, TensorSpec
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.dtype import DType
-from flashtile.spec.options import Variant
-from flashtile.spec.score import ScoreSpec, TensorSpec
 from tests.backends import unrepeatable
 from tests.cases import Case
 from tests.judge import judge

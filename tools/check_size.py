@@ -12,6 +12,7 @@ from pathlib import Path
 
 FOLDERS = ("flashtile", "tests", "tools", "benchmarks")
 FILE_LINES = 500
+DEVICE_LINES = 700  # of device code, where the order of instructions is the product
 HOST_PARAMETERS = 12
 PUBLIC_PARAMETERS = 16  # functions that `__all__` names, of flashtile, and its distributed, ops and jax
 KERNEL_PARAMETERS = 16  # @jit functions that are launched
@@ -26,8 +27,9 @@ def breaches(root: Path) -> Iterator[str]:
     for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
         text = path.read_text()
         lines = text.count("\n")
-        if lines > FILE_LINES:
-            yield f"{path.relative_to(root)}: {lines} lines; at most {FILE_LINES}"
+        most = DEVICE_LINES if (root / "flashtile" / "kernels") in path.parents else FILE_LINES
+        if lines > most:
+            yield f"{path.relative_to(root)}: {lines} lines; at most {most}"
         trees[path] = ast.parse(text, str(path))
     homes = (root / "flashtile" / package / "__init__.py" for package in ("", "distributed", "ops", "jax"))
     public = {name for home in homes if home in trees for name in public_names(trees[home])}

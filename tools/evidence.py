@@ -10,9 +10,9 @@ from typing import Literal
 
 from flashtile import dispatch
 from flashtile.plan.device import named
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import Variant
 from tests import relative_bias  # noqa: F401 (its modifier is in rows of pairs: to be read it has to be known)
 
 Direction = Literal["forward", "backward"]

@@ -9,13 +9,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from flashtile.audit.matrix import TARGETS
 from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
 from flashtile.errors import NotSupported
-from flashtile.export.matrix import TARGETS
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
 from tools import companion_tables
 from tools.companion_tables import Row, read
 from tools.evidence import Evidence, cell

@@ -13,13 +13,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashtile import dispatch
+from flashtile.audit.matrix import TARGETS
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
-from flashtile.export.matrix import TARGETS
 from flashtile.plan.device import named
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
 from tools import companion_tables, evidence, front_page, goals
 from tools.evidence import Evidence, cell
 

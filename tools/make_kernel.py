@@ -21,7 +21,7 @@ VERSION = 1  # of the functions below: a hub's users ask for a number, and get w
 KERNELS = "0.17.0"  # the oldest `kernels` that this was tried with is 0.17
 BACKENDS = ("cpu", "cuda", "rocm")
 # Programs, other frameworks and hooks: nothing that the functions below reach.
-LEFT_OUT = {"__main__.py", "bench", "cli.py", "demo", "export", "fuzz", "integrations", "jax", "output.py", "tune.py"}
+LEFT_OUT = {"__main__.py", "audit", "bench", "cli.py", "demo", "export", "fuzz", "integrations", "jax", "output.py", "tune.py"}
 INIT = '''"""flashtile's attention under flash-attention 2's names."""
 
 from .flashtile.compat.hub import flash_attn_func, flash_attn_varlen_func
@@ -41,7 +41,7 @@ flash-attention 2's arguments, and `s_aux`, a sink per head.
 
 
 def relative(text: str, path: Path) -> str:
-    """A module's text with its imports of the library made relative. path: from the library's folder, such as torch/run.py."""
+    """A module's text with its imports of the library made relative. path: such as torch/execute/bound.py."""
     lines = text.splitlines(keepends=True)
     dots = "." * len(path.parts)
     for node in ast.walk(ast.parse(text)):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import CAUSAL, FULL
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import CAUSAL, FULL
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

@@ -19,8 +19,8 @@ from flashtile.bench.cases import Direction
 from flashtile.bench.machine import facts
 from flashtile.bench.providers import Provider, first_line, providers, refusal
 from flashtile.bench.yardstick import Yardstick, tolerance
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import TORCH_DTYPES
 
 Reply = dict[str, Any]
 

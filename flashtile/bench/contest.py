@@ -15,7 +15,7 @@ from flashtile.bench.result import BASE, OWN, Result, Status, describe, speed, u
 from flashtile.bench.rotation import rotate
 from flashtile.bench.worker import Worker, WorkerLostError
 from flashtile.errors import InvalidProblem
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 MOST_CRASHES = 2  # after that many dead processes, or one hung, a provider is left out of the remaining cases
 

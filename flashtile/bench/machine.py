@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flashtile import _triton
+from flashtile.triton_glue import language as _triton
 
 
 def facts(device: torch.device) -> dict[str, str]:

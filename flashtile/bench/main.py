@@ -20,7 +20,7 @@ from flashtile.bench.run import Order, in_directory, run
 from flashtile.bench.worker import WorkerLostError
 from flashtile.errors import InvalidProblem
 from flashtile.output import prepare
-from flashtile.spec.dtype import DType
+from flashtile.problem.dtype import DType
 
 OUTPUT = Path("bench-output")
 FILE_COLUMNS = 220

@@ -18,12 +18,12 @@ from flashtile import dispatch
 from flashtile.bench.result import OWN
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import Backend, Gradients
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import CAUSAL, FULL
-from flashtile.spec.options import VARIANTS, Options, Variant
-from flashtile.torch.attention import attention
-from flashtile.torch.run import device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import CAUSAL, FULL
+from flashtile.problem.options import VARIANTS, Options, Variant
+from flashtile.torch.api.attention import attention
+from flashtile.torch.execute.bound import device_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from flashtile.bench.cases import Direction, field_flops, is_causal
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 OWN = "flashtile/"  # providers of this checkout
 BASE = "base/"  # the same of the commit that is compared with

@@ -19,7 +19,7 @@ from flashtile.bench.result import Result, Writer, unique
 from flashtile.bench.revision import LIBRARY, checked_out, commit
 from flashtile.bench.worker import Worker, WorkerLostError
 from flashtile.output import prepare
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 MOST_COMPILERS = 8  # processes that compile ahead; each holds one case and a context of half a GiB on the device
 LONGEST_WAIT_S = 1e6  # for an answer: queues know no infinity

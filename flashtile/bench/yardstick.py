@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 CHUNK_BYTES = 256 * 2**20  # of float64 scores at a time: 16k x 16k fits any card, and the products still fill it
 

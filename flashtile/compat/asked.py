@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.score.alibi import Alibi
-from flashtile.score.softcap import Softcap
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import Band
-from flashtile.spec.number import plain
-from flashtile.spec.options import DEFAULT, Options
-from flashtile.torch.dropout import random_words
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import Band
+from flashtile.problem.number import plain
+from flashtile.problem.options import DEFAULT, Options
+from flashtile.torch.call.dropout import random_words
 
 DETERMINISTIC = Options(deterministic=True)
 Window = tuple[int | None, int | None]

@@ -15,9 +15,9 @@ from flashtile.compat.bert_padding import pad_input
 from flashtile.compat.flash_attn import answer
 from flashtile.compat.flash_attn_1 import by_item, head_dim_of, refuse_weights, unpad_input
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.block_table import BlockTable
-from flashtile.torch.blocks import Blocks
-from flashtile.torch.layouts import attention_qkvpacked
+from flashtile.features.masks.block_table import BlockTable
+from flashtile.torch.api.blocks import Blocks
+from flashtile.torch.api.layouts import attention_qkvpacked
 
 ROWS, COLUMNS = 16, 256
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from flashtile import ops
-from flashtile.kernels.companions.cross_entropy import check_reduction
-from flashtile.torch.companion import prepare
+from flashtile.kernels.ops.cross_entropy import check_reduction
+from flashtile.torch.ops.run import prepare
 
 
 def cross_entropy_loss(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.compat.asked import options
-from flashtile.torch.layouts import attention_kvpacked
+from flashtile.torch.api.layouts import attention_kvpacked
 
 
 def attention_kvpacked_padded(

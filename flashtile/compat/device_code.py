@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from flashtile._triton import VERSION, jit, tl
 from flashtile.compat import device_text
 from flashtile.compat.device_text import NARROW, POINTWISE, WORKS_ON, Line, Unwritten, cast, number
 from flashtile.errors import NotSupported
-from flashtile.score.bias import bias_load
-from flashtile.score.softcap import tanh
-from flashtile.torch.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, each, evaluate, leaves_of, plainly
+from flashtile.features.scores.bias import bias_load
+from flashtile.features.scores.softcap import tanh
+from flashtile.torch.api.recording import INPUT, INPUTS, LITERAL, Node, Recorder, ancestors, each, evaluate, leaves_of, plainly
+from flashtile.triton_glue.language import VERSION, jit, tl
 
 _FILES = count()
 MOST_LINES = 2000

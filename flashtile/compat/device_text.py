@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flashtile._triton import jit, tl
-from flashtile.torch.recording import Node
+from flashtile.torch.api.recording import Node
+from flashtile.triton_glue.language import jit, tl
 
 WORKS_ON = {
     torch.float32: "tl.float32", torch.float16: "tl.float32", torch.bfloat16: "tl.float32", torch.float64: "tl.float64",

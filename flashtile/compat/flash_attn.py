@@ -15,8 +15,8 @@ import torch
 from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest, refuse
 from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from flashtile.compat.probabilities import dropout_signs
-from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 
 def flash_attn_func(

@@ -16,8 +16,8 @@ from flashtile.compat.bert_padding import pad_input
 from flashtile.compat.bert_padding import unpad_input as unpad_input_2
 from flashtile.compat.flash_attn import answer
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.top_left import TopLeft
-from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 
 def unpad_input(

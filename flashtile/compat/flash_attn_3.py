@@ -13,9 +13,9 @@ import torch
 from flashtile.compat.asked import Asked, longest, refuse
 from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
-from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
-from flashtile.torch.lengths import given_lengths
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_qkvpacked, attention_varlen
+from flashtile.torch.call.lengths import given_lengths
 
 Tensor = torch.Tensor | None
 

@@ -14,11 +14,11 @@ import torch
 from flashtile.compat.asked import longest, options, refuse
 from flashtile.compat.flash_attn_3 import flash_attn_combine, get_scheduler_metadata
 from flashtile.errors import InvalidProblem
-from flashtile.score.softcap import Softcap
-from flashtile.spec.mask import Band
-from flashtile.spec.number import plain
-from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_varlen
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.mask import Band
+from flashtile.problem.number import plain
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_varlen
 
 Tensor = torch.Tensor | None
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]

@@ -9,8 +9,8 @@ import torch
 from flashtile.compat.asked import Asked, blind_rows_positive
 from flashtile.errors import InvalidProblem
 from flashtile.ops.position import rotary
-from flashtile.torch.cache import append_to_cache
-from flashtile.torch.cached import attention_cached
+from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.attention import attention_cached
 
 
 def flash_attn_with_kvcache(

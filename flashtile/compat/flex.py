@@ -10,10 +10,10 @@ import torch
 from flashtile.compat.asked import options, refuse
 from flashtile.compat.score_mod import modifiers_of
 from flashtile.errors import InvalidProblem
-from flashtile.torch.attention import attention
-from flashtile.torch.block_mask import Said, said_of
-from flashtile.torch.blocks import Blocks
-from flashtile.torch.lasting import lasting
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.block_mask import Said, said_of
+from flashtile.torch.api.blocks import Blocks
+from flashtile.torch.execute.inference_safe import lasting
 
 # of each BlockMask for what it was read, the tensors that its mask_mod captures with their versions, and what they say
 _BLOCKS: WeakKeyDictionary[Any, tuple[Any, tuple[torch.Tensor, ...], list[Any], Blocks]] = WeakKeyDictionary()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.torch.companion import prepare
-from flashtile.torch.companion_call import Call
+from flashtile.torch.ops.call import Call
+from flashtile.torch.ops.run import prepare
 
 ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "sqrelu"}  # by their names there
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile import ops
-from flashtile.torch.companion import prepare
+from flashtile.torch.ops.run import prepare
 
 MASKED_SCORE = -10000.0
 

@@ -8,7 +8,7 @@ import torch
 
 from flashtile.compat.asked import Asked
 from flashtile.compat.flash_attn import answer, answer_varlen
-from flashtile.torch.attention import attention
+from flashtile.torch.api.attention import attention
 
 
 def flash_attn_func(

@@ -23,11 +23,11 @@ from flashtile.compat.flash_attn import (
 from flashtile.compat.flash_attn_1 import head_dim_of
 from flashtile.compat.rotary import RotaryEmbedding
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.predicate.stored import Stored
-from flashtile.spec.dropout import Dropout
-from flashtile.torch.lasting import lasting
-from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked
+from flashtile.features.masks.key_padding import KeyPadding
+from flashtile.features.masks.stored import Stored
+from flashtile.problem.dropout import Dropout
+from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked
+from flashtile.torch.execute.inference_safe import lasting
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, window_of
+from flashtile.problem.dropout import keep
+from flashtile.problem.predicate import normal_form
 from flashtile.reference.attention import holds, positions, visible
-from flashtile.spec.dropout import keep
-from flashtile.spec.predicate import normal_form
 
 
 def dropout_signs(

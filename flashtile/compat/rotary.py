@@ -12,7 +12,7 @@ import torch
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem
-from flashtile.torch.lasting import keeps, lasting
+from flashtile.torch.execute.inference_safe import keeps, lasting
 
 
 def apply_rotary(

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from flashtile._triton import INTERPRETED
 from flashtile.compat.device_code import Kernels, kernels_of
 from flashtile.compat.device_text import POINTWISE
-from flashtile.spec.score import Captured, Position, Score
-from flashtile.torch.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, each, evaluate, mapped, refusal
-from flashtile.torch.run import DTYPE_NAMES, DTYPES
+from flashtile.problem.score import Captured, Position, Score
+from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, each, evaluate, mapped, refusal
+from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
+from flashtile.triton_glue.language import INTERPRETED
 
 MOST_NUMBERS = 64  # of a captured vector that meets the score
 BOTH = {"q_idx", "kv_idx"}

@@ -15,10 +15,10 @@ import torch
 
 from flashtile.compat.scalar_score import in_place, scalar_score
 from flashtile.errors import InvalidProblem
-from flashtile.score.bias import Bias
-from flashtile.score.relative import Relative
-from flashtile.score.softcap import Softcap
-from flashtile.torch.recording import ATEN, INPUT, INPUTS, Node, Sizes, Spread, record
+from flashtile.features.scores.bias import Bias
+from flashtile.features.scores.relative import Relative
+from flashtile.features.scores.softcap import Softcap
+from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, Node, Sizes, Spread, record
 
 WIDE = (torch.float32, torch.float64)
 

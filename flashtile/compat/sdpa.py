@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from flashtile.compat.asked import options, top_left
 from flashtile.errors import InvalidProblem
-from flashtile.predicate.stored import Stored
-from flashtile.predicate.top_left import TopLeft
-from flashtile.score.bias import Bias
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import CAUSAL
-from flashtile.torch.attention import attention
-from flashtile.torch.jagged import is_jagged
+from flashtile.features.masks.stored import Stored
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.features.scores.bias import Bias
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import CAUSAL
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.nested import is_jagged
 
 
 def scaled_dot_product_attention(

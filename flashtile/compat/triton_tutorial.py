@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.compat.asked import options, top_left
-from flashtile.torch.attention import attention as ours
+from flashtile.torch.api.attention import attention as ours
 
 
 def attention(

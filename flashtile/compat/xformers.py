@@ -10,10 +10,10 @@ from flashtile.compat.asked import options, refuse
 from flashtile.compat.xformers_bias import AttentionBias, ItemsMask, LowerTriangularMaskWithTensorBias
 from flashtile.compat.xformers_items import _GappySeqInfo, _UsedInfo
 from flashtile.errors import InvalidProblem
-from flashtile.score.bias import Bias
-from flashtile.spec.dropout import Dropout
-from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_varlen
+from flashtile.features.scores.bias import Bias
+from flashtile.problem.dropout import Dropout
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_varlen
 
 
 def memory_efficient_attention(

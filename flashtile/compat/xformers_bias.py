@@ -23,9 +23,9 @@ from flashtile.compat.xformers_items import (
     whole_numbers,
 )
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.predicate.top_left import TopLeft
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.problem.mask import CAUSAL, FULL, Band
 from flashtile.reference.attention import visible
-from flashtile.spec.mask import CAUSAL, FULL, Band
 
 
 class AttentionBias:

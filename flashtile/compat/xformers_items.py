@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.torch.lasting import keeps, lasting
+from flashtile.torch.execute.inference_safe import keeps, lasting
 
 
 class _SeqLenInfo:

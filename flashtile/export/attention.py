@@ -11,18 +11,18 @@ from typing import Literal
 from flashtile.dispatch import BACKENDS, first_of
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export import schedule
-from flashtile.export.compile import contiguous
 from flashtile.export.entry import Entry, Sizes
-from flashtile.kernels.hopper import choose
-from flashtile.kernels.hopper.backend import BACKEND as HOPPER
-from flashtile.kernels.hopper.tile import SHORT, sees_halves
-from flashtile.kernels.lib.score import form_of
+from flashtile.kernels.device.score import form_of
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER
+from flashtile.kernels.sm90.host import choose_forward as choose
+from flashtile.kernels.sm90.host.tile_forward import SHORT, sees_halves
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import place_of
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import H100, Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
+from flashtile.triton_glue.compile import contiguous
 
 Layout = Literal["bshd", "bhsd", "llmc"]
 LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "llmc")
@@ -30,7 +30,7 @@ TOKENS = ("q", "k", "v", "out")  # tensors with an axis of tokens and one of hea
 GPU_BACKENDS = tuple(b for b in BACKENDS if b.name != "cpu")
 
 # Lengths that meet every decision of the planners: the smallest, multiples of every tile's size and none, each also from the
-# length on at which fp32 is multiplied otherwise (kernels/triton/tile.py: wants_parts).
+# length on at which fp32 is multiplied otherwise (kernels/portable/tile.py: wants_parts).
 LENGTHS = (1, 2, 48, 96, 100, 192, 256, 1040, 1056, 1088, 1100, 1152, 4096)
 DRAWN = 2000  # sizes besides, where a modifier's gradient has ways of its own for products of them
 

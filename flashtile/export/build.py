@@ -11,14 +11,14 @@ from typing import Any
 
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-from flashtile import _triton
 from flashtile.errors import NotSupported
 from flashtile.export import emit
-from flashtile.export.compile import Specialisation, compile_kernel, specialise
 from flashtile.export.emit import Binary, Planned
 from flashtile.export.entry import Entry, Path, explore
 from flashtile.plan.call import Descriptor, KernelCall
 from flashtile.plan.device import Device
+from flashtile.triton_glue import language as _triton
+from flashtile.triton_glue.compile import Specialisation, compile_kernel, specialise
 
 FILES = ("flashtile_attention.c", "flashtile_attention.h")
 

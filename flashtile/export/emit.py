@@ -11,11 +11,11 @@ from typing import Any
 
 from flashtile.errors import NotSupported
 from flashtile.export import schedule
-from flashtile.export.compile import Specialisation
 from flashtile.export.entry import Entry, Laid, Path, Steps
-from flashtile.export.size import conditions, in_c, terms_of
 from flashtile.plan.call import Descriptor, KernelCall, Pointer
-from flashtile.spec.dtype import SIZES_BYTES
+from flashtile.plan.size import conditions, in_c, terms_of
+from flashtile.problem.dtype import SIZES_BYTES
+from flashtile.triton_glue.compile import Specialisation
 
 MOST_BUFFERS = 48  # of a plan, as runtime.c has it
 

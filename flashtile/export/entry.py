@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.export.size import Guard, Size, Trace, evaluate, fixed, walk
 from flashtile.plan.call import Buffer, KernelCall, Plan, Strides
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
+from flashtile.plan.size import Guard, Size, Trace, evaluate, fixed, walk
+from flashtile.problem.attention import AttentionProblem
 
 Sizes = Mapping[str, int]
 LARGEST = (2 - 2**-23) * 2.0**127  # of float32, as which kernels take numbers

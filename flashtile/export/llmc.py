@@ -9,8 +9,8 @@ from importlib.resources import files
 from flashtile.export.attention import AttentionExport, entries
 from flashtile.export.emit import Planned, tensors_of
 from flashtile.export.entry import Entry
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.mask import CAUSAL
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.mask import CAUSAL
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("fp32", "fp16", "bf16")

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashtile import _triton
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export import llmc
 from flashtile.export.attention import LAYOUTS, AttentionExport, Layout, entries
-from flashtile.export.companion import CompanionExport, companion_entries
-from flashtile.export.companion import name_of as name_of_companion
 from flashtile.export.entry import Entry
+from flashtile.export.op import CompanionExport, companion_entries
+from flashtile.export.op import name_of as name_of_companion
 from flashtile.output import prepare
 from flashtile.plan.device import NAMED, Device, named
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.companion import Companion
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.op import Companion
+from flashtile.triton_glue import language as _triton
 
 ARCHITECTURES = tuple(f"sm_{d.arch}" for d in NAMED.values() if d.kind == "cuda")
 

@@ -1,5 +1,5 @@
 /* Which tile a forward gets on Hopper and how blocks share its tiles: as flashtile's planner decides, whose comments say
-   why (kernels/hopper/choose.py, schedule.py). Times are microseconds. */
+   why (kernels/sm90/host/choose_forward.py, schedule.py). Times are microseconds. */
 
 struct tiling {
     int64_t block_q, block_k;

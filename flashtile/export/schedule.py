@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.resources import files
 
-from flashtile.kernels.hopper import choose, schedule
-from flashtile.kernels.hopper.tile import ForwardLaunch
-from flashtile.spec.attention import AttentionProblem
+from flashtile.kernels.sm90.host import choose_forward as choose
+from flashtile.kernels.sm90.host import schedule
+from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch
+from flashtile.problem.attention import AttentionProblem
 
 DERIVED = ("choice", "swizzle")  # what the choice consists of, as sizes that the run-time finds
 

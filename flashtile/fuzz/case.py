@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.mask import Band
+from flashtile.problem.mask import Band
 
 EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 # Names of modifiers by the axes of (batch, heads_q, seqlen_q, seqlen_k) that their tensor has; the others have size 1.

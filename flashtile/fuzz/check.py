@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from flashtile import _triton, dispatch
+from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.fuzz import guard
 from flashtile.fuzz.case import EPS, Case
 from flashtile.fuzz.formula import Scene, level, soil, yardsticks
 from flashtile.fuzz.make import HUGE, Inputs, Tensors, apart, build, call
 from flashtile.fuzz.tiles import forced
-from flashtile.torch import attention, run
+from flashtile.torch.api import attention
+from flashtile.torch.execute import bound as run
+from flashtile.triton_glue import language as _triton
 
 FACTOR = 1.5  # of the error that plain PyTorch makes in the same dtype
 FLOOR_ULP = 2.0  # of a tensor's largest element: below that, errors are luck

@@ -10,11 +10,11 @@ from typing import TypeVar
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz import tiles
 from flashtile.fuzz.case import BIASES, Case
-from flashtile.kernels.triton.tile import Launch, Pass, products
+from flashtile.kernels.portable.tile import Launch, Pass, products
 from flashtile.plan.device import H100, Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import Band
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import Band
 
 T = TypeVar("T")
 Weighted = dict[T, float]

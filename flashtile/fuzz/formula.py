@@ -13,7 +13,7 @@ import torch
 
 from flashtile.fuzz.case import BIASES
 from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, as_held, offset_of
-from flashtile.torch.dropout import dropout_mask
+from flashtile.torch.call.dropout import dropout_mask
 
 
 @dataclass(frozen=True)

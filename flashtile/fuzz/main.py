@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from flashtile import _triton, dispatch
+from flashtile import dispatch
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import place, settled
 from flashtile.fuzz.pool import SHRINKING_S, Event, Order, in_processes, prepare
 from flashtile.output import prepare as prepare_output
+from flashtile.triton_glue import language as _triton
 
 SHOWN = 20  # reasons of refusals
 

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
+from flashtile.features.masks.dilated import Dilated
+from flashtile.features.masks.document import Document
+from flashtile.features.masks.key_padding import KeyPadding
+from flashtile.features.masks.prefix import Prefix
+from flashtile.features.masks.stored import Stored
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.bias import Bias
+from flashtile.features.scores.relative import Relative
+from flashtile.features.scores.softcap import Softcap
 from flashtile.fuzz.case import BIASES, SLOPES, Case, Lengths
-from flashtile.predicate.dilated import Dilated
-from flashtile.predicate.document import Document
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.predicate.prefix import Prefix
-from flashtile.predicate.stored import Stored
-from flashtile.predicate.top_left import TopLeft
-from flashtile.score.alibi import Alibi
-from flashtile.score.bias import Bias
-from flashtile.score.relative import Relative
-from flashtile.score.softcap import Softcap
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import Band
-from flashtile.spec.options import Options
-from flashtile.torch.attention import attention
-from flashtile.torch.blocks import Blocks
-from flashtile.torch.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import Band
+from flashtile.problem.options import Options
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.blocks import Blocks
+from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
 
 Tensors = dict[str, torch.Tensor]
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

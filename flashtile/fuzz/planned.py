@@ -13,10 +13,10 @@ from flashtile.fuzz.make import TORCH, Inputs, arguments, captured_shape, length
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
-from flashtile.torch.attention import make_problem
-from flashtile.torch.lengths import given_lengths
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
+from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.lengths import given_lengths
 
 
 def problem_of(case: Case) -> AttentionProblem:

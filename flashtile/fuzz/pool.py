@@ -156,7 +156,7 @@ def judge(order: Order, number: int, backend: str, tell: Callable[[Event], Any])
     from flashtile.fuzz import draw
     from flashtile.fuzz.check import check, forget, is_lost, place, settled
     from flashtile.fuzz.shrink import shrink
-    from flashtile.torch.run import device_of
+    from flashtile.torch.execute.bound import device_of
 
     device = place(backend)
     means = draw.MEANS[order.means]

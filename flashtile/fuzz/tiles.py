@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.triton import choose
-from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch, Pass, padded, products
+from flashtile.kernels.portable import choose
+from flashtile.kernels.portable.candidates import shared_bytes
+from flashtile.kernels.portable.tile import Launch, Pass, padded, products
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.torch import attention
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.torch.api import attention
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 

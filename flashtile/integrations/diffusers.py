@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.predicate.stored import Stored
-from flashtile.score.bias import Bias
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import Band
-from flashtile.spec.options import Options
-from flashtile.torch.attention import attention
+from flashtile.features.masks.key_padding import KeyPadding
+from flashtile.features.masks.stored import Stored
+from flashtile.features.scores.bias import Bias
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import Band
+from flashtile.problem.options import Options
+from flashtile.torch.api.attention import attention
 
 NAME = "flashtile"
 

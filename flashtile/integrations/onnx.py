@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from flashtile.errors import NotSupported
-from flashtile.spec.mask import FULL, Band
-from flashtile.torch.operator import ATTENTION
-from flashtile.torch.request import SIDES, Request, read
+from flashtile.problem.mask import FULL, Band
+from flashtile.torch.routes.operator import ATTENTION
+from flashtile.torch.routes.request import SIDES, Request, read
 
 FLOAT32 = 1  # ONNX's number of it
 PARTS = {"revision", "options", "lse", "packing", "scale", "score", *SIDES}  # of a request, which are said below

@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 import torch
 
 from flashtile.errors import NotSupported
-from flashtile.score.alibi import Alibi
-from flashtile.score.bias import Bias
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import FULL, Band
-from flashtile.spec.options import Options
-from flashtile.torch.lengths import Given, given_lengths
-from flashtile.torch.operator import residual_shape, run_backward, run_forward
-from flashtile.torch.packing import APART
-from flashtile.torch.request import write
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.bias import Bias
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import FULL, Band
+from flashtile.problem.options import Options
+from flashtile.torch.call.lengths import Given, given_lengths
+from flashtile.torch.execute.packing import APART
+from flashtile.torch.routes.operator import residual_shape, run_backward, run_forward
+from flashtile.torch.routes.request import write
 
 NAME = "flashtile"
 Maybe = torch.Tensor | None
@@ -73,7 +73,7 @@ def _activate() -> _Handle:
 
 
 def _ask(q: torch.Tensor, given: Given | None, wanted: int, **arguments: Any) -> Asked:
-    """What `flashtile.torch.operator` takes after q, k, v, which are as `attention` has them."""
+    """What `flashtile.torch.routes.operator` takes after q, k, v, which are as `attention` has them."""
     text, floats, ints, captured, others = write(APART, q, given, return_lse=True, **arguments)
     return [*captured, *others], wanted, text, floats, ints
 

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.predicate.document import Document
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.predicate.stored import Stored
-from flashtile.score.bias import Bias
-from flashtile.score.softcap import Softcap
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import CAUSAL, FULL, Band
-from flashtile.spec.options import Options
-from flashtile.spec.score import Score
-from flashtile.torch.attention import attention
-from flashtile.torch.layouts import attention_varlen
+from flashtile.features.masks.document import Document
+from flashtile.features.masks.key_padding import KeyPadding
+from flashtile.features.masks.stored import Stored
+from flashtile.features.scores.bias import Bias
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import CAUSAL, FULL, Band
+from flashtile.problem.options import Options
+from flashtile.problem.score import Score
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_varlen
 
 NAME = "flashtile"
 # What models hand through to every attention and its mask has already, or concerns others.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.score.alibi import Alibi
-from flashtile.score.softcap import Softcap
-from flashtile.torch.layouts import attention_varlen
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.softcap import Softcap
+from flashtile.torch.api.layouts import attention_varlen
 
 vllm: Any = import_module("vllm.v1.attention.backend")
 ENCODER_ONLY, DECODER = "encoder_only", "decoder"

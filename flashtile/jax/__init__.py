@@ -2,8 +2,8 @@
 
 from flashtile.jax import flax
 from flashtile.jax.attention import dot_product_attention, dot_product_attention_varlen, mha
-from flashtile.jax.companions import cross_entropy, layer_norm, rms_norm, rotary, softmax
 from flashtile.jax.head import linear_cross_entropy
+from flashtile.jax.ops import cross_entropy, layer_norm, rms_norm, rotary, softmax
 from flashtile.jax.run import target
 
 __all__ = [

@@ -11,9 +11,9 @@ from jax.core import Tracer
 
 from flashtile.errors import InvalidProblem
 from flashtile.jax.run import NAMES
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import Band, make_mask
-from flashtile.spec.score import TensorSpec
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import Band, make_mask
+from flashtile.problem.score import TensorSpec
 
 FLOATS = tuple(d.value for d in DType)
 

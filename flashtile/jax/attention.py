@@ -11,6 +11,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, check_names
+from flashtile.features.masks.prefix import Prefix
+from flashtile.features.masks.stored import Stored
+from flashtile.features.masks.within import Within
+from flashtile.features.scores.bias import Bias
+from flashtile.features.scores.softcap import Softcap
 from flashtile.jax.arguments import (
     array,
     check_operands,
@@ -35,19 +40,14 @@ from flashtile.jax.step import Backward, Forward
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
-from flashtile.predicate.prefix import Prefix
-from flashtile.predicate.stored import Stored
-from flashtile.predicate.within import Within
-from flashtile.score.bias import Bias
-from flashtile.score.softcap import Softcap
-from flashtile.spec.attention import PRECISIONS, AttentionProblem, Precision
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.dtype import DType
-from flashtile.spec.lengths import ALIKE, Lengths
-from flashtile.spec.mask import FULL, Band
-from flashtile.spec.options import VARIANTS
-from flashtile.spec.predicate import Joined, PredicateSpec, check_ends, normal_form
-from flashtile.spec.score import Score, ScoreSpec
+from flashtile.problem.attention import PRECISIONS, AttentionProblem, Precision
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.dtype import DType
+from flashtile.problem.lengths import ALIKE, Lengths
+from flashtile.problem.mask import FULL, Band
+from flashtile.problem.options import VARIANTS
+from flashtile.problem.predicate import Joined, PredicateSpec, check_ends, normal_form
+from flashtile.problem.score import Score, ScoreSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

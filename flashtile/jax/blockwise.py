@@ -14,11 +14,11 @@ from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
 from flashtile.jax.symbolic import symbols
-from flashtile.kernels.lib.score import sums_per_head, uneven_refusals
+from flashtile.kernels.device.score import sums_per_head, uneven_refusals
 from flashtile.plan.buffers import place_of
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.score import Position, Score, ScoreSpec
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.score import Position, Score, ScoreSpec
 
 BLOCK_K = 128
 

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, in plain JAX: the bits of `spec/dropout.py`, by 32-bit arithmetic."""
+"""Which probabilities dropout keeps, in plain JAX: the bits of `problem/dropout.py`, by 32-bit arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.dropout import LATTICE, MULTIPLIERS, ROUNDS, WEYL, WORD, Dropout, call_index, dither_index, threshold
+from flashtile.problem.dropout import LATTICE, MULTIPLIERS, ROUNDS, WEYL, WORD, Dropout, call_index, dither_index, threshold
 
 
 def seed_words(dropout: Dropout) -> Any:

@@ -12,9 +12,9 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.jax.arguments import number, operand
 from flashtile.jax.arrays import promotes
 from flashtile.jax.attention import dot_product_attention as by_our_names
-from flashtile.spec.attention import Precision
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.score import broadcasts
+from flashtile.problem.attention import Precision
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.score import broadcasts
 
 __all__ = ["dot_product_attention"]
 

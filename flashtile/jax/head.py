@@ -15,11 +15,11 @@ from jax.custom_derivatives import SymbolicZero
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.jax.arguments import narrowed, number, numbers, scaled, within_32_bits
 from flashtile.jax.arrays import Arrays, promotes
-from flashtile.jax.companions import IMPLEMENTATIONS, Backward, Forward, refuse_gradients, walked
+from flashtile.jax.ops import IMPLEMENTATIONS, Backward, Forward, refuse_gradients, walked
 from flashtile.jax.run import NAMES, run, varying_like
 from flashtile.jax.saved import Saved, under_names
-from flashtile.kernels.companions.cross_entropy import CrossEntropy, check_reduction
-from flashtile.spec.companion import FLOATS, Described
+from flashtile.kernels.ops.cross_entropy import CrossEntropy, check_reduction
+from flashtile.problem.op import FLOATS, Described
 
 CHUNK_BYTES = 64 * 2**20  # of logits at a time, as in PyTorch
 STEP = 256  # classes to which chunks are rounded: tiles of a product

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from flashtile.errors import NotSupported
-from flashtile.export.compile import compile_call, contiguous, specialise
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.reorder import machine_code, reordered
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer
 from flashtile.plan.device import Device
-from flashtile.spec.dtype import SIZES_BYTES
+from flashtile.problem.dtype import SIZES_BYTES
+from flashtile.triton_glue.compile import compile_call, contiguous, specialise
 
 HANDLER = "triton_kernel_call_ffi"
 OLDEST = (0, 11, 1)  # the first jaxlib whose handler makes TMA descriptors

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flashtile.jax.run import run
 from flashtile.jax.step import Backward, Forward
 from flashtile.plan.buffers import place_of
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 HEADS = "heads"  # the axis of query heads, which are groups of those that share keys
 Roles = tuple[str, ...]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashtile.export.compile import assemble
 from flashtile.plan.call import Descriptor
 from flashtile.plan.device import Device
+from flashtile.triton_glue.compile import assemble
 
 ENTRY = re.compile(r"(\.entry\s+\w+\s*\(\s*)(.*?)(\s*\))", re.DOTALL)
 

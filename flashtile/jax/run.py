@@ -1,4 +1,4 @@
-"""Executes plans on JAX arrays: the interpreter of `Plan` beside `torch/run.py`.
+"""Executes plans on JAX arrays: the interpreter of `Plan` beside `torch/execute/bound.py`.
 
 A plan enters a JAX program as one primitive, `flashtile`, whose lowering for CUDA makes the plan for the GPU at hand and
 compiles its kernels; tracing it costs nothing, and needs neither Triton nor a GPU.

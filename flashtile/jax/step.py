@@ -16,8 +16,8 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
 
 
 def kept(p: AttentionProblem) -> tuple[Buffer, ...]:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.predicate.top_left import TopLeft
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.lengths import Lengths
-from flashtile.spec.mask import CAUSAL, FULL, Band
-from flashtile.spec.predicate import Predicate, PredicateSpec
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.lengths import Lengths
+from flashtile.problem.mask import CAUSAL, FULL, Band
+from flashtile.problem.predicate import Predicate, PredicateSpec
 
 FIRST_EXAMPLE = 1009  # prime: no size that a caller gives is likely to be one of these
 

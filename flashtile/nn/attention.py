@@ -9,19 +9,19 @@ import torch.nn.functional as F
 
 from flashtile.dispatch import backend_named
 from flashtile.errors import InvalidProblem, check_names, check_sizes
+from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.nn.norm import RMSNorm
 from flashtile.ops.position import rotary
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import make_mask
-from flashtile.spec.number import plain, told
-from flashtile.spec.options import DEFAULT
-from flashtile.spec.predicate import Joined, narrowed
-from flashtile.spec.score import broadcasts
-from flashtile.torch.attention import attention
-from flashtile.torch.blocks import Blocks
-from flashtile.torch.inputs import check_arguments
-from flashtile.torch.layouts import attention_qkvpacked, attention_varlen
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import make_mask
+from flashtile.problem.number import plain, told
+from flashtile.problem.options import DEFAULT
+from flashtile.problem.predicate import Joined, narrowed
+from flashtile.problem.score import broadcasts
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.blocks import Blocks
+from flashtile.torch.api.layouts import attention_qkvpacked, attention_varlen
+from flashtile.torch.call.inputs import check_arguments
 
 # Of `flashtile.attention`: sinks and dropout are the module's own, and what it returns is one tensor.
 OWN = ("width", "heads", "heads_kv", "head_dim", "bias", "qk_norm", "rotary_base", "sinks", "dropout_p", "device", "dtype")

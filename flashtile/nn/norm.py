@@ -8,8 +8,8 @@ import torch
 
 from flashtile.errors import check_sizes
 from flashtile.ops import norm as ops
-from flashtile.spec.companion import Described
-from flashtile.torch.companion_call import AS_IT_IS, check_options
+from flashtile.problem.op import Described
+from flashtile.torch.ops.call import AS_IT_IS, check_options
 
 
 class _Norm(torch.nn.Module):

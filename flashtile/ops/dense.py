@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.companion import autocast, check_tensor, rows, run
-from flashtile.torch.companion_call import AS_IT_IS
+from flashtile.torch.ops.call import AS_IT_IS
+from flashtile.torch.ops.run import autocast, check_tensor, rows, run
 
 ONE_LAYER = {"weight1": "weight", "bias1": "bias"}  # what `linear_act` calls them
 

@@ -9,12 +9,13 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.kernels.companions.cross_entropy import check_reduction
+from flashtile.kernels.ops.cross_entropy import check_reduction
 from flashtile.ops.head_passes import Asked, Given, Head, scaled
-from flashtile.spec.companion import FLOATS
-from flashtile.torch.companion import autocast, check_tensors, rows
-from flashtile.torch.companion_call import NAMES
-from flashtile.torch.derivative import (
+from flashtile.problem.op import FLOATS
+from flashtile.torch.execute.plain import is_traced, is_wrapped, transforms
+from flashtile.torch.ops.call import NAMES
+from flashtile.torch.ops.run import autocast, check_tensors, rows
+from flashtile.torch.routes.derivatives import (
     NOTHING,
     first_derivatives,
     is_dual_level,
@@ -23,10 +24,9 @@ from flashtile.torch.derivative import (
     refuse_tangents,
     second_derivative,
 )
-from flashtile.torch.functional import one_by_one
-from flashtile.torch.namespace import LIBRARY, NAMESPACE, define
-from flashtile.torch.operator import below_autograd
-from flashtile.torch.plain import is_traced, is_wrapped, transforms
+from flashtile.torch.routes.functional import one_by_one
+from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.operator import below_autograd
 
 
 def linear_cross_entropy(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.companions.dense import transposes
+from flashtile.kernels.ops.dense import transposes
 from flashtile.ops.loss import CALLED, Terms
-from flashtile.torch.companion import prepare
-from flashtile.torch.companion_call import Call
+from flashtile.torch.ops.call import Call
+from flashtile.torch.ops.run import prepare
 
 CHUNK_BYTES = 64 * 2**20  # of logits that one product makes: with gradients no more than what the conversion of dx takes
 STEP = 256  # classes to which parts are rounded: tiles of a product

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.companions.catalogue import check_backend
-from flashtile.spec.companion import Described
-from flashtile.torch.companion import check_tensor, rows, run
-from flashtile.torch.companion_call import check_options, described
-from flashtile.torch.plain import is_traced
+from flashtile.kernels.ops.catalogue import check_backend
+from flashtile.problem.op import Described
+from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.ops.call import check_options, described
+from flashtile.torch.ops.run import check_tensor, rows, run
 
 CALLED = {"smoothing": "label_smoothing"}  # what the functions call the op's options
 

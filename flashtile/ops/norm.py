@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.kernels.companions.host import keep_elements
-from flashtile.torch.companion import check_tensor, rows, run
-from flashtile.torch.companion_call import NAMES
+from flashtile.kernels.ops.host import keep_elements
+from flashtile.torch.ops.call import NAMES
+from flashtile.torch.ops.run import check_tensor, rows, run
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.companion import check_tensor, check_tensors, run
-from flashtile.torch.companion_call import AS_IT_IS, make_problem
-from flashtile.torch.plain import is_compiling, is_traced
+from flashtile.torch.execute.plain import is_compiling, is_traced
+from flashtile.torch.ops.call import AS_IT_IS, make_problem
+from flashtile.torch.ops.run import check_tensor, check_tensors, run
 
 
 def rotary(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.score import broadcasts
-from flashtile.torch.companion import check_tensor, run
+from flashtile.problem.score import broadcasts
+from flashtile.torch.ops.run import check_tensor, run
 
 
 def softmax(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashtile.plan.call import Pointer, Strides
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dropout import threshold
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dropout import threshold
 
 
 def integers(p: AttentionProblem) -> dict[str, int]:

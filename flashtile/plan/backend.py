@@ -7,9 +7,9 @@ from typing import Protocol
 
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.cache import AppendProblem, CachedProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.options import Variant
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Buffer
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.cache import AppendProblem, CachedProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem
 
 
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
-from flashtile.spec.dtype import SIZES_BYTES
+from flashtile.problem.dtype import SIZES_BYTES
 
 Role = Literal["input", "output", "scratch"]
 

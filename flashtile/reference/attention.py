@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.dropout import keep as dropout_keep
-from flashtile.spec.mask import Band
-from flashtile.spec.predicate import Joined, normal_form
-from flashtile.spec.score import Position, Score
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.dropout import keep as dropout_keep
+from flashtile.problem.mask import Band
+from flashtile.problem.predicate import Joined, normal_form
+from flashtile.problem.score import Position, Score
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Mask = tuple[Band, tuple[tuple[Any, ...], ...]]  # as `normal_form` has it

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from flashtile.problem.predicate import normal_form
 from flashtile.reference.attention import Changes, Pair, attend_item
-from flashtile.spec.predicate import normal_form
 
 
 def gather(

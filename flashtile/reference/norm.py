@@ -20,7 +20,7 @@ def norm_reference(
     out_rows: int | None = None,
     **_: Any,
 ) -> dict[str, torch.Tensor]:
-    """out, out1 (with weight1) and h of tensors named as `flashtile.kernels.companions.norm` names them.
+    """out, out1 (with weight1) and h of tensors named as `flashtile.kernels.ops.norm` names them.
 
     keeps: what dropout keeps of x and of x1, as booleans. residual_dtype: h is rounded to it.
     """

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import processes
 from flashtile.bench import timing
 from flashtile.plan.device import H100
-from flashtile.torch import run
+from flashtile.torch.execute import bound as run
 
 TICKS = itertools.count()
 PROPERTIES = SimpleNamespace(

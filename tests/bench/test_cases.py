@@ -4,8 +4,8 @@ import pytest
 
 from flashtile.bench.cases import SUITES, case, field_flops, suite_named, with_dtype
 from flashtile.errors import InvalidProblem
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 # Batch, heads, seqlen_q, seqlen_k, head_dim, causal, dtype: the rows that the peers were measured on.
 CAUSAL_AND_FULL = (True, False)

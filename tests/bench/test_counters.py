@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks import record
-from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 counters = pytest.importorskip("benchmarks.counters")
 

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import companion_cells, companion_sections, processes, record, replay
 from flashtile.demo.train import Setup
-from flashtile.kernels.triton.backend import BACKEND as TRITON
+from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 from tests.bench import fake_gpu
 
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)

@@ -14,8 +14,8 @@ from flashtile.bench.providers import PEERS, Provider, own_providers
 from flashtile.bench.revision import LIBRARY
 from flashtile.bench.worker import Worker, WorkerLostError
 from flashtile.bench.yardstick import Yardstick, tolerance
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.mask import Band
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.mask import Band
 
 TINY = case(2, 4, (24, 40), 16, DType.FP32, False, heads_kv=2)
 FILE = Path(__file__).with_name("odd_providers.py")

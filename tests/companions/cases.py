@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from flashtile.kernels.companions.catalogue import OPS
-from flashtile.kernels.companions.host import keep_elements
+from flashtile.kernels.ops.catalogue import OPS
+from flashtile.kernels.ops.host import keep_elements
+from flashtile.problem.op import Companion
 from flashtile.reference.cross_entropy import cross_entropy_reference
 from flashtile.reference.dense import dense_reference
 from flashtile.reference.norm import norm_reference
 from flashtile.reference.rotary import rotary_reference
 from flashtile.reference.softmax import softmax_reference
-from flashtile.spec.companion import Companion
-from flashtile.torch.run import TORCH_DTYPES
+from flashtile.torch.execute.bound import TORCH_DTYPES
 from tests.cases import lay_out
 
 Tensors = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flashtile.torch.companion import run
+from flashtile.torch.ops.run import run
 from tests.companions.cases import Case, Tensors
 from tests.judge import FACTOR, FLOOR_ULP
 

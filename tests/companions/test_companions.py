@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.kernels.companions.catalogue import BACKENDS, OPS
-from flashtile.spec.companion import Companion
+from flashtile.kernels.ops.catalogue import BACKENDS, OPS
+from flashtile.problem.op import Companion
 from tests.companions.cases import CASES, Case
 from tests.companions.judge import judge, result
 
@@ -35,7 +35,7 @@ def test_a_forward_without_gradients_is_the_same(op: str, backend: str, place: t
     case = max((c for c in CASES if c.problem.op == op), key=lambda c: len(c.problem.given))
     tensors = case.tensors(place)
     free = Case(case.spelling, case.layout, fixed=case.wanted)
-    from flashtile.torch.companion import run
+    from flashtile.torch.ops.run import run
 
     names = [name for name, _ in case.problem.given]
     given = {name: tensors[name] for name in names}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import InvalidProblem, NotSupported, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.kernels.ops.catalogue import BACKENDS
 
 INF = float("inf")
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flashtile import _triton
-from flashtile.kernels.companions import cublaslt
-from flashtile.kernels.companions.catalogue import OPS
-from flashtile.kernels.companions.dense import APART, DENSE
+from flashtile.kernels.ops import cublaslt
+from flashtile.kernels.ops.catalogue import OPS
+from flashtile.kernels.ops.dense import APART, DENSE
 from flashtile.plan.call import HostCall, KernelCall, Plan, Pointer
-from flashtile.plan.companion import Op, plan_backward, plan_forward
 from flashtile.plan.device import A100, B200, H100, Device
-from flashtile.spec.companion import Companion
-from flashtile.torch.run import TORCH_DTYPES, Bound
+from flashtile.plan.op import Op, plan_backward, plan_forward
+from flashtile.problem.op import Companion
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound
+from flashtile.triton_glue import language as _triton
 
 COMPILER = shutil.which("cc")
 needs_a_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the library with")

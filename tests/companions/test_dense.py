@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import InvalidProblem, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.kernels.ops.catalogue import BACKENDS
 from tests.companions.cases import Case, mlp
 from tests.companions.judge import plain, result
 

@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashtile import NotSupported, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
-from flashtile.torch.companion import run
-from flashtile.torch.companion_operator import COMPANION, write
+from flashtile.kernels.ops.catalogue import BACKENDS
+from flashtile.torch.ops.operator import COMPANION, write
+from flashtile.torch.ops.run import run
 from tests.companions.cases import CASES, Case, Tensors
 from tests.companions.test_operator import FULLEST
 

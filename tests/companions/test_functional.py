@@ -10,9 +10,9 @@ import torch
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from flashtile import InvalidProblem, NotSupported, nn, ops
-from flashtile.kernels.companions.catalogue import BACKENDS, OPS
-from flashtile.torch.companion import run
-from flashtile.torch.companion_call import hides
+from flashtile.kernels.ops.catalogue import BACKENDS, OPS
+from flashtile.torch.ops.call import hides
+from flashtile.torch.ops.run import run
 from tests.companions.cases import CASES, Case
 from tests.companions.test_operator import FULLEST, TRACED, given
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import InvalidProblem, NotSupported, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.kernels.ops.catalogue import BACKENDS
 from flashtile.ops.head_passes import Asked, Given, Head, lay_out
 from flashtile.reference.cross_entropy import cross_entropy_reference
 from tests.cases import lay_out as lay_out_tensor

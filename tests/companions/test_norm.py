@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import InvalidProblem, NotSupported, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.kernels.ops.catalogue import BACKENDS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

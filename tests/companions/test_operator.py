@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashtile import NotSupported, ops
-from flashtile.kernels.companions.catalogue import BACKENDS, OPS
+from flashtile.kernels.ops.catalogue import BACKENDS, OPS
 from flashtile.ops.head import HEAD
-from flashtile.torch.companion import run
-from flashtile.torch.companion_operator import BACKWARD, COMPANION, write
+from flashtile.torch.ops.operator import BACKWARD, COMPANION, write
+from flashtile.torch.ops.run import run
 from tests.companions.cases import CASES, Case, Tensors
 
 HOST = torch.device("cpu")

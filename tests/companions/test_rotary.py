@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtile import InvalidProblem, ops
-from flashtile.kernels.companions.catalogue import BACKENDS
+from flashtile.kernels.ops.catalogue import BACKENDS
 
 
 def tables(length: int, half: int, place: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

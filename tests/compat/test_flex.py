@@ -204,7 +204,7 @@ def test_a_large_addend_is_made_in_parts(place: torch.device, monkeypatch: pytes
     mod = lambda s, b, h, i, j: s + torch.relu(table[i] * w[j]).sum()  # noqa: E731
     results: list[list[torch.Tensor]] = []
     for most in (2**24, 64):
-        monkeypatch.setattr("flashtile.torch.recording.MOST_AT_ONCE", most)
+        monkeypatch.setattr("flashtile.torch.api.recording.MOST_AT_ONCE", most)
         out = flex_attention(q, k[:, :, :5], k[:, :, :5], mod)
         results.append([out, *torch.autograd.grad(out.square().sum(), [table, w])])
     for mine, other in zip(*results, strict=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from flashtile.dispatch import backend_named
-from flashtile.export.compile import compile_and_read
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.cache import AppendProblem, CachedProblem, Pages
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.dtype import DType
+from flashtile.triton_glue.compile import compile_and_read
 
 SPELLINGS = {  # what is attended to, its pages, its split
     "decode": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512),

@@ -11,14 +11,14 @@ import json
 import re
 import sys
 
-from flashtile.export.barriers import idle_barriers
-from flashtile.export.compile import compile_and_read
-from flashtile.export.sass import disassemble, matrix_loops
-from flashtile.kernels.companions.catalogue import OPS
+from flashtile.audit.barriers import idle_barriers
+from flashtile.kernels.ops.catalogue import OPS
 from flashtile.plan.call import KernelCall
-from flashtile.plan.companion import plan_backward, plan_forward
 from flashtile.plan.device import named
-from flashtile.spec.companion import Companion
+from flashtile.plan.op import plan_backward, plan_forward
+from flashtile.problem.op import Companion
+from flashtile.triton_glue.compile import compile_and_read
+from flashtile.triton_glue.sass import disassemble, matrix_loops
 
 device, spellings, accesses = named(sys.argv[1]), sys.argv[2:], sys.argv[2] == "--accesses"
 for spelling in spellings[accesses:]:

@@ -7,13 +7,13 @@ import re
 import sys
 from typing import cast
 
-from flashtile.export.compile import compile_and_read
-from flashtile.export.sass import disassemble, matrix_loops
-from flashtile.kernels.triton.choose import choose
-from flashtile.kernels.triton.tile import Pass
+from flashtile.kernels.portable.choose import choose
+from flashtile.kernels.portable.tile import Pass
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue.compile import compile_and_read
+from flashtile.triton_glue.sass import disassemble, matrix_loops
 from flashtile.tune import plan_of
 
 for argument in sys.argv[1:]:

@@ -9,17 +9,17 @@ import json
 import re
 import sys
 
-from flashtile.export.barriers import idle_barriers
-from flashtile.export.compile import compile_and_read
-from flashtile.export.hazards import overwritten_operands
-from flashtile.export.sass import disassemble, matrix_loops
-from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.choose import choose_forward
-from flashtile.kernels.hopper.tile import forward_shared_bytes
+from flashtile.audit.barriers import idle_barriers
+from flashtile.audit.hazards import overwritten_operands
+from flashtile.kernels.sm90.backend import BACKEND
+from flashtile.kernels.sm90.host.choose_forward import choose_forward
+from flashtile.kernels.sm90.host.tile_forward import forward_shared_bytes
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue.compile import compile_and_read
+from flashtile.triton_glue.sass import disassemble, matrix_loops
 
 for argument in sys.argv[1:]:
     direction, _, spelling = argument.rpartition(":attention")

@@ -12,15 +12,15 @@ import torch
 
 from flashtile import dispatch
 from flashtile.compat.scalar_score import Code, kind_of
-from flashtile.export.compile import compile_and_read
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.score import ScoreSpec, TensorSpec
-from flashtile.torch.recording import AXES, INPUTS, record
-from flashtile.torch.run import DTYPE_NAMES
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.score import ScoreSpec, TensorSpec
+from flashtile.torch.api.recording import AXES, INPUTS, record
+from flashtile.torch.execute.bound import DTYPE_NAMES
+from flashtile.triton_glue.compile import compile_and_read
 from tests.compat.scalar_functions import compiled, environment, score_mod
 
 scope, _ = environment(0, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.export.barriers import idle_barriers
+from flashtile.audit.barriers import idle_barriers
 
 BARRIER = "!ttg.memdesc<1xi64, #shared1, #smem, mutable>"
 RING = "!ttg.memdesc<2x1xi64, #shared1, #smem, mutable>"

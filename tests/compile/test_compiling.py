@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import gc, sys
 from triton import knobs
-from flashtile._triton import compiling
+from flashtile.triton_glue.language import compiling
 if sys.argv[1] == "waits":
     gc.disable()
 before, collects = knobs.compilation.disable_line_info, gc.isenabled()

@@ -11,8 +11,8 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile._triton import SOUND_PTXAS  # noqa: E402
-from flashtile.export.compile import TOOLS  # noqa: E402
+from flashtile.triton_glue.compile import TOOLS  # noqa: E402
+from flashtile.triton_glue.language import SOUND_PTXAS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,14 +22,14 @@ CODE = """
 import subprocess, sys
 from types import SimpleNamespace
 from flashtile.dispatch import plan_backward
-from flashtile.export.compile import TOOLS, compile_call
-from flashtile.export.descriptors import suspicious_operands
-from flashtile.export.sass import disassemble
-from flashtile.kernels.triton import choose
-from flashtile.kernels.triton.tile import Launch
+from flashtile.triton_glue.compile import TOOLS, compile_call
+from flashtile.audit.descriptors import suspicious_operands
+from flashtile.triton_glue.sass import disassemble
+from flashtile.kernels.portable import choose
+from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 choose.measured = lambda problem, device, which: Launch(128, 32, 8, 3, 8, held=2)
 problem = AttentionProblem.parse("attention(q=64x4097x2x40,kv=17x2x40,fp16,lse)")
 plan = plan_backward(problem, H100, Gradients(dlse=True), "triton", "split")

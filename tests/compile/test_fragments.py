@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile.export.fragments import short_sums
-from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.candidates import candidates
-from flashtile.kernels.triton.choose import choose
-from flashtile.kernels.triton.tile import WHOLE_FRAGMENT, reads_bytes_and_joins
+from flashtile.audit.fragments import short_sums
+from flashtile.kernels.portable.backend import BACKEND
+from flashtile.kernels.portable.candidates import candidates
+from flashtile.kernels.portable.choose import choose
+from flashtile.kernels.portable.tile import WHOLE_FRAGMENT, reads_bytes_and_joins
 from flashtile.plan.device import NAMED, Device
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [1, 4], instrShape = [16, 8]}>\n"
 
@@ -73,13 +73,13 @@ def test_a_tile_that_no_longer_fits_is_refused(hopper_runs: None) -> None:
 def test_compiled_kernels_have_none() -> None:
     """Of both kinds that were wrong on a GPU: fp32 over grouped heads, 16 bits with head dims beyond 128."""
     code = """
-from flashtile.export.compile import compile_call
-from flashtile.export.fragments import short_sums
-from flashtile.kernels.triton.backend import BACKEND
+from flashtile.triton_glue.compile import compile_call
+from flashtile.audit.fragments import short_sums
+from flashtile.kernels.portable.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import NAMED
-from flashtile.kernels.triton.tile import Launch
-from flashtile.spec.attention import AttentionProblem
+from flashtile.kernels.portable.tile import Launch
+from flashtile.problem.attention import AttentionProblem
 problem = AttentionProblem.parse("attention(q=2x700x10x96,kv=200x2x96,fp32,where=key_padding(200;2x200:bool),dropout=0.5)")
 device, asked = NAMED["sm90"], Gradients()
 plan = BACKEND.backward(problem, device, asked, "split")

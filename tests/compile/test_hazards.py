@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.export.hazards import overwritten_operands
+from flashtile.audit.hazards import overwritten_operands
 
 NONE = 7  # of the barriers
 

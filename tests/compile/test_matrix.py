@@ -31,7 +31,7 @@ def run(cache: Path, *arguments: str, packages: Path | None = None) -> None:
 def compile_sample(tmp_path: Path, every: int, targets: tuple[str, ...], packages: Path | None = None) -> list[dict[str, str]]:
     made = tmp_path / "m.csv"
     chosen = [word for target in targets for word in ("--target", target)]
-    command = ["-m", "flashtile.export.matrix", "--sample", str(every), "--jobs", "1", "--csv", str(made), *chosen]
+    command = ["-m", "flashtile.audit.matrix", "--sample", str(every), "--jobs", "1", "--csv", str(made), *chosen]
     run(tmp_path / "cache", *command, packages=packages)
     with made.open() as file:
         return list(csv.DictReader(file))
@@ -53,11 +53,11 @@ def test_sample_compiles_under_the_newest_triton(tmp_path: Path) -> None:
 
 def test_hopper_kernels_use_its_matrix_units(tmp_path: Path) -> None:
     code = """
-from flashtile.export.compile import compile_call
-from flashtile.kernels.triton.backend import BACKEND
+from flashtile.triton_glue.compile import compile_call
+from flashtile.kernels.portable.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 problem = AttentionProblem.parse("attention(q=1x256x1x64,kv=256x1x64,bf16)")
 calls = BACKEND.forward(problem, H100).calls + BACKEND.backward(problem, H100, Gradients(), "split").calls[1:]
 plans = [BACKEND.forward(problem, H100)] + 2 * [BACKEND.backward(problem, H100, Gradients(), "split")]
@@ -79,7 +79,7 @@ CROWDED = [
 
 def test_crowded_tiles_keep_within_their_budgets(tmp_path: Path) -> None:
     code = f"""
-from flashtile.export.matrix import compile_row, jobs_of, plan_of
+from flashtile.audit.matrix import compile_row, jobs_of, plan_of
 for targets, variant, which, spelling in {CROWDED!r}:
     for target in targets:
         jobs = [job for job in jobs_of(spelling, target) if job.backend == "triton" and job.variant == variant]
@@ -93,7 +93,7 @@ for targets, variant, which, spelling in {CROWDED!r}:
 
 def test_float64_products_take_what_narrow_tensors_changed(tmp_path: Path) -> None:
     code = """
-from flashtile.export.matrix import compile_row, jobs_of, problems
+from flashtile.audit.matrix import compile_row, jobs_of, problems
 spelling = next(p for p in problems() if "bf16:grad" in p and "stored" in p and "fp32" in p)
 jobs = [job for job in jobs_of(spelling, "sm90") if job.variant != "fused"]
 assert len(jobs) >= 4

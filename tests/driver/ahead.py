@@ -14,11 +14,11 @@ import pytest
 import triton
 from triton import knobs
 
-from flashtile.kernels.hopper.backend import BACKEND
+from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 from tests.driver.launches import bound_of, on_card
 
 

@@ -15,9 +15,9 @@ import tests.driver.launches  # noqa: F401  # pyright: ignore[reportUnusedImport
 # isort: split
 
 import flashtile
-import flashtile.torch.prepared
+import flashtile.torch.execute.prepared
 from flashtile.plan.device import H100
-from flashtile.torch.replay import Replay
+from flashtile.torch.execute.replay import Replay
 
 CALLS = 4
 
@@ -33,7 +33,7 @@ def main() -> None:
         return outputs
 
     with (
-        patch.object(flashtile.torch.prepared, "device_of", lambda _: H100),
+        patch.object(flashtile.torch.execute.prepared, "device_of", lambda _: H100),
         patch.object(Replay, "direct", watched),
     ):
         for wanted in sys.argv[1:]:

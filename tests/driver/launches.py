@@ -28,15 +28,15 @@ active: Any = CudaDriver()
 active.get_current_stream = lambda device: 0
 driver.set_active(active)
 
-from flashtile.export.compile import compile_call  # noqa: E402
-from flashtile.kernels.hopper.backend import BACKEND as HOPPER  # noqa: E402
-from flashtile.kernels.triton.backend import BACKEND as TRITON  # noqa: E402
+from flashtile.kernels.portable.backend import BACKEND as TRITON  # noqa: E402
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER  # noqa: E402
 from flashtile.plan.backend import Gradients  # noqa: E402
 from flashtile.plan.call import KernelCall  # noqa: E402
 from flashtile.plan.device import H100  # noqa: E402
-from flashtile.spec.attention import AttentionProblem  # noqa: E402
-from flashtile.torch.replay import MEETINGS, addresses_of  # noqa: E402
-from flashtile.torch.run import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
+from flashtile.problem.attention import AttentionProblem  # noqa: E402
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound, KernelLaunch  # noqa: E402
+from flashtile.torch.execute.replay import MEETINGS, addresses_of  # noqa: E402
+from flashtile.triton_glue.compile import compile_call  # noqa: E402
 
 
 class Address:

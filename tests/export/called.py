@@ -10,14 +10,14 @@ import torch
 
 from flashtile.dispatch import first_of
 from flashtile.export.attention import GPU_BACKENDS, AttentionExport
-from flashtile.export.companion import CompanionExport
 from flashtile.export.emit import identifier, scratch_of, tensors_of
 from flashtile.export.entry import Entry, steps_of
+from flashtile.export.op import CompanionExport
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
-from flashtile.spec.dtype import SIZES_BYTES
-from flashtile.torch.run import TORCH_DTYPES
+from flashtile.problem.dtype import SIZES_BYTES
+from flashtile.torch.execute.bound import TORCH_DTYPES
 
 Export = Union[AttentionExport, CompanionExport]  # noqa: UP007 (Python 3.10 at run time)
 Tensors = dict[str, torch.Tensor]

@@ -31,15 +31,15 @@ driver.set_active(active)
 from flashtile.export import llmc, schedule  # noqa: E402
 from flashtile.export.attention import AttentionExport, entries  # noqa: E402
 from flashtile.export.build import build, plan_all, write  # noqa: E402
-from flashtile.export.companion import CompanionExport, companion_entries  # noqa: E402
-from flashtile.export.compile import compile_call  # noqa: E402
 from flashtile.export.entry import Entry  # noqa: E402
-from flashtile.kernels.hopper.choose import choose_forward  # noqa: E402
+from flashtile.export.op import CompanionExport, companion_entries  # noqa: E402
+from flashtile.kernels.sm90.host.choose_forward import choose_forward  # noqa: E402
 from flashtile.plan.call import KernelCall, Plan  # noqa: E402
 from flashtile.plan.device import H100, Device  # noqa: E402
-from flashtile.spec.attention import AttentionProblem  # noqa: E402
-from flashtile.spec.companion import Companion  # noqa: E402
-from flashtile.torch.run import TORCH_DTYPES, KernelLaunch  # noqa: E402
+from flashtile.problem.attention import AttentionProblem  # noqa: E402
+from flashtile.problem.op import Companion  # noqa: E402
+from flashtile.torch.execute.bound import TORCH_DTYPES, KernelLaunch  # noqa: E402
+from flashtile.triton_glue.compile import compile_call  # noqa: E402
 from tests.export.called import Export, call, load, own_plan, place  # noqa: E402
 
 COUNTS: dict[str, int] = {}  # parameters of each kernel that was launched, by name

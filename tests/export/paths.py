@@ -10,11 +10,11 @@ import sys
 
 from flashtile.export import schedule
 from flashtile.export.attention import AttentionExport, entries
-from flashtile.export.companion import CompanionExport, companion_entries
 from flashtile.export.entry import Entry, at, explore, steps_of, trace
+from flashtile.export.op import CompanionExport, companion_entries
 from flashtile.plan.device import Device, named
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.companion import Companion
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.op import Companion
 from tests.export.called import Export
 
 

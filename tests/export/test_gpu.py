@@ -68,10 +68,10 @@ def nearly(found: torch.Tensor, exact: torch.Tensor) -> bool:
 @pytest.mark.parametrize("library", PROBLEMS, indirect=True)
 def test_c_computes_what_the_front_end_does(library: Any) -> None:
     from flashtile.export.attention import AttentionExport, entries
-    from flashtile.export.companion import CompanionExport, companion_entries
-    from flashtile.spec.attention import AttentionProblem
-    from flashtile.spec.companion import Companion
-    from flashtile.torch.run import Bound, device_of
+    from flashtile.export.op import CompanionExport, companion_entries
+    from flashtile.problem.attention import AttentionProblem
+    from flashtile.problem.op import Companion
+    from flashtile.torch.execute.bound import Bound, device_of
     from tests.export.called import Tensors, call, own_plan, place
 
     name, loaded = library
@@ -117,9 +117,9 @@ def test_c_computes_what_the_front_end_does(library: Any) -> None:
 @pytest.mark.parametrize("library", ["gelu"], indirect=True)
 def test_it_can_be_captured_and_replayed(library: Any) -> None:
     """As a part of a CUDA graph, once the kernels are loaded."""
-    from flashtile.export.companion import CompanionExport, companion_entries
-    from flashtile.spec.companion import Companion
-    from flashtile.torch.run import device_of
+    from flashtile.export.op import CompanionExport, companion_entries
+    from flashtile.problem.op import Companion
+    from flashtile.torch.execute.bound import device_of
     from tests.export.called import call, own_plan, place
 
     _, loaded = library

@@ -10,7 +10,7 @@ import pytest
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export.main import Request, export, name_of, read
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 from tests.export.conftest import ROOT, environment
 
 PLAIN = "attention(q=1x1x4x128,kv=1x1x128,bf16,band=:0)"
@@ -76,7 +76,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_compiling(tmp_path: 
 
 
 def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
-    from flashtile import _triton
+    from flashtile.triton_glue import language as _triton
 
     if not _triton.INTERPRETED:
         pytest.skip("kernels are compiled here")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from flashtile.export import schedule
-from flashtile.kernels.hopper.choose import choose_forward
+from flashtile.kernels.sm90.host.choose_forward import choose_forward
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 COMPILER = shutil.which("cc")
 

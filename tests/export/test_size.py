@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.export.size import Guard, Size, Trace, divisor, evaluate, fixed, guard_in_c, in_c, terms_of
+from flashtile.plan.size import Guard, Size, Trace, divisor, evaluate, fixed, guard_in_c, in_c, terms_of
 
 NAMES = ("a", "b", "c")
 VALUES = st.fixed_dictionaries({name: st.integers(1, 5000) for name in NAMES})

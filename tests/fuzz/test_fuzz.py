@@ -26,10 +26,10 @@ from flashtile.fuzz.main import lines_of
 from flashtile.fuzz.make import Inputs, build, call, mask_of, modifier_of
 from flashtile.fuzz.pool import Event, Order, judge
 from flashtile.fuzz.shrink import shrink
-from flashtile.kernels.triton.tile import Launch
+from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.device import H100
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.attention import AttentionProblem
 
 ROOT = Path(__file__).parent.parent.parent
 FAILURES = Path(__file__).parent / "failures.jsonl"

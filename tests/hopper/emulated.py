@@ -25,16 +25,16 @@ from tests.hopper.emulator import install
 
 install()
 
-from flashtile.kernels.hopper.backend import BACKEND
-from flashtile.kernels.hopper.choose import choose_forward
-from flashtile.kernels.hopper.choose_backward import choose_backward
+from flashtile.kernels.sm90.backend import BACKEND
+from flashtile.kernels.sm90.host.choose_backward import choose_backward
+from flashtile.kernels.sm90.host.choose_forward import choose_forward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import Plan
 from flashtile.plan.device import H100
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import TORCH_DTYPES, Bound
+from flashtile.torch.execute.bound import TORCH_DTYPES, Bound
 from tests.hopper.machine import Grid
 
 Tensors = dict[str, torch.Tensor]

@@ -22,9 +22,9 @@ from tests.hopper.emulated import SMALL, poisoned  # installs the emulator
 
 # isort: split
 
-import flashtile.torch.prepared
+import flashtile.torch.execute.prepared
 from flashtile.errors import NotSupported
-from flashtile.kernels.hopper.backend import BACKEND as HOPPER
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER
 from flashtile.plan.device import H100, Device
 from tests.cases import Case
 from tests.hopper.assess import assess
@@ -39,7 +39,7 @@ def running_on(device: Device) -> Generator[None, None, None]:
     with (
         patch.object(HOPPER, "repairs", None),
         patch.object(torch, "empty_strided", poisoned),
-        patch.object(flashtile.torch.prepared, "device_of", lambda _: device),
+        patch.object(flashtile.torch.execute.prepared, "device_of", lambda _: device),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Compares what Hopper's registers keep, in the emulator, with `spec/dropout.py`; prints the tiles in which they differ.
+"""Compares what Hopper's registers keep, in the emulator, with `problem/dropout.py`; prints the tiles in which they differ.
 
 python -m tests.hopper.emulated_dropout
 """
@@ -17,9 +17,9 @@ from tests.hopper.emulator import install
 
 install()
 
-from flashtile.kernels.hopper import dropout
-from flashtile.kernels.lib.dropout import load_seed
-from flashtile.spec.dropout import keep, threshold
+from flashtile.kernels.device.dropout import load_seed
+from flashtile.kernels.sm90.device import dropout
+from flashtile.problem.dropout import keep, threshold
 
 SEED, HEADS = torch.tensor([-(2**62) + 12345, 2**40 + 99]), 3
 

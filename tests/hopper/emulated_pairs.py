@@ -19,7 +19,7 @@ from tests.hopper.emulated_cases import running_on  # installs the emulator, als
 
 # isort: split
 
-from flashtile.kernels.hopper.stored import stored
+from flashtile.kernels.sm90.host.bias_gradient import stored
 from tests.hopper.emulated import SMALL
 from tests.judge import breaches, expected
 from tests.pairwise_hopper import HopperCase, cases, problem_of, results

@@ -18,10 +18,10 @@ from torch.nn.functional import gelu
 from tests.hopper.emulated import error, poisoned, report
 
 # isort: split
-from flashtile.kernels.hopper import product
+from flashtile.kernels.ops import sm90_gemm as product
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import H100
-from flashtile.torch.run import Bound
+from flashtile.torch.execute.bound import Bound
 
 
 def assess(case: dict[str, Any]) -> dict[str, float]:

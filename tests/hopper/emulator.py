@@ -303,14 +303,14 @@ def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, columns: int
 
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
-    assert "flashtile.kernels.lib.mask" not in sys.modules, "kernels were imported before the emulator was installed"
-    from flashtile import _triton
+    assert "flashtile.kernels.device.mask" not in sys.modules, "kernels were imported before the emulator was installed"
+    from flashtile.triton_glue import language as _triton
 
     assert not _triton.INTERPRETED
     _DICE.seed(seed)
     extend_tensors()
     replace(_triton, jit=jit, tl=language, constexpr=unchanged, shared=unchanged)
-    from flashtile.kernels.hopper import gluon
+    from flashtile.triton_glue import gluon
 
     replace(
         gluon,
@@ -340,9 +340,11 @@ def install(seed: int = 0) -> None:
         of_first_lane=unchanged,
         **{word.__name__: word for word in WORDS},
     )
-    from flashtile.kernels.hopper import order, ticket, tile
-    from flashtile.kernels.hopper import strips as of_strips
-    from flashtile.kernels.lib import stream
+    from flashtile.kernels.device import stream
+    from flashtile.kernels.sm90.device import locks as order
+    from flashtile.kernels.sm90.device import strips as of_strips
+    from flashtile.kernels.sm90.device import ticket
+    from flashtile.kernels.sm90.host import tile_forward as tile
 
     replace(tile, LOST=0.0)  # sums are not cut off here
     replace(ticket, take=take)

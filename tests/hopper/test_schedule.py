@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile.kernels.hopper.choose import TOGETHER_BYTES, choose_forward
-from flashtile.kernels.hopper.schedule import busiest
+from flashtile.kernels.sm90.host.choose_forward import TOGETHER_BYTES, choose_forward
+from flashtile.kernels.sm90.host.schedule import busiest
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 
 def problem(batch: int, seqlen: int, heads: int, rest: str) -> AttentionProblem:

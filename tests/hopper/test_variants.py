@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.kernels.hopper import backend
+from flashtile.kernels.sm90 import backend
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.options import Variant
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.options import Variant
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("hopper_runs")

@@ -109,10 +109,11 @@ def test_it_stands_beside_an_installed_flashtile(repository: Path, monkeypatch: 
     sink = torch.randn(2, device=device)
     expected = flashtile.attention(q, q, q, causal=True, sink=sink)
     assert torch.equal(kernel.flash_attn_func(q, q, q, causal=True, s_aux=sink), expected)
-    from flashtile.torch.operator import ATTENTION
+    from flashtile.torch.routes.operator import ATTENTION
 
     assert str(ATTENTION) == "flashtile.attention.default"
-    assert str(sys.modules[f"{its.__name__}.torch.operator"].ATTENTION) == f"{kernel.__name__}_flashtile.attention.default"
+    operator = sys.modules[f"{its.__name__}.torch.routes.operator"].ATTENTION
+    assert str(operator) == f"{kernel.__name__}_flashtile.attention.default"
 
 
 def test_transformers_calls_it_by_the_name_of_its_repository(repository: Path) -> None:

@@ -25,10 +25,10 @@ import flashtile
 from flashtile import Alibi, Band, Bias, Dropout, KeyPadding, NotSupported, Softcap
 from flashtile.integrations.onnx import translations
 from flashtile.nn import Attention
-from flashtile.torch.lengths import given_lengths
-from flashtile.torch.operator import ATTENTION
-from flashtile.torch.packing import APART
-from flashtile.torch.request import write
+from flashtile.torch.call.lengths import given_lengths
+from flashtile.torch.execute.packing import APART
+from flashtile.torch.routes.operator import ATTENTION
+from flashtile.torch.routes.request import write
 
 SHORT, LONG = (torch.export.Dim(name, min=2, max=64) for name in ("seqlen_q", "seqlen_k"))
 Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]

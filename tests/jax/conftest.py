@@ -23,7 +23,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from flashtile import _triton
+    from flashtile.triton_glue import language as _triton
 
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from flashtile import _triton
+    from flashtile.triton_glue import language as _triton
 
     for item in items:
         interprets = item.path.name == "test_interpreted.py"

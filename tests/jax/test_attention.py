@@ -14,7 +14,7 @@ import pytest
 from flashtile import Alibi, Band, Document, Dropout, KeyPadding, Prefix
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.dropout import keep, seed_words
-from flashtile.spec.dropout import keep as spec_keep
+from flashtile.problem.dropout import keep as spec_keep
 from tests.jax.judge import CASES, Case, evaluate, judge
 from tests.jax.quadratic import attention
 

@@ -17,7 +17,7 @@ import flashtile.jax
 from flashtile import InvalidProblem, NotSupported
 from flashtile.jax.dropout import keep, seed_words
 from flashtile.jax.flax import dot_product_attention
-from flashtile.spec.dropout import Dropout
+from flashtile.problem.dropout import Dropout
 from tests.jax.quadratic import attention
 
 RATE, KEY = 0.4, jax.random.key(3)

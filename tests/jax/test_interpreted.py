@@ -14,13 +14,13 @@ import pytest
 from jax.interpreters import mlir
 
 from flashtile import dispatch
-from flashtile.export.compile import contiguous
 from flashtile.jax.arrays import JAX_DTYPES
 from flashtile.jax.launch import held
 from flashtile.jax.run import plan_p
 from flashtile.jax.step import Backward
 from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import CPU
+from flashtile.triton_glue.compile import contiguous
 from tests.jax.judge import CASES, evaluate, judge
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from flashtile import Alibi, AttentionProblem, Dropout, NotSupported
-from flashtile.export import compile as compile_module
-from flashtile.export.matrix import jobs_of, plan_of, problems, small_problems
+from flashtile.audit.matrix import jobs_of, plan_of, problems, small_problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
 from flashtile.jax.reorder import ENTRY, reordered
@@ -23,6 +22,7 @@ from flashtile.jax.step import Backward, Forward
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
+from flashtile.triton_glue import compile as compile_module
 
 pytestmark = pytest.mark.compiles
 CHECK = jax.export.DisabledSafetyCheck.custom_call(HANDLER)

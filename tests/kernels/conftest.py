@@ -8,8 +8,8 @@ import pytest
 
 from flashtile import dispatch
 from flashtile.kernels.cpu import backend, products, region
-from flashtile.spec.dtype import DType
-from flashtile.torch.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
+from flashtile.problem.dtype import DType
+from flashtile.torch.api.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from flashtile import Options
 from flashtile.kernels.cpu.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import CPU
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 OPTIONS = Options(backend="cpu")
 PLACE = torch.device("cpu")

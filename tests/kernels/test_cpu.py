@@ -20,9 +20,9 @@ from flashtile import Alibi, Band, Blocks, Captured, Dilated, Document, Score, S
 from flashtile.kernels.cpu import products, region, tiled
 from flashtile.kernels.cpu.backend import BACKEND, delegates
 from flashtile.plan.device import CPU, H100
+from flashtile.problem.mask import CAUSAL, FULL
+from flashtile.problem.score import Position, ScoreSpec
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.spec.mask import CAUSAL, FULL
-from flashtile.spec.score import Position, ScoreSpec
 from tests.cases import CASES, DTYPES, Case, lay_out
 from tests.judge import expected, judge, run
 from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem, step

@@ -11,11 +11,11 @@ import torch
 
 import flashtile
 from flashtile import Alibi, Band, Bias, Softcap
+from flashtile.features.scores.relative import Relative
 from flashtile.kernels.cpu import masked, scored
+from flashtile.problem.dtype import DType
+from flashtile.problem.score import ScoreSpec
 from flashtile.reference.attention import attention_plain, attention_reference
-from flashtile.score.relative import Relative
-from flashtile.spec.dtype import DType
-from flashtile.spec.score import ScoreSpec
 from tests.cases import CASES, DTYPES, Case
 from tests.judge import evaluate, expected, judge, run
 from tests.kernels.cpu_calls import OPTIONS, PLACE, inputs, notes, problem

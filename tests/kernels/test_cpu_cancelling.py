@@ -69,7 +69,7 @@ def test_a_row_of_one_key_has_no_gradient_by_its_score(
     options = {**WAYS, **more}[way]
     for fast in (False, True):
         monkeypatch.setattr("flashtile.kernels.cpu.products.multiplies", lambda _: fast)  # noqa: B023
-        flashtile.torch.attention._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.torch.api.attention._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
         q, k, v, dout = inputs(1, keys, keys, 2, 1, dtype=DTYPES[dtype])
         dout[:, 1:] = 0.0  # of row 0 alone, which sees key 0
         leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from flashtile.kernels.cpu.region import region_of
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import Band
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import Band
 
 
 def problem(seqlen_q: int, seqlen_k: int, mask: Band) -> AttentionProblem:

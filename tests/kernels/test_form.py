@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile._triton import INTERPRETED
-from flashtile.kernels.hopper.choose import choose_forward
-from flashtile.kernels.hopper.choose_backward import choose_backward
-from flashtile.kernels.hopper.tile import brought, copied
-from flashtile.kernels.hopper.tile_backward import make_backward_tile
-from flashtile.kernels.lib.score import Form, chain, early, form_of
+from flashtile.features.scores.softcap import Softcap, softcap_backward, softcap_forward
+from flashtile.kernels.device.score import Form, chain, early, form_of
+from flashtile.kernels.sm90.host.choose_backward import choose_backward
+from flashtile.kernels.sm90.host.choose_forward import choose_forward
+from flashtile.kernels.sm90.host.tile_backward import make_backward_tile
+from flashtile.kernels.sm90.host.tile_forward import brought, copied
 from flashtile.plan.device import H100, MI300X
-from flashtile.score.softcap import Softcap, softcap_backward, softcap_forward
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue.language import INTERPRETED
 
 ONE_BY_ONE = Form(prescale=True)
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile._triton import jit, tl
-from flashtile.kernels.lib.varlen import assign_tile
+from flashtile.kernels.device.varlen import assign_tile
+from flashtile.triton_glue.language import jit, tl
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from flashtile import _triton
-from flashtile.kernels.triton import choose
-from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.tile import LONGEST_SUM, Launch, correction_of, products
+from flashtile.kernels.portable import choose
+from flashtile.kernels.portable.backend import BACKEND
+from flashtile.kernels.portable.tile import LONGEST_SUM, Launch, correction_of, products
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import A100, H100, RTX4090
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue import language as _triton
 from tests.cases import CASES, Case
 from tests.judge import breaches, evaluate, expected, measure, measure_lse
 from tests.kernels.conftest import forget_plans
@@ -40,7 +40,7 @@ def _terms_are_added_up_as_a_matrix_unit_does(monkeypatch: pytest.MonkeyPatch) -
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from flashtile._interpreter import factor
+    from flashtile.triton_glue.interpreter import factor
 
     multiply = InterpreterBuilder.create_dot
 

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile import dispatch
-from flashtile.kernels.triton.backend import BACKEND
+from flashtile.kernels.portable.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.device import H100
-from flashtile.spec.attention import AttentionProblem
-from flashtile.torch.run import Bound, device_of
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import Bound, device_of
 
 PLACE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPELLINGS = {

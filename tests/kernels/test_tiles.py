@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile import _triton
-from flashtile.kernels.triton import choose
-from flashtile.kernels.triton.backend import BACKEND
-from flashtile.kernels.triton.candidates import shared_bytes
-from flashtile.kernels.triton.tile import Launch
+from flashtile.kernels.portable import choose
+from flashtile.kernels.portable.backend import BACKEND
+from flashtile.kernels.portable.candidates import shared_bytes
+from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.device import A100, H100, named
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue import language as _triton
 
 
 def problem(tail: str = "", dtype: str = "bf16") -> AttentionProblem:

@@ -1,1 +1,1 @@
-"""Tests of flashtile.spec: host only, property-based."""
+"""Tests of flashtile.problem: host only, property-based."""

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtile.errors import InvalidProblem
-from flashtile.score.alibi import Alibi
-from flashtile.score.softcap import Softcap
-from flashtile.spec.attention import PRECISIONS, AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.lengths import Lengths
-from flashtile.spec.mask import CAUSAL, FULL, Band
-from flashtile.spec.score import Captured, Score, ScoreSpec, TensorSpec
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.attention import PRECISIONS, AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.lengths import Lengths
+from flashtile.problem.mask import CAUSAL, FULL, Band
+from flashtile.problem.score import Captured, Score, ScoreSpec, TensorSpec
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 bounds = st.none() | st.integers(-(2**31) + 1, 2**31 - 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.spec.mask import CAUSAL, FULL, Band, key_range, make_mask
+from flashtile.problem.mask import CAUSAL, FULL, Band, key_range, make_mask
 
 bounds = st.none() | st.integers(-40, 40) | st.sampled_from((1 - 2**31, 2**31 - 1))
 bands = st.builds(Band, bounds, bounds)

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile import Alibi, Options, Softcap
-from flashtile.spec.options import Variant
+from flashtile.problem.options import Variant
 from tests.cases import Case, Tensors
 
 CASE = Case("autograd", seqlen_q=20, seqlen_k=36, causal=True, score=("softcap", "alibi"))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile.plan.call import Buffer
-from flashtile.torch.descriptor import addressable, staged_strides
-from flashtile.torch.run import output_strides
+from flashtile.torch.execute.bound import output_strides
+from flashtile.torch.execute.descriptor import addressable, staged_strides
 
 
 def fits(tensor: torch.Tensor) -> bool:

@@ -10,9 +10,9 @@ import torch
 
 import flashtile
 from flashtile import Alibi, Options
-from flashtile.spec.options import Variant
-from flashtile.torch import run as executor
-from flashtile.torch.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
+from flashtile.problem.options import Variant
+from flashtile.torch.api.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
+from flashtile.torch.execute import bound as executor
 from tests.cases import Case
 from tests.judge import run
 from tests.test_imports import fresh

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flashtile import Band
+from flashtile.problem.mask import make_mask
+from flashtile.problem.options import Variant
 from flashtile.reference.attention import visible
-from flashtile.spec.mask import make_mask
-from flashtile.spec.options import Variant
 from tests.cases import Case
 from tests.judge import expected, judge, run
 

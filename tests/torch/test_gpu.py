@@ -9,11 +9,11 @@ import torch
 
 import flashtile
 from flashtile import Options, Softcap, dispatch
-from flashtile.spec.options import Variant
-from flashtile.torch import replay
-from flashtile.torch.attention import prepare
-from flashtile.torch.graph import LaunchGraph
-from flashtile.torch.run import device_of
+from flashtile.problem.options import Variant
+from flashtile.torch.api.attention import prepare
+from flashtile.torch.execute import replay
+from flashtile.torch.execute.bound import device_of
+from flashtile.torch.execute.graph import LaunchGraph
 from tests.backends import OF_KERNELS, PLAIN
 
 

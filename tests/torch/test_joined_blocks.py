@@ -12,10 +12,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
 from flashtile import Band, Dilated, Document, InvalidProblem, KeyPadding, Options, Prefix, Stored
-from flashtile.predicate.block_table import BlockTable
-from flashtile.spec.blocks import BlockSpec
-from flashtile.spec.options import Variant
-from flashtile.torch.blocks import Blocks
+from flashtile.features.masks.block_table import BlockTable
+from flashtile.problem.blocks import BlockSpec
+from flashtile.problem.options import Variant
+from flashtile.torch.api.blocks import Blocks
 from tests.cases import Case
 from tests.torch.test_masks import dense
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import InvalidProblem, Stored
-from flashtile.kernels.lib.varlen import most_tiles, schedule_tiles
+from flashtile.kernels.device.varlen import most_tiles, schedule_tiles
+from flashtile.problem.options import Variant
 from flashtile.reference.attention import items
-from flashtile.spec.options import Variant
 from tests.cases import Case, Tensors
 from tests.judge import run
 from tests.torch.test_nan import VALUES, assert_same
@@ -173,8 +173,8 @@ def test_lengths_without_meaning_stay_inside_the_tensors(device: torch.device, c
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's plan asks no tensor for its numbers: a meta tensor has none."""
-    from flashtile.torch.attention import make_problem
-    from flashtile.torch.lengths import given_lengths
+    from flashtile.torch.api.attention import make_problem
+    from flashtile.torch.call.lengths import given_lengths
 
     q = torch.zeros(1, 64, 2, 16)
     ends = torch.zeros(4, dtype=torch.int32)

@@ -24,15 +24,15 @@ from flashtile import (
     Prefix,
     Stored,
 )
+from flashtile.features.masks.within import Within
 from flashtile.kernels.cpu.blocks import classify
-from flashtile.predicate.within import Within
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import FULL
+from flashtile.problem.options import Variant
+from flashtile.problem.predicate import Predicate, normal_form
 from flashtile.reference.attention import attention_plain, attention_reference, holds, positions, visible
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import FULL
-from flashtile.spec.options import Variant
-from flashtile.spec.predicate import Predicate, normal_form
-from flashtile.torch.blocks import Blocks as BlocksOfTorch
-from flashtile.torch.masks import MOST_REMEMBERED, call_mask, predicates_of
+from flashtile.torch.api.blocks import Blocks as BlocksOfTorch
+from flashtile.torch.call.masks import MOST_REMEMBERED, call_mask, predicates_of
 from tests.backends import OF_KERNELS
 from tests.cases import MASKS, Case
 from tests.judge import run

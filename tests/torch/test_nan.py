@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashtile import Band
+from flashtile.problem.attention import PRECISIONS, Precision
+from flashtile.problem.mask import make_mask
+from flashtile.problem.options import Variant
 from flashtile.reference.attention import visible
-from flashtile.spec.attention import PRECISIONS, Precision
-from flashtile.spec.mask import make_mask
-from flashtile.spec.options import Variant
 from tests.cases import Case, Tensors, lay_out
 from tests.judge import run
 

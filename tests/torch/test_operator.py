@@ -31,10 +31,10 @@ from flashtile import (
     Softcap,
     Stored,
 )
-from flashtile.torch.attention import make_problem
-from flashtile.torch.operator import ATTENTION, BACKWARD, dense_strides
-from flashtile.torch.packing import APART
-from flashtile.torch.request import write
+from flashtile.torch.api.attention import make_problem
+from flashtile.torch.execute.packing import APART
+from flashtile.torch.routes.operator import ATTENTION, BACKWARD, dense_strides
+from flashtile.torch.routes.request import write
 from tests.cases import lay_out
 
 MOST_RECOMPILES = 20

@@ -10,7 +10,7 @@ import torch
 
 import flashtile
 from flashtile import InvalidProblem, NotSupported, Options
-from flashtile.spec.options import Variant
+from flashtile.problem.options import Variant
 
 ENDS = (0, 17, 17, 40)
 FORMS = ("llm.c", "heads-first", "grouped", "kv", "llm.c-varlen", "grouped-varlen", "kv-varlen", "expanded")
@@ -76,7 +76,7 @@ def test_packed_is_apart(backend: str, place: torch.device, variant: Variant, fo
 
 def test_nothing_is_concatenated(backend: str, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient that autograd receives is the memory that the backward wrote."""
-    from flashtile.torch import packing
+    from flashtile.torch.execute import packing
 
     allocated: list[torch.Tensor] = []
     allocate = packing.PackedGradient.allocate

@@ -9,11 +9,11 @@ import torch
 
 import flashtile
 from flashtile import Blocks, Document, InvalidProblem, KeyPadding, Options
+from flashtile.features.masks.block_table import BlockTable
 from flashtile.nn import Attention
-from flashtile.predicate.block_table import BlockTable
-from flashtile.spec.options import Variant
-from flashtile.torch import blocks as module
-from flashtile.torch.blocks import Blocks as BlocksOfTorch
+from flashtile.problem.options import Variant
+from flashtile.torch.api import blocks as module
+from flashtile.torch.api.blocks import Blocks as BlocksOfTorch
 from tests.backends import OF_KERNELS
 
 CPU = Options(backend="cpu")

@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 import torch
 
-from flashtile.torch import replay
-from flashtile.torch.replay import KEPT_BYTES, Replay
+from flashtile.torch.execute import replay
+from flashtile.torch.execute.replay import KEPT_BYTES, Replay
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.spec.options import Variant
+from flashtile.problem.options import Variant
 from tests.backends import unrepeatable
 from tests.cases import Case, Tensors
 from tests.judge import run

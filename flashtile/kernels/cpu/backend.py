@@ -11,12 +11,12 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
-from flashtile.spec.attention import MAX_HEAD_DIM, AttentionProblem
-from flashtile.spec.cache import AppendProblem, CachedProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.options import Variant
-from flashtile.spec.predicate import Predicate
-from flashtile.spec.score import Score
+from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import Variant
+from flashtile.problem.predicate import Predicate
+from flashtile.problem.score import Score
 
 DELEGATED = "cpu: delegates to torch's flash attention"
 PLAIN_SUMS = ", whose float32 sums are plain PyTorch's (precision 'ieee' has stricter ones)"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashtile.kernels.cpu.strip import Predicates, indices
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.score import Position
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.score import Position
 
 
 def classify(p: AttentionProblem, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from flashtile.kernels.cpu import items
 from flashtile.plan.buffers import append_buffers, cached_buffers
 from flashtile.plan.call import HostCall, Plan
-from flashtile.spec.cache import AppendProblem, CachedProblem, Pages
-from flashtile.spec.lengths import Lengths
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.lengths import Lengths
 
 Tensors = dict[str, torch.Tensor]
 

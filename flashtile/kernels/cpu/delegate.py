@@ -35,8 +35,8 @@ from flashtile.kernels.cpu.lse import mend_lse
 from flashtile.kernels.cpu.peaked import Rows, mend_peaked
 from flashtile.kernels.cpu.products import FEW_KEYS, mends, strict
 from flashtile.kernels.cpu.region import region_of
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
 Bound = Callable[..., list[torch.Tensor] | None]

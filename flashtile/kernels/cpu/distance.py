@@ -13,8 +13,8 @@ import torch
 from flashtile.kernels.cpu.modifiers import Modifiers
 from flashtile.kernels.cpu.region import Region, Tile, region_of
 from flashtile.kernels.cpu.strip import Rows, indices
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.score import Position
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.score import Position
 
 ALL = slice(None)
 # Probabilities below 2^-100 of a row's largest change no float32 sum, but they and their products become denormal numbers,

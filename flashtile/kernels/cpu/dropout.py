@@ -1,4 +1,4 @@
-"""Dropout on the CPU: `spec/dropout.py` says which probabilities are kept."""
+"""Dropout on the CPU: `problem/dropout.py` says which probabilities are kept."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from flashtile.kernels.cpu.region import Tile
 from flashtile.kernels.cpu.strip import Rows
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dropout import keep
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dropout import keep
 
 
 class Drop:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.lengths import ALIKE
-from flashtile.spec.predicate import PredicateSpec
-from flashtile.spec.score import ScoreSpec
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.lengths import ALIKE
+from flashtile.problem.predicate import PredicateSpec
+from flashtile.problem.score import ScoreSpec
 
 Tensors = dict[str, torch.Tensor]
 PER_ROW = ("lse", "lse_low", "dlse")  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)

@@ -12,7 +12,7 @@ import torch
 from flashtile.kernels.cpu.distance import LEAST_EXPONENT, Distances, longest
 from flashtile.kernels.cpu.products import Scratch
 from flashtile.kernels.cpu.strip import Rows, Strip, strips
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 Tensors = dict[str, torch.Tensor]
 

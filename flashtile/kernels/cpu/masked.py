@@ -15,7 +15,7 @@ from flashtile.kernels.cpu.delegate import FLASH, MOST_SCORE, embedded, heads_fi
 from flashtile.kernels.cpu.distance import distances_of
 from flashtile.kernels.cpu.lse import mend_lse
 from flashtile.kernels.cpu.region import Region, region_of
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.score import Position
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.score import Position
 
 
 class Modifiers:

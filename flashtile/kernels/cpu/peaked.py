@@ -19,7 +19,7 @@ from flashtile.kernels.cpu.distance import LEAST_EXPONENT
 from flashtile.kernels.cpu.products import Scratch
 from flashtile.kernels.cpu.region import ELEMENTS, region_of
 from flashtile.kernels.cpu.strip import indices
-from flashtile.spec.attention import AttentionProblem
+from flashtile.problem.attention import AttentionProblem
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,9 +8,9 @@ from functools import cache
 import torch
 
 from flashtile.kernels.cpu.region import region_of, tiling_of
-from flashtile.kernels.lib.score import sums_per_head
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.kernels.device.score import sums_per_head
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 # Fewer rows than this (of a group together) do not repay the casts. It also bounds a tile's width, and so `headroom`.
 NARROW_ROWS = 128

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
-from flashtile.spec.mask import FULL, Band, key_range
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.mask import FULL, Band, key_range
 
 
 @dataclass(frozen=True)

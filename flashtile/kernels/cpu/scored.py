@@ -18,8 +18,8 @@ from flashtile.kernels.cpu.modifiers import Modifiers
 from flashtile.kernels.cpu.products import Scratch
 from flashtile.kernels.cpu.region import Region, Tile, Tiling, region_of
 from flashtile.kernels.cpu.strip import Rows, strips
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.score import Position
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.score import Position
 
 Tensors = dict[str, torch.Tensor]
 

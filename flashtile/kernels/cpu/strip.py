@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 
 from flashtile.kernels.cpu.region import Region, Tile, Tiling, region_of, tiling_of
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.mask import Band
-from flashtile.spec.score import Position
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.mask import Band
+from flashtile.problem.score import Position
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from flashtile.kernels.cpu.products import (
 )
 from flashtile.kernels.cpu.region import Tile
 from flashtile.kernels.cpu.strip import Rows, strips
-from flashtile.spec.attention import AttentionProblem
-from flashtile.spec.dtype import DType
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
 

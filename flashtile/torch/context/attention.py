@@ -8,13 +8,15 @@ from typing import Any, NoReturn
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, check_names
-from flashtile.predicate.prefix import Prefix
-from flashtile.spec.dropout import Dropout
-from flashtile.spec.mask import Band
-from flashtile.spec.options import Options
-from flashtile.spec.predicate import Joined, Predicate
-from flashtile.spec.score import Score
-from flashtile.torch.attention import ARGUMENTS, make_problem
+from flashtile.features.masks.prefix import Prefix
+from flashtile.problem.dropout import Dropout
+from flashtile.problem.mask import Band
+from flashtile.problem.options import Options
+from flashtile.problem.predicate import Joined, Predicate
+from flashtile.problem.score import Score
+from flashtile.torch.api.attention import ARGUMENTS, make_problem
+from flashtile.torch.call.inputs import check_sink, check_tensors, modifiers
+from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree
 from flashtile.torch.context.calls import call
 from flashtile.torch.context.collectives import Exchange, Gather, dealt, ordered
@@ -23,8 +25,6 @@ from flashtile.torch.context.layout import check_length, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
-from flashtile.torch.inputs import check_sink, check_tensors, modifiers
-from flashtile.torch.lengths import given_lengths
 
 
 def attention(

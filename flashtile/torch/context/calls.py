@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.attention import attention
+from flashtile.torch.api.attention import attention
 
 
 def widens(q: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.mask import make_mask
+from flashtile.problem.mask import make_mask
 from flashtile.torch.context.layout import LAYOUTS, check_length, pairs, runs
 
 METHODS = ("auto", "allgather", "ulysses", "ring")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.errors import InvalidProblem
-from flashtile.spec.mask import Band
+from flashtile.problem.mask import Band
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

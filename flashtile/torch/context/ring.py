@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.attention import attention
+from flashtile.torch.api.attention import attention
 from flashtile.torch.context.calls import widens
 from flashtile.torch.context.collectives import Passing
 from flashtile.torch.context.context import Context

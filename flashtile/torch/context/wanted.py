@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from flashtile.predicate.dilated import Dilated
-from flashtile.predicate.document import Document
-from flashtile.predicate.key_padding import KeyPadding
-from flashtile.predicate.prefix import Prefix
-from flashtile.predicate.top_left import TopLeft
-from flashtile.score.alibi import Alibi
-from flashtile.score.bias import Bias
-from flashtile.score.relative import Relative
-from flashtile.score.softcap import Softcap
-from flashtile.spec.mask import FULL, Band
-from flashtile.spec.predicate import Joined, Predicate, normal_form
+from flashtile.features.masks.dilated import Dilated
+from flashtile.features.masks.document import Document
+from flashtile.features.masks.key_padding import KeyPadding
+from flashtile.features.masks.prefix import Prefix
+from flashtile.features.masks.top_left import TopLeft
+from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.bias import Bias
+from flashtile.features.scores.relative import Relative
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.mask import FULL, Band
+from flashtile.problem.predicate import Joined, Predicate, normal_form
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece
 from flashtile.torch.context.shards import gathered

@@ -1,0 +1,222 @@
+"""Attention over a cache in pages: a tile of queries packed with the heads that share keys, parts of keys, and their sum.
+
+Parts begin at multiples of `split` keys, and are added up in order (Flash-Decoding's split and combine): what an item's sum
+looks like depends on the item alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile.kernels.device.exponential import exp
+from flashtile.kernels.device.grid import Sizes
+from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
+from flashtile.kernels.device.product import aligned_parts, score_product, transposed
+from flashtile.kernels.device.score import locate, logits
+from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, fold, scored
+from flashtile.triton_glue.language import jit, tl
+
+UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
+    page, keys of a part (0 for one pass).
+    """
+
+    heads: int
+    chunks: int
+    page: int
+    split: int
+
+
+class Seat(NamedTuple):
+    """A tile's item, and where its queries lie."""
+
+    batch: tl.tensor  # the item; in a packed batch, one behind the last for queries that belong to none
+    slab: tl.tensor  # of the tensors' first axis
+    first_q: tl.tensor  # the item's first query in the second axis
+    span: tl.tensor  # queries that are written
+    q: tl.tensor  # queries that count
+    k: tl.tensor  # keys
+    first_k: tl.tensor  # the row of the first key
+    token: tl.tensor  # the tile's first query, within the item
+
+
+@jit
+def seat_of(tile, cu_ptr, used_ptr, first_ptr, seqlen_q, batch, capacity, TOKENS: tl.constexpr):
+    """The Seat of a tile. Packed items begin at tile cu // TOKENS + item: the host knows how many tiles there can be."""
+    if cu_ptr is not None:
+        before = tile * 0
+        for start in tl.range(0, batch + 1, 128):
+            other = start + tl.arange(0, 128)
+            cu = tl.load(cu_ptr + other, mask=other <= batch, other=0)
+            cu = tl.minimum(tl.maximum(cu, 0), seqlen_q)
+            begins = (other <= batch) & (cu // TOKENS + other <= tile)
+            before += tl.sum(begins.to(tl.int32))
+        item = tl.maximum(before - 1, 0)
+        first_q = tl.minimum(tl.maximum(tl.load(cu_ptr + item), 0), seqlen_q)
+        end = tl.load(cu_ptr + item + 1, mask=item < batch, other=seqlen_q)
+        span = tl.maximum(tl.minimum(end, seqlen_q) - first_q, 0)
+        token = (tile - first_q // TOKENS - item) * TOKENS
+        slab = item * 0
+    else:
+        tiles = tl.cdiv(seqlen_q, TOKENS)
+        item = tile // tiles
+        token = tile % tiles * TOKENS
+        first_q = item * 0
+        span = seqlen_q
+        slab = item
+    here = item < batch
+    first_k = item * 0
+    if first_ptr is not None:
+        first_k = tl.maximum(tl.load(first_ptr + item, mask=here, other=0), 0)
+    rows = tl.minimum(tl.load(used_ptr + item, mask=here, other=0), capacity)
+    return Seat(item, slab, first_q, span, tl.where(here, span, 0), tl.maximum(rows - first_k, 0), first_k, token)
+
+
+@jit
+def tokens_of(cu_ptr, seqlen_q, batch):
+    """Queries of all items."""
+    if cu_ptr is not None:
+        return tl.cast(seqlen_q, tl.int64)
+    else:
+        return tl.cast(batch, tl.int64) * seqlen_q
+
+
+@jit
+def cache_tile(ptr, strides, table_ptr, table_strides, item, position, exists, head, pages,
+               WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Rows `position` of an item's cache, zero where they do not exist; entries of the table are read for those that do."""
+    column = tl.arange(0, COLUMNS)
+    if table_ptr is not None:
+        entry = table_ptr + item.to(tl.int64) * table_strides[0] + (position // PAGE).to(tl.int64) * table_strides[1]
+        page = tl.load(entry, mask=exists, other=0).to(tl.int64)
+    else:
+        page = item.to(tl.int64) + position.to(tl.int64) * 0
+    page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    row = (position % PAGE).to(tl.int64) if table_ptr is not None else position.to(tl.int64)
+    at = page * strides[0] + row * strides[1] + head.to(tl.int64) * strides[2]
+    inside = exists[:, None] & (column < WIDTH)[None, :]
+    return tl.load(ptr + at[:, None] + column.to(tl.int64)[None, :] * strides[3], mask=inside, other=0.0)
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, capacity, pages, left, right, extra,
+                   PACK: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and one part of the keys.
+
+    Grid (tiles, heads_kv * CHUNKS, parts). in_ptrs = (q, k pool, v pool, table or None, sink or None); out_ptrs = (out, lse),
+    or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others (parts, tokens, heads).
+    strides of q, k, v, table, out, sink; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
+    extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
+    """
+    HEADS: tl.constexpr = PACK.heads
+    CHUNKS: tl.constexpr = PACK.chunks
+    PAGE: tl.constexpr = PACK.page
+    SPLIT: tl.constexpr = PACK.split
+    TOKENS: tl.constexpr = T.block_q // HEADS
+    BLOCK_K: tl.constexpr = T.block_k
+    heads, scale = tl.num_programs(1) // CHUNKS * group, extra[2]
+    seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
+    head_kv, chunk, part = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2)
+    packed = tl.arange(0, T.block_q)
+    row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
+    exists = (row < seat.span) & (member < group)
+    head = head_kv * group + tl.minimum(member, group - 1)
+    sizes = Sizes(seat.q, seat.k, heads, group)
+    band = (left, right, extra[1])
+    lo, _, _, hi, ends = tiles_seen(seat.token, seat.q, seat.k, left, right, T.left, T.right, TOKENS, BLOCK_K, T)
+    if SPLIT > 0:
+        lo = tl.maximum(lo, part * SPLIT)
+        hi = tl.minimum(hi, (part + 1) * SPLIT)
+    column = tl.arange(0, T.columns)
+    q_at = seat.slab.to(tl.int64) * strides[0][0] + (seat.first_q + row).to(tl.int64) * strides[0][1]
+    q_at += head.to(tl.int64) * strides[0][2]
+    counts = exists & (row < seat.q)
+    q_tile = tl.load(in_ptrs[0] + q_at[:, None] + column.to(tl.int64)[None, :] * strides[0][3],
+                     mask=counts[:, None] & (column < T.head_dim)[None, :], other=0.0)  # fmt: skip
+    q = aligned_parts(q_tile, T)
+    rows = empty_rows(T.block_q, T.columns_v, T)
+    for start in tl.range(lo, hi, BLOCK_K):
+        key = start + tl.arange(0, BLOCK_K)
+        there = (key >= ends[0]) & (key < tl.minimum(ends[1], hi))
+        position = seat.first_k + key
+        k = cache_tile(in_ptrs[1], strides[1], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages,
+                       T.head_dim, T.columns, PAGE)  # fmt: skip
+        v = cache_tile(in_ptrs[2], strides[2], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages,
+                       T.head_dim_v, T.columns_v, PAGE)  # fmt: skip
+        at = locate(seat.batch, head[:, None], row[:, None], key[None, :], sizes, True)
+        keep = seen(at, row[:, None], key[None, :], sizes, band, True, T, MASK)
+        if T.predicate:
+            v = zero_unseen(v, keep, 0)
+        score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, extra[0], T, SCORE)
+        rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE)
+    rows = scored(rows, T)
+    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
+    if SPLIT > 0:
+        if part * SPLIT < seat.k:
+            place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
+            value = tl.arange(0, T.columns_v)
+            tl.store(out_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :], rows.acc,
+                     mask=counts[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
+            tl.store(out_ptrs[1] + place, rows.top, mask=counts)
+            tl.store(out_ptrs[2] + place, rows.total, mask=counts)
+    else:
+        write(rows, out_ptrs, in_ptrs[4], strides[4], strides[5], seat, row, head, heads, seqlen_q, exists, counts, T)
+
+
+@jit
+def write(
+    rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, T: tl.constexpr
+):
+    """out and lse of finished rows; 0 and -inf of those that do not count."""
+    if T.sink:
+        sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
+        rows = add_sink(rows, sink.to(rows.top.dtype), T)
+    out, lse = finish(rows, T)
+    out, lse = tl.where(counts[:, None], out, 0.0), tl.where(counts, lse, float("-inf"))
+    value = tl.arange(0, T.columns_v)
+    at = seat.slab.to(tl.int64) * out_strides[0] + (seat.first_q + row).to(tl.int64) * out_strides[1]
+    at += head.to(tl.int64) * out_strides[2]
+    tl.store(out_ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(out_ptrs[0].dtype.element_ty),
+             mask=exists[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
+    lse_at = (seat.slab.to(tl.int64) * heads + head) * seqlen_q + seat.first_q + row
+    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists)
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, PACK: tl.constexpr,
+                   T: tl.constexpr):  # fmt: skip
+    """The sum of an item's parts, in order; parts behind its keys were never written, and are not read.
+
+    Grid (tiles, heads_kv * CHUNKS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of out, sink.
+    """
+    HEADS: tl.constexpr = PACK.heads
+    CHUNKS: tl.constexpr = PACK.chunks
+    SPLIT: tl.constexpr = PACK.split
+    TOKENS: tl.constexpr = T.block_q // HEADS
+    heads = tl.num_programs(1) // CHUNKS * group
+    seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
+    head_kv, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    packed = tl.arange(0, T.block_q)
+    row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
+    exists = (row < seat.span) & (member < group)
+    head = head_kv * group + tl.minimum(member, group - 1)
+    counts = exists & (row < seat.q)
+    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
+    value = tl.arange(0, T.columns_v)
+    rows = empty_rows(T.block_q, T.columns_v, T)
+    for part in tl.range(0, tl.cdiv(seat.k, SPLIT)):
+        place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
+        top = tl.load(part_ptrs[1] + place, mask=counts, other=float("-inf"))
+        total = tl.load(part_ptrs[2] + place, mask=counts, other=0.0)
+        acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
+                      mask=counts[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
+        level = tl.maximum(rows.top, top)
+        pivot = tl.where(level == float("-inf"), 0.0, level)
+        old, new = exp(rows.top - pivot, T), exp(top - pivot, T)
+        rows = Rows(rows.acc * old[:, None] + acc * new[:, None], level, rows.total * old + total * new)
+    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, T)

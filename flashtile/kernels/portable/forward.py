@@ -1,0 +1,131 @@
+"""Forward kernel: one program computes one query tile of one head (FlashAttention-2, arXiv 2307.08691, algorithm 1)."""
+
+from __future__ import annotations
+
+from flashtile.kernels.device.blocks import block_list, block_start
+from flashtile.kernels.device.dropout import kept, load_seed
+from flashtile.kernels.device.exponential import FAR, exp
+from flashtile.kernels.device.grid import Sizes
+from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
+from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
+from flashtile.kernels.device.product import aligned_parts, score_product, transposed
+from flashtile.kernels.device.score import locate, logits
+from flashtile.kernels.device.softmax import add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.varlen import slab, tile_of
+from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
+
+
+@jit
+def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args,
+                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Fold the key tile at `start` into the rows.
+
+    ends = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
+    the first of them, seed of dropout).
+    """
+    BLOCK_K: tl.constexpr = T.block_k
+    start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
+    first, end = ends[0] - start, ends[1] - start
+    k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
+    key = start + tl.arange(0, BLOCK_K)[None, :]
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
+    if MASKED and T.predicate:
+        v = zero_unseen(v, keep, 0)
+    score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
+    return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE)
+
+
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                      region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One program: `forward_tile` of its number."""
+    forward_tile(tl.program_id(0), tl.num_programs(0), in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left,
+                 right, scale, score_args, region, T, SCORE, MASK)  # fmt: skip
+
+
+@jit
+def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                 region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One query tile of one head, of all `tiles`.
+
+    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
+
+    region = (the schedule where T.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
+
+    Where T.repairs out and lse are another forward's, of which rows are computed again whose lse is beyond FAR, or not finite.
+    lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
+    and sum, from which the backward forms probabilities without the rounding of a logarithm.
+    """
+    BLOCK_Q: tl.constexpr = T.block_q
+    BLOCK_K: tl.constexpr = T.block_k
+    band = (left, right, region[1])
+    tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
+    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
+    row = tile * BLOCK_Q
+    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+
+    index, per_head = row + tl.arange(0, BLOCK_Q), (batch * heads + head).to(tl.int64)
+    lse_tile, far = out_ptrs[1] + per_head * seqlen_q + item.first_q + index, index < item.span_q
+    if T.repairs:
+        made = tl.load(lse_tile, mask=index < item.q, other=0.0)
+        far = ((tl.abs(made) < FAR) == 0) & (index < item.q)  # infinite, or no number, too
+    q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
+    k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
+    v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
+    q = aligned_parts(load_tile(q_head, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
+    seed = load_seed(score_args, T)
+    place = (item.batch, head, index[:, None], row, seed)
+    rows = empty_rows(BLOCK_Q, T.columns_v, T)
+    if T.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
+        PER: tl.constexpr = T.blocks_k // BLOCK_K
+        for step in tl.range(0, partial * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                True, T, SCORE, MASK)  # fmt: skip
+        for step in tl.range(partial * PER, visited * PER):
+            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                False, T, SCORE, MASK)  # fmt: skip
+    else:
+        if T.left:
+            for start in tl.range(lo, full_lo, BLOCK_K):
+                rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                    True, T, SCORE, MASK)  # fmt: skip
+        for start in tl.range(full_lo, full_hi, BLOCK_K):
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                False, T, SCORE, MASK)  # fmt: skip
+        for start in tl.range(full_hi, hi, BLOCK_K):
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+                                True, T, SCORE, MASK)  # fmt: skip
+
+    rows = scored(rows, T)
+    if T.sink:
+        sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
+        rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)
+    out, lse = finish(rows, T)
+    if T.dropout:
+        out *= seed.factor
+    top, total = rows.top, rows.total
+    if T.wide:
+        top = rows.top.to(tl.float32)
+        total = total * exp(tl.where(rows.top == float("-inf"), 0.0, rows.top - top), T)
+    if T.ragged:  # rows that belong to an item, but do not count
+        counts = index < item.q
+        out = tl.where(counts[:, None], out, 0.0)
+        lse = tl.where(counts, lse, float("-inf"))
+        top, total = tl.where(counts, top, float("-inf")), tl.where(counts, total, 0.0)
+    out_head = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(item.first_q + row, strides[3])
+    if T.repairs:
+        other = load_tile(out_head, strides[3], 0, item.span_q - row, T.head_dim_v, BLOCK_Q, T.columns_v, True)
+        out = tl.where(far[:, None], out, other.to(out.dtype))
+    store_tile(out_head, strides[3], out, item.span_q - row, T.head_dim_v, BLOCK_Q, T.columns_v)
+    here = index < item.span_q
+    tl.store(lse_tile, lse, mask=far)
+    if T.exact:
+        stats = out_ptrs[2] + per_head * (2 * seqlen_q) + item.first_q + index
+        tl.store(stats, top, mask=here)
+        tl.store(stats + seqlen_q, total, mask=here)

@@ -1,0 +1,286 @@
+"""Tile: everything that the compiler must know, as one constexpr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flashtile.kernels.device.mask import term_starts
+from flashtile.kernels.device.score import Form, adds_elements, captures, form_of, shares_items, sums_per_head
+from flashtile.kernels.device.small import is_small
+from flashtile.plan.device import Device
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.triton_glue.language import INTERPRETED
+
+Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
+Products = Literal["unit", "cut", "short", "aligned", "float64"]
+Correction = Literal["", "after", "before"]
+
+# How a precision is multiplied. Float32-grade error on matrix units takes three tf32 products or six bf16 ones. The six
+# keep 24 bits instead of 22, exist on AMD too, and their operands need no transposition through registers: on an H100
+# (6 x 4096, 12 heads of 64, causal) keys 4.9 ms instead of 6.0, queries 3.3 instead of 3.6, fused 7.2 instead of 9.5.
+# The interpreter multiplies exactly, whatever it is told, and knows the tf32 names only.
+PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ieee": "ieee"}
+
+
+WAVE = 256  # about as many tiles as a GPU computes at a time: if fewer go together, long ones of the last heads begin late
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A tile choice: what `tune` measures and the tuned files hold.
+
+    held: how many of the two resident operands of a backward pass wait in registers instead of shared memory (`hold`).
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+    swizzle: int = 1
+    products: Products = "unit"  # how an fp32 problem multiplies; `choose` decides
+    held: int = 0
+
+    def spell(self) -> str:
+        tail = (f" {self.products}" if self.products != "unit" else "") + (f" held={self.held}" if self.held else "")
+        return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{tail}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Compile-time part of a kernel call. Plain ints, bools and strings only: Triton keys its cache by their text."""
+
+    block_q: int
+    block_k: int
+    head_dim: int
+    head_dim_v: int
+    columns: int  # head_dim, padded to what a tile can have
+    columns_v: int
+    grouped: bool  # several query heads share a key/value head
+    left: bool  # the band is bounded on the left
+    right: bool
+    pads_keys: bool  # the last key tile reaches beyond the keys; where a pass asks
+    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
+    adds: int  # otherwise: modifiers that add
+    curved: bool  # and a last one that is a curve
+    exact: bool  # float32's grade: the backward gets each row's maximum and sum instead of lse
+    precision: str  # input_precision of tl.dot
+    score_precision: str  # that of q k^T
+    products: str  # as in Launch
+    offset: bool  # below it, where a problem `shares_offset`: the backward gets lse, and what its rounding lacks
+    narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
+    makes_lse: bool
+    lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
+    sink: bool  # one more logit per head joins the softmax
+    dropout: bool
+    modifiers: int  # how many there are: dropout's arguments follow theirs
+    swizzle: int  # heads that go together, for the L2 cache
+    last_first: bool
+    adds_dq: bool  # the pass over keys adds its share of dq
+    correction: Correction = ""  # of delta, by the pass over queries
+    lonely: bool = False  # a pass whose delta was corrected, below float32's grade, and whose queries may be left one key
+    held: int = 0  # as in Launch
+    ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
+    varlen: bool = False  # items lie one after another
+    predicate: bool = False  # predicates narrow the mask
+    starts: int = 0  # where their terms begin (`term_starts`)
+    blocks_q: int = 0  # the sizes of the blocks that the mask's lists count; 0 without lists
+    blocks_k: int = 0
+    together: bool = False  # as `shares_items` says
+    slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
+    wave: int = 0  # tiles that go together at least
+    repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
+
+    @property
+    def wide(self) -> bool:
+        """Everything is computed in float64."""
+        return self.products == "float64"
+
+    @property
+    def corrects(self) -> bool:
+        """The pass over queries finds what delta is off by, and corrects what it formed of it."""
+        return self.correction == "after"
+
+    @property
+    def twice(self) -> bool:
+        """The pass over queries walks the keys twice: first it finds what delta is off by, then it forms gradients."""
+        return self.correction == "before"
+
+    @property
+    def noise(self) -> float:
+        """What is smaller, of dp - delta in units of delta, is rounding and counts as 0; 0 where delta is not known so well."""
+        return 2.0**-40 if self.wide else 2.0**-18 if self.lonely else 0.0
+
+    @property
+    def parts(self) -> bool:
+        """Operands are multiplied in bf16 parts (lib/product.py)."""
+        return self.products in ("cut", "short", "aligned")
+
+    @property
+    def cut(self) -> bool:
+        """The parts are the bits of a number; otherwise its highest part is aligned to its row."""
+        return self.products in ("cut", "short")
+
+    @property
+    def short(self) -> bool:
+        """Products are of the first two parts; only scores that lse is made of are of all three."""
+        return self.products == "short"
+
+    @property
+    def width(self) -> int:
+        return max(self.slots, 1)
+
+
+def padded(problem: AttentionProblem) -> tuple[int, int]:
+    """(columns, columns_v) of a tile for these head dims: powers of two, at least the matrix units' depth.
+
+    That is 16; in fp32 it is 32, because eight warps on fp32 tiles of 16 columns fault on an H100 (Triton 3.6.0). There,
+    too, fp32 forwards of 64 columns beside 32 of v, with 64 keys or more, are wrong or fault: ptxas's doing, for the same
+    PTX is right under its -O0 and under a newer ptxas. 64 of v are right, as are 32 beside 64 or 128.
+    """
+    fp32 = problem.dtype is DType.FP32
+    columns, columns_v = (max(32 if fp32 else 16, 1 << (n - 1).bit_length()) for n in (problem.head_dim, problem.head_dim_v))
+    return columns, max(columns_v, 64) if fp32 and columns == 64 else columns_v
+
+
+LONGEST_SUM = 128  # columns of a head: beyond, the matrix units' truncation is a bias that no number of elements evens out
+
+
+def products(problem: AttentionProblem, device: Device, which: Pass) -> Products:
+    """How a pass forms the products of an fp32 problem; "unit" says that Triton chooses (PRODUCTS), as in every other dtype.
+
+    With few elements luck decides whether the largest error is 1.5 x plain PyTorch's, and a captured tensor's gradient that
+    is one sum per head is few elements whatever the problem: these are float64 throughout, where there are matrix units for it,
+    "ieee" too, whose products are float32 otherwise.
+    Else aligned parts keep errors of few terms to a rounding (lib/product.py). From 1,024 x 1,024 on the largest of many
+    errors stays below that by itself, and parts that are cut are fastest where operands are read from shared memory, up to
+    LONGEST_SUM.
+
+    tf32 on sm90: three products of two parts, "short". One TF32 product has half the rate of a bf16 one there and takes
+    operands in one layout only: it was no faster than "cut" (8 x 1024, 12 heads of 64, causal, H100: 0.269 ms, 0.249).
+    """
+    if problem.dtype is not DType.FP32:
+        return "unit"
+    if problem.precision == "tf32":
+        return "short" if device.target == "sm90" else "unit"
+    if (is_small(problem) or (which == "queries" and sums_per_head(problem))) and device.multiplies_float64:
+        return "float64"
+    if problem.precision == "ieee":
+        return "unit"
+    if max(problem.head_dim, problem.head_dim_v) > LONGEST_SUM or min(problem.span_q, problem.span_k) < 1024:
+        return "aligned"
+    return "cut" if device.target == "sm90" else "unit"
+
+
+def correction_of(problem: AttentionProblem, launch: Launch) -> Correction:
+    """When the pass over queries corrects delta: after it has formed gradients, or before, by one more walk over the keys.
+
+    Before: elements of captured tensors, which are added up in memory; small float64 problems whose masks may leave every
+    query one key, at run time alone: plain PyTorch's dq and dk are 0 there; and small problems below float32's grade: where few
+    keys decide a row, out is rounded by more than dp and delta differ by. Of large ones what is summed over a whole head is
+    corrected, and nothing else.
+    """
+    mended = is_mended(problem)
+    if not mended and (problem.lone or not (problem.float32_grade or sums_per_head(problem))):
+        return ""
+    uneven = bool(problem.where) or problem.lengths.ragged
+    exactly = uneven and is_small(problem) and launch.products == "float64"
+    return "before" if mended or exactly or adds_elements(problem.score) else "after"
+
+
+def is_mended(problem: AttentionProblem) -> bool:
+    """Whether delta is corrected before all else, though float32's grade is not asked for."""
+    return is_small(problem) and not problem.float32_grade
+
+
+def may_leave_one(problem: AttentionProblem) -> bool:
+    """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
+    return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
+
+
+def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
+    """Whether a pass forms gradients of captured tensors."""
+    return which == "pairs" or (which == "queries" and bool(captures(problem.score)))
+
+
+BYTES = frozenset({"bool", "int8", "uint8"})  # dtypes of 8 bits
+NARROW = BYTES | {"fp16", "bf16"}
+
+
+def form_in(problem: AttentionProblem, which: Pass) -> Form:
+    """How a pass applies modifiers."""
+    return Form(prescale=True) if problem.shares_offset else form_of(problem, forms_captured(problem, which))
+
+
+def narrow_loads(problem: AttentionProblem) -> set[str]:
+    """Dtypes of less than 32 bits that scores depend on: those of captured tensors and of predicates."""
+    captured = [tensor.dtype for score in problem.score for tensor in score.tensors]
+    asked = [dtype for leaf in problem.leaves for _, dtype in leaf.tensors]
+    return {*captured, *asked} & NARROW
+
+
+# The fewest terms of a product where `reads_bytes_and_joins`. Triton 3.6.0 to 3.7.1 then hold 8 neighbours of an operand row in
+# a thread (kWidth: 32 bits over the narrowest load's 8, twice that for a `tl.join`), the row in four threads. Of a product of
+# 16 terms mma.sync leaves half out and counts the others twice: on an H100 results are off by 1.2 to 2.3 of the largest; 32 and
+# 64 terms are right. 3.8.0 holds 4 at most. `audit/fragments.py` finds such products in compiled kernels.
+WHOLE_FRAGMENT = 32
+
+
+def reads_bytes_and_joins(problem: AttentionProblem, device: Device, products: Products) -> bool:
+    """Whether probabilities depend on loads of 8 bits, and on dropout's words, which are joined, in products of mma.sync."""
+    if device.kind != "cuda" or problem.dropout is None or products == "float64" or problem.precision == "ieee":
+        return False
+    return not narrow_loads(problem).isdisjoint(BYTES)
+
+
+def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "") -> Tile:
+    """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
+    band, lengths = problem.band, problem.lengths
+    columns, columns_v = padded(problem)
+    form = form_in(problem, which)
+    grouped, backward = which in ("keys", "fused") and problem.group > 1, which != "forward"
+    return Tile(
+        block_q=launch.block_q,
+        block_k=launch.block_k,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        columns=columns,
+        columns_v=columns_v,
+        grouped=grouped,
+        left=band.left is not None,
+        right=band.right is not None,
+        pads_keys=(which in ("keys", "fused", "pairs") or bool(problem.score or problem.where))
+        and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
+        prescale=form.prescale,
+        adds=form.adds,
+        curved=form.curved,
+        exact=problem.float32_grade,
+        offset=problem.shares_offset,
+        precision=PRODUCTS[problem.precision],
+        # With one tf32 product lse would be off by 5e-4, and probabilities with it.
+        score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
+        products=launch.products,
+        narrow=launch.products == "float64" and bool(narrow_loads(problem)),
+        makes_lse=which == "forward",
+        lone=backward and problem.lone and not is_mended(problem),
+        sink=problem.sink is not None,
+        dropout=problem.dropout is not None,
+        modifiers=len(problem.score),
+        swizzle=launch.swizzle,
+        last_first=band.right is not None and which in ("forward", "queries"),
+        adds_dq=which == "fused",
+        correction=correction,
+        lonely=backward and is_mended(problem) and may_leave_one(problem),
+        held=launch.held,
+        ragged=lengths.ragged,
+        varlen=lengths.varlen,
+        predicate=bool(problem.where),
+        starts=term_starts(problem),
+        blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
+        blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
+        together=shares_items(problem),
+        slots=1 << (slots - 1).bit_length() if slots else 0,
+        # Tiles of keys read the queries of a whole group of heads: the L2 cache has no room for more of these.
+        wave=0 if grouped else WAVE,
+    )

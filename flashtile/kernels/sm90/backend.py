@@ -1,0 +1,407 @@
+"""The Hopper backend: plans made of warp-specialised Gluon kernels."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+from flashtile.errors import NotSupported
+from flashtile.kernels.device.available import NO_TRITON
+from flashtile.kernels.device.mask import predicates
+from flashtile.kernels.device.score import chain, form_of, uneven_refusals
+from flashtile.kernels.device.small import is_small
+from flashtile.kernels.device.sums import sum_partials
+from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
+from flashtile.kernels.sm90.host.choose_backward import choose_backward, is_split
+from flashtile.kernels.sm90.host.choose_forward import choose_forward, choose_queries, forward_grid
+from flashtile.kernels.sm90.host.tile_backward import (
+    PADDED_ROWS,
+    BackwardLaunch,
+    BackwardTile,
+    backward_tiles,
+    make_backward_tile,
+    padded_queries,
+)
+from flashtile.kernels.sm90.host.tile_forward import (
+    COPIED_KEYS,
+    GROUP_ROWS,
+    LOST,
+    ForwardLaunch,
+    ForwardTile,
+    make_forward_tile,
+    make_queries_tile,
+)
+from flashtile.plan.arguments import integers, mask_args, score_args
+from flashtile.plan.backend import Gradients
+from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.options import Variant
+from flashtile.triton_glue import language as _triton
+from flashtile.triton_glue.language import JitTuple
+
+MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not fit its registers
+FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
+ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
+
+
+class Repairs(Protocol):
+    """A backend whose kernels may follow this one's."""
+
+    def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None: ...
+
+    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None: ...
+
+
+class HopperBackend:
+    """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
+
+    name = "hopper"
+    repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
+
+    def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
+        p = problem
+        reasons: list[str] = []
+        if device.kind != "cuda" or device.arch != 90:
+            return [f"the device is {device.target}; these kernels are made of sm90's instructions"]
+        if _triton.INTERPRETED:
+            return ["Gluon kernels cannot be interpreted"]
+        if _triton.VERSION is None:
+            reasons.append(NO_TRITON)
+        elif reason := gluon_refusal():
+            return [reason]
+        if p.dtype is DType.FP32:
+            reasons.append("dtype is fp32; supported are fp16 and bf16")
+        for name in ("head_dim", "head_dim_v"):
+            size = getattr(p, name)
+            if size > MAX_HEAD_DIM:
+                reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
+            elif size % ROW_ELEMENTS:
+                reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
+        reasons += uneven_refusals(p)
+        reasons += block_refusals(p, device)
+        if p.empty:
+            reasons.append("there is no score at all")
+        for spec in p.score:
+            if not (hasattr(spec.kind, "forward") and hasattr(spec.kind, "backward")):
+                reasons.append(
+                    f"score modifier {spec.kind.name} has no `forward` and `backward`, its formula for kernels{spec.kind.why}"
+                )
+        return reasons if variant is None else reasons + self.unsupported_backward(p, device, variant)
+
+    def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
+        """Reasons against the backward alone."""
+        p, split = problem.listed, is_split(problem, variant)
+        reasons: list[str] = []
+        items = p.batch if p.lengths.varlen else 1
+        if p.lone:
+            reasons.append("no query sees more than one key, so that dp - delta is 0; here both are rounded, and do not cancel")
+        elif p.span_q <= items or (p.span_q <= FEW_QUERIES * items and is_small(p)):
+            reasons.append(
+                f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
+                "which more would average"
+            )
+        if p.sink is not None and p.sink.grad and is_small(p):
+            reasons.append(
+                "the sink's gradient in a small problem is formed by the portable kernels: here delta is of the rounded out"
+            )
+        if p.where and p.sink is not None:
+            reasons.append("the mask has predicates and there is a sink; here it is lse that tells which queries see nothing")
+        if p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+            tile = choose_backward(p, device, split)
+            fewest = max(tile.block_q, choose_queries(p, device).block_q if split else 0)
+            if p.blocks.block_q % fewest or p.blocks.block_q > PADDED_ROWS or p.blocks.block_k % tile.block_k:
+                reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported by the backward are "
+                               f"{fewest} to {PADDED_ROWS} queries and multiples of {tile.block_k} keys")  # fmt: skip
+        if p.lengths.ragged and p.deterministic and not split:
+            reasons.append("items differ in length; the deterministic order is kept for batches of one length")
+        if split and any(spec.wants_grad for spec in p.score):
+            reasons.append("gradients of biases are formed by the 'fused' backward")
+        if stored(p) is None:
+            reasons += [
+                f"the gradient of {spec.kind.name}'s tensor is formed by the portable kernels; here it is that of one bias for "
+                f"every query and key, {p.dtype.value} as the problem, of head dims up to 128, of keys that are a multiple of "
+                f"{COPIED_KEYS}, of one length; where batch entries or heads share it, all scores take at most "
+                f"{STORED_BYTES >> 30} GiB"
+                for spec in p.score
+                if spec.wants_grad
+            ]
+        return reasons
+
+    def forward(self, problem: AttentionProblem, device: Device, launch: ForwardLaunch | None = None) -> Plan:
+        """The plan; `launch` overrides the tile."""
+        from flashtile.kernels.sm90.forward.kernel import attention_forward
+
+        p = problem.listed
+        launch = launch or choose_forward(p, device)
+        form, schedules = form_of(p), Schedules(p)
+        tile = make_forward_tile(p, launch, form)
+        tiles, tail = over_queries(p, launch, tile, schedules)
+        score, biased = chain(p, device, form), None
+        if tile.brought:
+            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
+        if tile.early >= 0:
+            kind = p.score[tile.early].kind
+            score = JitTuple((*score, kind.load, kind.join))
+        sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
+        call = KernelCall(
+            attention_forward,
+            forward_grid(p, launch, device),
+            (
+                *tiles,
+                Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
+                biased,
+                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
+                *tail,
+            ),
+            (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
+            launch.num_warps,
+            early=True,
+        )
+        buffers = (*forward_buffers(p), *schedules.buffers)
+        notes = (f"forward tile {launch.spell()}",)
+        plan = Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
+        return plan.followed_by(self.repairs and self.repairs.repair_forward(problem, device))
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        gradients: Gradients,
+        variant: Variant,
+        launch: BackwardLaunch | None = None,
+    ) -> Plan:
+        """The plan; `launch` overrides the tile."""
+        from flashtile.kernels.sm90.backward.kernel import attention_backward
+        from flashtile.kernels.sm90.backward.rows import attention_dq, attention_rows
+
+        p = problem.listed
+        split = is_split(p, variant)
+        launch = launch or choose_backward(p, device, split)
+        launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
+        form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
+        tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
+        ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
+        score, biased = chain(p, device, form), None
+        if tile.early >= 0:
+            score = JitTuple((*score, p.score[tile.early].kind.join))
+            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
+        tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
+        schedule = schedules.of(launch.block_k, over_keys=True)
+        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
+        flags = tiles // 2 if tile.pairs_ds else p.batch * p.heads_kv if tile.converts else 0
+        row_region = schedules.of(PADDED_ROWS), region[1]
+        rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
+        if not tile.ragged:
+            rows_per_head = padded // GROUP_ROWS * p.batch
+        scratch = [
+            Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
+            Buffer("tickets", (tile.counts + flags,), "int32", "scratch"),
+        ]
+        sums_dq = None
+        if not split:
+            sums_dq = Pointer("dq_sum")
+            scratch.append(Buffer("dq_sum", (1, 1, p.slabs * p.heads_q * padded * tile.columns // 256, 256), "fp32", "scratch"))
+        locks = None
+        if tile.locked:
+            locks = Pointer("locks")
+            per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
+            scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
+        given, more = None, min(tiles, tile.divided) * (tile.pieces - 1)  # tickets beside those of tiles, at most
+        if tile.pieces > 1:
+            given = Pointer("given")
+            room = (tiles // 2 if tile.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
+            scratch.append(Buffer("given", room, "fp32", "scratch"))
+        parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
+        unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
+        scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in sorted(unasked)]
+        dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
+        sunk = None
+        if p.sink is not None and p.sink.grad:
+            sunk = Pointer("partial.sink")
+            scratch.append(Buffer("partial.sink", (p.heads_q, rows_per_head), "fp32", "scratch"))
+        rows = KernelCall(
+            attention_rows,
+            (rows_per_head * p.heads_q, 1, 1),
+            (
+                (Pointer("out"), Pointer("dout"), Pointer("lse"), dlse and Pointer(dlse), sink and Pointer(sink)),
+                (
+                    Pointer("rows"),
+                    sums_dq if tile.clears and len(parts) == 1 else None,
+                    Pointer("tickets"),
+                    locks,
+                    sunk,
+                ),
+                (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
+                counts["seqlen_q"],
+                counts["heads"],
+                product_scale(p),
+                (*row_region, flags or None),
+            ),
+            (("T", tile),),
+            ROW_WARPS,
+            registers=None if tile.ragged else ROW_REGISTERS,
+            early=True,
+        )
+        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
+        dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.converts else None
+        keys = [
+            KernelCall(
+                attention_backward,
+                (min(tiles + more, device.sm_count) if launch.resident else tiles, 1, 1),
+                (
+                    Descriptor("q", (1, 1, part.block_q, part.columns)),
+                    Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
+                    Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.makes_dk else None,
+                    Descriptor("dout", (1, 1, part.block_q, part.columns_v)),
+                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.makes_dk else None,
+                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.makes_dv else None,
+                    Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
+                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                    biased,
+                    ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
+                    *(counts[n] for n in ("left", "right")),
+                    (
+                        ((sums_dq if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks, given), *whole, dq),
+                        *(region, product_scale(p), score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
+                    ),
+                ),
+                (("T", part), ("SCORE", score), ("MASK", predicates(p))),
+                launch.num_warps,
+                early=True,
+            )
+            for part in parts
+        ]
+        calls = [*schedules.calls, *ds_zeros, rows, *keys, *ds_sums]
+        notes = (f"backward {'split' if split else 'fused'}", f"keys pass tile {launch.spell()}")
+        if "q" in gradients.wanted and split:
+            queries = choose_queries(p, device)
+            calls.append(queries_call(p, device, queries, tile, schedules))
+            notes += (f"queries pass tile {queries.spell()}",)
+        elif "q" in gradients.wanted and not tile.converts:
+            sums = sums_dq, None if tile.clears else locks
+            args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
+            calls.append(replace(rows, kernel=attention_dq, args=args))
+        if sunk:
+            args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
+            calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+        buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
+        plan = Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
+        return plan.followed_by(self.repairs and self.repairs.repair_backward(problem, device, gradients))
+
+    def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
+        return ["keys lie in a cache; these kernels neither read nor write one yet"]
+
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+        raise NotSupported(problem.spell(), {self.name: self.unsupported_cached(problem, device)})
+
+
+BACKEND = HopperBackend()
+
+# of the passes before and after: 64 queries of a head, which wait for memory (docs/lab/hopper-backward.md)
+ROW_WARPS, ROW_REGISTERS = 8, 64
+
+
+def product_scale(p: AttentionProblem) -> float:
+    """The scale of what the matrix unit makes of q and k, which on average is a little less than their product."""
+    return p.scale_value * (1.0 + LOST * p.head_dim)
+
+
+def over_queries(
+    p: AttentionProblem, launch: ForwardLaunch, tile: ForwardTile, schedules: Schedules
+) -> tuple[tuple[Descriptor, ...], tuple[Any, ...]]:
+    """The first and the last arguments of a pass over queries: q, k and v, and which tiles there are and what makes scores."""
+    schedule = schedules.of(launch.block_q)
+    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
+    tiles = (
+        Descriptor("q", (1, 1, tile.rows, tile.columns)),
+        Descriptor("k", (1, 1, tile.block_k, tile.columns)),
+        Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
+    )
+    rest = product_scale(p), score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))
+    return tiles, (*(integers(p)[n] for n in ("heads", "group", "left", "right")), launch.swizzle, rest)
+
+
+def queries_call(
+    p: AttentionProblem, device: Device, launch: ForwardLaunch, keys: BackwardTile, schedules: Schedules
+) -> KernelCall:
+    """The pass over queries that makes dq, of rows as the passes over keys have them."""
+    from flashtile.kernels.sm90.backward.dq_queries import attention_queries
+
+    form, varlen = form_of(p), p.lengths.varlen
+    tile = make_queries_tile(p, launch, form)
+    tiles, tail = over_queries(p, launch, tile, schedules)
+    return KernelCall(
+        attention_queries,
+        forward_grid(p, launch, device),
+        (
+            *tiles,
+            Descriptor("dout", (1, 1, tile.rows, tile.columns_v)),
+            Descriptor("dq", (1, 1, tile.rows, tile.columns)),
+            (
+                Pointer("rows"),
+                padded_queries(p) if varlen else None,
+                *((Pointer("dq"), Strides("dq")) if varlen else (None, None)),
+            ),
+            *tail,
+        ),
+        (("FOLDS", keys.folds + keys.folds_level), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+        launch.num_warps,
+        early=True,
+    )
+
+
+def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None, list[Buffer], list[list[KernelCall]]]:
+    """(where all scores' gradients are stored, None unless T.stores_ds; that buffer, where the plan has none such; what is
+    launched before it, and after).
+    """
+    given = stored(p)
+    if given is None:
+        return None, [], [[], []]
+    name, shape, whole = f"dscore.{given}.0", p.score[given].tensors[0].shape, scores_shape(p)
+    scratch, after = list[Buffer](), list[KernelCall]()
+    if not (shape == whole or tile.pairs_ds):
+        scratch, after = [Buffer("ds", whole, p.dtype.value, "scratch")], [sums("ds", name, whole, shape)]
+        name, shape = "ds", whole
+    return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.gaps else [], after]
+
+
+def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:
+    """The mask's lists by blocks of queries ("q") or keys ("k"): counts, indices and order, each with its strides."""
+    names = () if p.blocks is None else (f"blocks.{what}_{side}" for what in ("count", "index", "order"))
+    return tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
+
+
+def block_refusals(p: AttentionProblem, device: Device) -> list[str]:
+    """Reasons against block lists and predicates."""
+    reasons = [
+        f"predicate {leaf.kind.name} has no `visible`, its formula for kernels"
+        for leaf in p.leaves
+        if not hasattr(leaf.kind, "visible")
+    ]
+    if p.blocks is not None and p.lengths.ragged:
+        reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+    elif p.blocks is not None and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+        tile = choose_forward(p, device)
+        if p.blocks.block_q % tile.block_q or p.blocks.block_k % tile.block_k:
+            reasons.append(f"the mask's blocks are {p.blocks.block_q} x {p.blocks.block_k}; supported are multiples of "
+                           f"{tile.block_q} x {tile.block_k}")  # fmt: skip
+    return reasons
+
+
+@cache
+def gluon_refusal() -> str | None:
+    """Why this Triton's Gluon cannot build the kernels, which is said in a warning once; None when it can."""
+    try:
+        from flashtile.kernels.sm90.backward import dq_queries as queries  # noqa: F401
+    except Exception as error:  # whatever a release changed: a refusal, never a crash
+        reason = f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
+        warnings.warn(f"{reason}. Slower ones take the place of Hopper's.", stacklevel=2)
+        return reason
+    return None

@@ -1,0 +1,1 @@
+"""Hopper's backward: producer, consumers, epilogue, tile scheduler."""

@@ -1,0 +1,78 @@
+"""The way of a key tile's dk and dv from registers to memory."""
+
+from flashtile.kernels.sm90.device.layouts import matrix_layout
+from flashtile.kernels.sm90.device.partial import store_part
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
+
+
+@gluon.jit
+def scaled(dk, scale, T: gl.constexpr):
+    """The pieces of dk times scale."""
+    if T.cut:
+        return (dk[0] * scale, dk[1] * scale)
+    else:
+        return (dk[0] * scale,)
+
+
+@gluon.jit
+def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
+    store_wait(0)  # of the tile before, unless a step that adds to dq has waited
+    if T.sums_dq:  # products of either consumer, and who stores ds, have let go of it
+        memory.to.scores.claim(place.visits.end)
+        memory.to.scores.claim(place.visits.end + 1)
+    first = place.column + W * 64
+    if T.parted:
+        if T.makes_dk:
+            store_halves(dk_desc, grads[1], memory, dk[0], first, T.head_dim, place, W, T)
+            if T.cut:
+                store_piece(dk_desc, grads[1], memory, dk[1], T.columns // 2, first, T.head_dim, place, W, T)
+        else:
+            store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
+    elif not T.copies_dq:
+        store_piece(dv_desc, grads[2], memory, dv, 0, first, T.head_dim_v, place, W, T)
+        store_piece(dk_desc, grads[1], memory, dk[0], 0, first, T.head_dim, place, W, T)
+    else:
+        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
+        store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
+        memory.to.sums.claim(2 * place.visits.end + W)
+        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk[0], 0, first, T.head_dim, 0, 1, place, T)
+
+
+@gluon.jit
+def store_halves(desc, target, memory, value, first, WIDTH: gl.constexpr, place, W: gl.constexpr, T: gl.constexpr):
+    """Write the gradient of 64 keys from `first` on, one half of its columns after the other, where the consumer's ds was."""
+    COLUMNS: gl.constexpr = value.shape[1] // 2
+    halves = gl.split(value.reshape([64, 2, COLUMNS]).permute((0, 2, 1)))
+    for i in gl.static_range(2):
+        half = gl.convert_layout(halves[i], matrix_layout(COLUMNS), assert_trivial=True)
+        store_piece(desc, target, memory, half, i * COLUMNS, first, WIDTH, place, W, T)
+
+
+@gluon.jit
+def store_piece(desc, target, memory, value, column, first, WIDTH: gl.constexpr, place, W: gl.constexpr, T: gl.constexpr):
+    """Write some columns of the gradient of 64 keys from `first` on, through where the consumer's ds was."""
+    PLACES: gl.constexpr = 4 * T.block_q // value.shape[1]
+    store_gradient(desc, target, memory.ds, value, column, first, WIDTH, W * (PLACES // 2), PLACES, place, T)
+    store_wait(0)
+
+
+@gluon.jit
+def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr,
+                   place, T: gl.constexpr):  # fmt: skip
+    """Write the gradient of 64 keys from `first` on, by the copy engine, through one of the PLACES that staging has.
+
+    Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
+    """
+    COLUMNS: gl.constexpr = value.shape[1]
+    staged = recast(staging, desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
+    staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
+    fence_async_shared()
+    if T.varlen:
+        if first + 64 > place.span_k:
+            store_part(staged.reshape([64, COLUMNS]), column, target[0], target[1], place.slab, place.head_kv,
+                       place.first_k + first, place.span_k - first, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [place.slab, place.head_kv, place.first_k + first, column], staged)
+    else:
+        tma_store(desc, [place.slab, place.head_kv, first, column], staged)

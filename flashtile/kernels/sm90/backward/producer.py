@@ -1,0 +1,234 @@
+"""The warp that loads for the backward."""
+
+from flashtile.kernels.device.stream import await_stream
+from flashtile.kernels.sm90.backward.ds_store import brings_back
+from flashtile.kernels.sm90.backward.tile_scheduler import find_ranks, flag_of, seeing, tell_step, tell_tile, walk
+from flashtile.kernels.sm90.device.blank import blank_blind, blank_strips
+from flashtile.kernels.sm90.device.locks import await_turn
+from flashtile.kernels.sm90.device.ticket import spread, take
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, tma_load
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, sum_ptr, counter_ptr, memory, work,
+         T: gl.constexpr):  # fmt: skip
+    """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
+
+    Where T.tells the other roles learn tiles and steps from it. Given a sum, a pass without dk clears it meanwhile.
+    """
+    CLEARS: gl.constexpr = not T.makes_dk and sum_ptr is not None  # pyright: ignore[reportAssignmentType]
+    dirty, clean = gl.to_tensor(0), gl.to_tensor(0)
+    if CLEARS:
+        dirty, clean = share_of_sum(sum_desc)
+    KEY_TILES: gl.constexpr = T.block_k // 64
+    turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    ticket, ahead = gl.program_id(0), gl.to_tensor(0)
+    if T.resident and (T.ragged or T.converts):  # consumers would spill with their own numbers; `convert` waits for those taken
+        ticket = spread(following(counter_ptr, T))
+    elif T.resident:  # a block begins with the ticket of its own number, which travels from nowhere
+        ahead = gl.num_programs(0)
+    if not T.tells:
+        memory.to.tickets.publish(turn, (ticket,))
+    tickets, ranks = work.tiles, ()
+    if T.blocks_q > 0 and not T.deterministic:
+        ranks = find_ranks(work, T)
+        tickets = ranks.tickets
+    while ticket < tickets:
+        place, sizes = walk(ticket, step, ranks, work, T)
+        if T.tells:  # all that others ask of a ticket is whether it is below the number of tiles
+            tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
+        BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.makes_dk else 0)
+        bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
+        for i in gl.static_range(KEY_TILES):
+            key = place.first_k + place.column + i * 64
+            tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
+            if T.makes_dk:
+                tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
+        taken = tickets
+        if T.resident and not T.takes_late:
+            taken = following(counter_ptr, T)
+        first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
+        if T.tells:
+            before = place.visits.shift
+            for member in range(T.group):
+                head = place.head_kv * T.group + member
+                steps, asked, listed = place.visited(head, work, T)
+                passed = 0
+                if T.divided > 0:
+                    passed = gl.minimum(before, steps)
+                    before -= passed
+                # from 0: of what a loop carries for the bounds of another one alone, Triton 3.6.0 keeps the first value
+                for nth in range(gl.minimum(steps - passed, place.visits.end - step)):
+                    start, masked = place.visit(passed + nth, asked, listed, T)
+                    edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
+                                      step, edges, T)  # fmt: skip
+                    if T.pairs_ds:
+                        if (place.batch > 0) & brings_back(step):
+                            if step - place.visits.begin < 2:  # the tile's first of these
+                                await_turn(flag_of(counter_ptr, place, sizes, T), 1)
+                            load_former(ds_desc, memory, head, start, place, former)
+                            former = former + 2
+                    if CLEARS:
+                        dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
+                    step = step + 1
+        else:
+            while step < place.visits.end:
+                head, start = place.at(step, T)
+                edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, False, first, end, place, step,
+                                  edges, T)  # fmt: skip
+                if CLEARS:
+                    dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
+                step = step + 1
+        if T.resident and T.takes_late and not T.helps:
+            taken = following(counter_ptr, T)
+        if T.helps:  # who has helped takes its own tile next
+            ticket = gl.where(place.visits.job > 0, ticket + work.tiles // 2, work.tiles)
+        else:
+            ticket = spread(taken) + ahead if T.resident else taken
+        turn = turn + 1
+        if not T.tells:
+            memory.to.tickets.publish(turn, (ticket,))
+    if T.tells:
+        memory.to.tickets.publish(turn, (ticket,))
+    if CLEARS:
+        clear(sum_ptr, dirty, clean)
+
+
+@gluon.jit
+def share_of_sum(desc):
+    """This block's part of the sum of dq, as the first and the last of its pieces of 512 numbers."""
+    pieces = desc.shape[2] // 2
+    each = gl.cdiv(pieces, gl.num_programs(0))
+    first = gl.minimum(gl.program_id(0) * each, pieces)
+    return first, gl.minimum(first + each, pieces)
+
+
+@gluon.jit
+def clear(ptr, piece, end):
+    """Zeros for pieces of 512 numbers; the end."""
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])  # pyright: ignore[reportAssignmentType]
+    while piece < end:
+        at = ptr + piece.to(gl.int64) * 512 + gl.arange(0, 512, LANES)
+        gl.store(at, gl.zeros([512], gl.float32, LANES))  # pyright: ignore[reportCallIssue]
+        piece = piece + 1
+    return piece
+
+
+@gluon.jit
+def following(counter_ptr, T: gl.constexpr):
+    """The next ticket, for `spread`; the pass before made the count 0."""
+    if T.begins_early:
+        await_stream(False)
+    return take(counter_ptr)
+
+
+@gluon.jit
+def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place, step, edges,
+              T: gl.constexpr):  # fmt: skip
+    """Load queries, their rows and dout of a step, and blank what nobody sees; how many steps needed that, with this one."""
+    blank = False
+    if T.predicate:
+        blank = masked
+    elif T.blanks:
+        blank = (start < first) | (start + T.block_q > end)
+    if T.douts_first:
+        if not blank:
+            load_dout(dout_desc, memory, head, start, place, step)
+    memory.to.queries.claim(step)
+    if T.tells:
+        tell_step(memory, step, head, start, masked, T)
+    if T.blanks:
+        if blank:
+            load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edges, first - start, end - start, T)
+            edges = edges + 1
+        else:
+            load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+    else:
+        load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+    if T.early >= 0:
+        load_bias(bias_desc, memory, head, start, place, step)
+    return edges
+
+
+@gluon.jit
+def load_bias(desc, memory, head, start, place, step):
+    """Load what a modifier adds to a step's scores, for each consumer's keys."""
+    bar = memory.to.biases.acquire(step, 2 * desc.block_type.nbytes)
+    batch, head = gl.minimum(place.batch, desc.shape[0] - 1), gl.minimum(head, desc.shape[1] - 1)  # or one for all of them
+    for i in gl.static_range(2):
+        tma_load(desc, [batch, head, start, place.column + i * 64], bar, memory.bias.index(i))
+
+
+@gluon.jit
+def load_former(desc, memory, head, start, place, former):
+    """Load what a second entry's ds of a step is added to, once the one loaded before is stored again."""
+    for i in gl.static_range(2):
+        bar = memory.to.formers.acquire(former + i, desc.block_type.nbytes)
+        tma_load(desc, [0, head, start, place.column + i * 64], bar, memory.former.index(i))
+
+
+@gluon.jit
+def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
+    """Load queries, their rows and dout."""
+    BYTES: gl.constexpr = dout_desc.block_type.nbytes if T.joined else 0  # pyright: ignore[reportAssignmentType]
+    bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes + BYTES)
+    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
+    if T.joined:
+        copy_dout(dout_desc, memory, head, start, place, step, bar)
+    elif not T.douts_first:
+        load_dout(dout_desc, memory, head, start, place, step)
+
+
+@gluon.jit
+def load_dout(desc, memory, head, start, place, step):
+    """Load dout, once its stage is free."""
+    copy_dout(desc, memory, head, start, place, step, memory.to.douts.acquire(step, desc.block_type.nbytes))
+
+
+@gluon.jit
+def copy_dout(desc, memory, head, start, place, step, bar):
+    """Begin to load dout, which reports to a barrier."""
+    tma_load(desc, [place.slab, head, place.first_q + start, 0], bar, memory.dout.index(memory.to.douts.at(step)))
+
+
+@gluon.jit
+def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
+    """Load queries and their rows, which the pass before has made.
+
+    Queries come first where that is not waited for yet; elsewhere consumers of unequal lengths would spill for that order.
+    """
+    row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
+    if T.begins_early:
+        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+        await_stream(False)
+    tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+    tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+    if not T.begins_early:
+        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+
+
+@gluon.jit
+def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edge, first, end, T: gl.constexpr):
+    """As `load_whole`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
+
+    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
+    those without an lse.
+    """
+    if not T.joined:
+        memory.to.douts.claim(step)
+    bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
+    bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
+    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
+    copy_dout(dout_desc, memory, head, start, place, step, bar)
+    memory.to.edges.wait(edge)
+    if T.predicate:
+        levels = memory.rows.index(2 * memory.to.queries.at(step)).reshape([T.block_q])
+        blank_blind(memory.q.index(memory.to.queries.at(step)), levels, T.block_q, T.columns)
+        blank_blind(memory.dout.index(memory.to.douts.at(step)), levels, T.block_q, T.columns_v)
+    else:
+        blank_strips(memory.q.index(memory.to.queries.at(step)), first, end, T.block_q, T.columns)
+        blank_strips(memory.dout.index(memory.to.douts.at(step)), first, end, T.block_q, T.columns_v)
+    fence_async_shared()
+    memory.to.queries.hand_over(step)
+    if not T.joined:
+        memory.to.douts.hand_over(step)

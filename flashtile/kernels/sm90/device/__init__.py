@@ -1,0 +1,1 @@
+"""Device code that both of Hopper's passes share."""

@@ -1,0 +1,1 @@
+"""Hopper's forward: producer, consumers, epilogue, tile scheduler."""

@@ -1,0 +1,118 @@
+"""The end of a query tile: out and lse, from registers to memory."""
+
+from flashtile.kernels.device.exponential import LN2, LOG2E
+from flashtile.kernels.device.score import unit
+from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
+from flashtile.kernels.sm90.device.partial import store_part
+from flashtile.kernels.sm90.device.parts import first_parts, part_at
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
+
+
+@gluon.jit
+def load_sink(targets, at, T: gl.constexpr):
+    """The logit that joins the softmax of a head, in units of log2; 0 unless T.sink. targets as the kernel has them."""
+    if T.sink:
+        return gl.load(targets[1] + at.head.to(gl.int64) * targets[3][1][0]).to(gl.float32) * LOG2E
+    else:
+        return 0.0
+
+
+@gluon.jit
+def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
+           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+    """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
+
+    sink as `load_sink` gives it. Which rows have a sum that is infinite, or no number.
+    targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
+    """
+    PARTS_V: gl.constexpr = T.parts_v
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    COLUMNS: gl.constexpr = T.columns_v
+    total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
+    if T.watches:
+        level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
+    else:
+        level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
+    if T.bounded:
+        level = gl.where(total == 0.0, float("-inf"), level)
+    index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    ran = (index < size.seqlen_q) & ((total < float("inf")) == 0)
+    seen = total != 0.0
+    if T.ragged:
+        seen = seen & (index < size.seqlen_q)
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    if T.sink:  # one more key, whose value is zero
+        top = gl.maximum(level, sink)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        total = total * gl.exp2(level - top) + gl.exp2(sink - top)
+        share = gl.exp2(level - top) / gl.where(total == 0.0, 1.0, total)
+        level = gl.where(total == 0.0, float("-inf"), top)
+    lse = (level + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
+    if T.ragged:
+        lse = gl.where(index < size.seqlen_q, lse, float("-inf"))
+    token = at.item.first_q + index
+    head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
+    if targets[0].to(gl.int64) != 0:
+        gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
+    if T.dropout:
+        share *= seed.factor
+    share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
+    if T.masked:
+        seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
+    if T.staged:
+        store_wait(0)
+    acc = parted(rows.acc, PARTS_V, COLUMNS)
+    for part in gl.static_range(PARTS_V):
+        out = acc[part] * share
+        if T.masked:
+            out = gl.where(seen, out, 0.0)
+        out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
+    fence_async_shared()
+    for part in gl.static_range(PARTS_V):
+        tile = out_tile(mem, out_desc, GROUP, part, T)
+        send(tile, out_desc, (targets[2], targets[3][0]), at, part * COLUMNS, T.head_dim_v, T)
+    return ran
+
+
+@gluon.jit
+def send(tile, desc, target, at, column, WIDTH: gl.constexpr, T: gl.constexpr):
+    """Store columns from `column` on of a warpgroup's queries, staged in `tile`; where T.varlen target = (pointer, strides)."""
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = tile.shape[3]
+    if T.varlen:
+        if at.row + ROWS > at.item.span_q:  # other items' rows follow
+            store_part(tile.reshape([ROWS, COLUMNS]), column, target[0], target[1], at.slab, at.head,
+                       at.item.first_q + at.row, at.item.span_q - at.row, WIDTH)  # fmt: skip
+        else:
+            tma_store(desc, [at.slab, at.head, at.item.first_q + at.row, column], tile)
+    else:
+        tma_store(desc, [at.slab, at.head, at.row, column], tile)
+
+
+@gluon.jit
+def parted(acc, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """An accumulator for each part of a head dim."""
+    if PARTS == 1:
+        return acc
+    else:
+        ROWS: gl.constexpr = acc[1].shape[0]
+        first, second = gl.split(acc[0].reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]))
+        first = gl.convert_layout(first, matrix_layout(COLUMNS), assert_trivial=True)
+        second = gl.convert_layout(second, matrix_layout(COLUMNS), assert_trivial=True)
+        return first, second, acc[1]
+
+
+@gluon.jit
+def out_tile(mem, out_desc, GROUP: gl.constexpr, PART: gl.constexpr, T: gl.constexpr):
+    """Where a part of a warpgroup's out is staged: shared memory of its own, or that of its queries, which are done."""
+    PARTS_V: gl.constexpr = T.parts_v
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = T.columns_v
+    if T.staged:
+        return part_at(mem.out, GROUP, PART, PARTS_V)
+    elif (T.parts == PARTS_V) & (T.columns == COLUMNS):
+        return part_at(mem.q, GROUP, PART, PARTS_V)
+    else:  # narrower, so that the first parts of queries have room for all of it
+        room = first_parts(mem.q, GROUP, ROWS, T.columns, T.parts)
+        return recast(room, mem.q.dtype, [PARTS_V, 1, 1, ROWS, COLUMNS], out_desc.layout).index(PART)

@@ -1,0 +1,1 @@
+"""What the host decides for Hopper: tiles and schedules."""

@@ -1,0 +1,128 @@
+"""CachedProblem: attention over a key/value cache, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.errors import InvalidProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.problem.number import told
+
+SPLIT_STEP = 128  # keys: every key tile divides it
+MOST_SPLITS = 4096
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where a cache's rows lie: the sibling of `Lengths`.
+
+    pages: how many the pools have, which are (pages, page_size, heads_kv, head_dim). columns: how many of them one item may
+    have. table: whether an int32 tensor (batch, columns) names them; without one item i has page i alone (contiguous).
+    first: whether an int32 tensor (batch,) says in which row an item's first key lies; rows before it are no keys.
+    """
+
+    pages: int
+    page_size: int
+    columns: int
+    table: bool = True
+    first: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pages", "page_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidProblem(f"{name} is {told(size)}; it must be an int of at least 1.")
+        if self.capacity >= 2**31:
+            raise InvalidProblem(
+                f"an item has {self.columns} pages of {self.page_size} rows; it must have fewer than 2**31 rows. "
+                "Give fewer columns of page_table."
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Rows that one item may have."""
+        return self.columns * self.page_size
+
+    def spell(self) -> str:
+        shape = f"{self.pages}x{self.page_size}x{self.columns}"
+        return f"pages={shape}{'' if self.table else ':contiguous'}{':first' if self.first else ''}"
+
+
+@dataclass(frozen=True)
+class CachedProblem:
+    """Attention of new queries over keys that lie in pages; holds no tensor, is hashable, and is the key of every cache.
+
+    attention: the problem as it were if every item's pages were copied side by side, `pages.capacity` rows an item. Its
+        lengths are `used_k`, and varlen where queries lie one after another.
+    split: keys of one part of the sum; parts begin at multiples of it, so that an item's bits do not depend on its batch.
+        0 for one pass.
+    """
+
+    attention: AttentionProblem
+    pages: Pages
+    split: int = 0
+
+    def __post_init__(self) -> None:
+        split = self.split
+        if isinstance(split, bool) or not isinstance(split, int) or split < 0 or split % SPLIT_STEP:
+            raise InvalidProblem(f"split is {told(split)}; it must be None, 0 or a multiple of {SPLIT_STEP}, in keys.")
+        if self.splits > MOST_SPLITS:
+            raise InvalidProblem(
+                f"split is {split} of up to {self.pages.capacity} keys, which are {self.splits} parts; "
+                f"at most {MOST_SPLITS} are added up. Choose a larger split."
+            )
+
+    @property
+    def splits(self) -> int:
+        """Parts that an item's keys may have."""
+        return -(-self.pages.capacity // self.split) if self.split else 1
+
+    def spell(self) -> str:
+        """One canonical string."""
+        split = f",split={self.split}" if self.split else ""
+        return f"cached({self.attention.spell()},{self.pages.spell()}{split})"
+
+
+def default_split(p: AttentionProblem, pages: Pages) -> int:
+    """The split where the caller names none: of static facts alone, never of lengths or of the batch.
+
+    Up to 64 rows of queries per key/value head and more than 1,024 keys: parts of 512 keys, or of more where there would be too
+    many. Else, and where queries lie one after another (their longest item is not known), one pass.
+    """
+    if p.lengths.varlen or p.seqlen_q * p.group > 64 or pages.capacity <= 1024:
+        return 0
+    split = 512
+    while pages.capacity > split * 256:
+        split *= 2
+    return split
+
+
+@dataclass(frozen=True)
+class AppendProblem:
+    """New keys and values written into a cache, each into its slot: page * page_size + row; those of negative slots nowhere.
+
+    k is (slabs, seqlen, heads_kv, head_dim), v the same with head_dim_v, slots int64 (slabs, seqlen).
+    """
+
+    slabs: int
+    seqlen: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: DType
+    pages: int
+    page_size: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by name."""
+        new, pool = (self.slabs, self.seqlen, self.heads_kv), (self.pages, self.page_size, self.heads_kv)
+        return {
+            "k": (*new, self.head_dim), "v": (*new, self.head_dim_v), "k_cache": (*pool, self.head_dim),
+            "v_cache": (*pool, self.head_dim_v), "slots": new[:2],
+        }  # fmt: skip
+
+    def spell(self) -> str:
+        """One canonical string."""
+        k, pool = "x".join(map(str, self.shapes()["k"])), "x".join(map(str, self.shapes()["k_cache"]))
+        return f"append(k={k},v={self.head_dim_v},{self.dtype.value},pool={pool})"

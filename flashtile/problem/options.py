@@ -1,0 +1,52 @@
+"""Options: how a problem is to be run, as far as the caller cares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flashtile.errors import InvalidProblem
+from flashtile.problem.attention import PRECISIONS, Precision
+from flashtile.problem.number import PLAIN, plain
+
+Variant = Literal["auto", "split", "fused"]
+VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a call.
+
+    backend: name of the backend ("hopper", "triton", "cpu"), or None for the first one that can.
+    backward: "split" (a dq kernel and a dk/dv kernel, repeatable), "fused" (one pass that adds dq too, atomically; if
+        deterministic, in a fixed order on Hopper, and refused elsewhere), or "auto" (whichever was measured to be faster of
+        those that can, see `flashtile.explain`).
+    deterministic: True asks for a bitwise repeatable backward; None follows
+        `torch.are_deterministic_algorithms_enabled()`.
+    precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
+        "ieee" (no tensor cores), "tf32" (TF32's error of about 1e-3 or less: one product, on sm90 three of bf16 parts,
+        which err by a few 1e-5; but the forward's q k^T as by default, so that lse keeps its error of 1e-5). Ignored for fp16
+        and bf16. On a CPU, where PyTorch's own attention computes the same, it is what runs, with its sums and errors, unless
+        "ieee" asks for stricter ones: few keys in float64, more in parts, at 2 to 5 times the time. `flashtile.explain`
+        says which.
+    """
+
+    backend: str | None = None
+    backward: Variant = "auto"
+    deterministic: bool | None = None
+    precision: Precision = "tf32x3"
+
+    def __post_init__(self) -> None:
+        if type(self.deterministic) not in PLAIN:
+            object.__setattr__(self, "deterministic", plain(self.deterministic))
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise InvalidProblem(f"backend is {self.backend!r}; it must be a backend's name or None.")
+        if self.backward not in VARIANTS:
+            raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(VARIANTS)}.")
+        if self.deterministic is not None and not isinstance(self.deterministic, bool):
+            raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
+        if self.precision not in PRECISIONS:
+            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+
+
+DEFAULT = Options()

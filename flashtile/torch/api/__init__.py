@@ -1,0 +1,1 @@
+"""What users call: each function a door, which checks nothing and hands on."""

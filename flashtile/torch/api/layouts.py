@@ -1,0 +1,180 @@
+"""attention_varlen and the packed forms: `attention` of tensors that lie in other ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from flashtile.errors import InvalidProblem, check_names
+from flashtile.problem.number import plain, told
+from flashtile.torch.api.attention import attend, prepare
+from flashtile.torch.call.lengths import Given, given_lengths
+from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
+from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.routes.traced import attend_traced, autocast, is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Unpack
+
+    from flashtile.problem.dropout import Dropout
+    from flashtile.problem.mask import Band
+    from flashtile.problem.options import Options
+    from flashtile.problem.predicate import Joined
+    from flashtile.problem.score import Score
+
+
+class Arguments(TypedDict, total=False):
+    """What every form of `attention` takes by name, with the meaning that it has there."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    mask: Band | Joined | None
+    score: Sequence[Score]
+    scale: float | None
+    sink: torch.Tensor | None
+    dropout: Dropout | None
+    return_lse: bool
+    options: Options | None
+
+
+NAMES = Arguments.__optional_keys__
+OF_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    **arguments: Unpack[Arguments],
+) -> Any:
+    """`attention` of sequences of any lengths, packed one after another; differentiable in everything.
+
+    q: (total_q, heads_q, head_dim); k: (total_k, heads_kv, head_dim); v: (total_k, heads_kv, head_dim_v).
+    cu_seqlens_q, cu_seqlens_k: where items start, int32 (batch + 1,): item i has the tokens cu_seqlens[i] <= t <
+        cu_seqlens[i + 1], none where both are equal, and starts with 0. cu_seqlens_k is cu_seqlens_q by default.
+    max_seqlen_q, max_seqlen_k: no item is longer, as far as the caller knows; a hint, which `explain` counts by.
+    seqused_q, seqused_k: how many of an item's tokens count, int32 (batch,); all by default.
+    arguments: those of `attention`, with the same meaning, each item by itself.
+
+    Returns out (total_q, heads_q, head_dim_v) or (out, lse) with lse float32 (heads_q, total_q). Tokens of no item, past
+    cu_seqlens[-1], and those beyond seqused are never looked at; out is 0 there, lse -inf, and gradients are 0.
+    The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
+    what the tensors of lengths hold is checked on the CPU alone.
+    """
+    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
+            raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
+    if cu_seqlens_q is None:
+        raise InvalidProblem("cu_seqlens_q is None; it must be a torch.Tensor.")
+    given = given_lengths(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    return _attend_packed(APART, (q, k, v), given, arguments)
+
+
+def attention_qkvpacked(
+    qkv: torch.Tensor,
+    *,
+    heads_q: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    seqused: torch.Tensor | None = None,
+    **arguments: Unpack[Arguments],
+) -> Any:
+    """`attention` of one tensor that holds q, k and v; its gradient is written as one tensor, in qkv's memory order.
+
+    qkv: (batch, seqlen, 3, heads, head_dim), as llm.c has it too; or with grouped heads (batch, seqlen, heads_q + 2
+        heads_kv, head_dim), where heads_q says how many come first. With cu_seqlens, int32 (batch + 1,), the first two
+        axes are one: (total, ...), as in `attention_varlen`.
+    max_seqlen, seqused: as in `attention_varlen`, of queries and keys alike.
+    arguments: those of `attention`.
+
+    Returns what `attention`, or with cu_seqlens `attention_varlen`, does.
+    """
+    check_names("attention_qkvpacked", arguments, NAMES, ("qkv", "heads_q", "cu_seqlens", "max_seqlen", "seqused"))
+    packing, axes = QKV, (4 if heads_q is not None else 5) - (cu_seqlens is not None)
+    _check_pack("qkv", qkv, axes, 3 if heads_q is None else None)
+    heads_q = plain(heads_q)
+    if heads_q is not None:
+        heads_kv, odd = divmod(qkv.shape[-2] - heads_q, 2) if isinstance(heads_q, int) else (0, 1)
+        if isinstance(heads_q, bool) or odd or heads_kv < 1 or heads_q < 1:
+            raise InvalidProblem(
+                f"heads_q is {told(heads_q)} and qkv has {qkv.shape[-2]} heads; what heads_q leaves must be as many for k as "
+                "for v."
+            )
+        packing = Packing((Pack(("q", "k", "v"), (heads_q, heads_kv, heads_kv)),))
+    given = given_lengths(
+        True, cu_seqlens_q=cu_seqlens, seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen
+    )
+    return _attend_packed(packing, (qkv,), given, arguments)
+
+
+def attention_kvpacked(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    **arguments: Unpack[Arguments],
+) -> Any:
+    """`attention` of q and one tensor that holds k and v, whose gradient is written as one tensor, in kv's memory order.
+
+    q: (batch, seqlen_q, heads_q, head_dim); kv: (batch, seqlen_k, 2, heads_kv, head_dim). With cu_seqlens_q, as in
+    `attention_varlen`, (total_q, heads_q, head_dim) and (total_k, 2, heads_kv, head_dim). The other arguments, and what is
+    returned, are those of `attention` or `attention_varlen`.
+    """
+    check_names("attention_kvpacked", arguments, NAMES, ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
+    varlen = cu_seqlens_q is not None
+    if not varlen and cu_seqlens_k is not None:
+        raise InvalidProblem("cu_seqlens_k is given and cu_seqlens_q is None; cu_seqlens_q must be given too.")
+    _check_pack("q", q, 4 - varlen, None)
+    _check_pack("kv", kv, 5 - varlen, 2)
+    given = given_lengths(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    return _attend_packed(KV, (q, kv), given, arguments)
+
+
+def _check_pack(name: str, tensor: Any, axes: int, parts: int | None) -> None:
+    """Raise InvalidProblem unless it is a tensor of so many axes, with `parts` before (heads, head_dim)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+    first = ("batch", "seqlen") if axes == (4 if parts is None else 5) else ("total",)
+    must = ", ".join((*first, *(() if parts is None else (str(parts),)), "heads", "head_dim"))
+    if tensor.dim() != axes or (parts is not None and tensor.shape[-3] != parts):
+        raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be ({must}).")
+
+
+def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Any) -> Any:
+    """out, or (out, lse), of tensors that hold q, k and v; (total, ...) where `given` says varlen."""
+    varlen = given is not None and given.varlen
+    if not is_plain(*packs):
+        packs = autocast(*packs)
+        if is_traced(*packs):
+            return attend_traced(packing, packs, given, **arguments)
+    if varlen:
+        packs = tuple(t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in packs)
+    with torch.no_grad():
+        parts = packing.unpack(packs)
+    call, others = prepare(parts["q"], parts["k"], parts["v"], given=given, **arguments)
+    made = attend(call if packing is APART else call.packed(packing), others, *packs, parts=parts)
+    if not varlen:
+        return made
+    return tuple(t.squeeze(0) for t in made) if call.problem.returns_lse else made.squeeze(0)

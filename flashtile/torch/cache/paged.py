@@ -1,0 +1,62 @@
+"""PagedCache: the tensors of a cache as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache.tensors import check_pools, check_table, int32
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """A key/value cache: pools, a table of pages, lengths. Who owns which page is the caller's business.
+
+    k, v: (pages, page_size, heads_kv, head_dim); page_table: int32 (batch, columns), None for item i in page i;
+    seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, as `attention_cached` has it.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor | None
+    seqused: torch.Tensor
+    first_k: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_pools(self.k, self.k, self.v, False, "k")
+        check_table(self.k, self.page_table, len(int32("seqused", self.seqused, self.k)), self.first_k is not None)
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, rotary: Any = None,
+        backend: str | None = None,
+    ) -> PagedCache:  # fmt: skip
+        """The cache with k, v behind each item's rows: the pools are written in place, the lengths are new."""
+        append_to_cache(
+            k, v, self.k, self.v, self.page_table, seqused_k=self.seqused, cu_seqlens=cu_seqlens, rotary=rotary, backend=backend
+        )
+        added = k.shape[1] if cu_seqlens is None else (cu_seqlens[1:] - cu_seqlens[:-1]).to(self.seqused.dtype)
+        return replace(self, seqused=self.seqused + added)
+
+    def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
+        """`attention_cached` of q over it; arguments: those that say nothing of the cache."""
+        return attention_cached(q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, **arguments)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v) copied side by side, (batch, columns * page_size, heads_kv, head_dim), an item's first key in row 0.
+
+        Rows that are no keys are 0; entries of the table that belong to none are not followed.
+        """
+        pages = check_table(self.k, self.page_table, len(self.seqused), self.first_k is not None)
+        first = self.first_k[:, None] if self.first_k is not None else 0
+        row = torch.arange(pages.capacity, device=self.k.device)[None] + first
+        exists = row < self.seqused[:, None]
+        row = row.expand(exists.shape).where(exists, 0).long()
+        item = torch.arange(len(self.seqused), device=self.k.device)[:, None].expand(exists.shape)
+        page = item if self.page_table is None else self.page_table[item, row // pages.page_size].long()
+        page = page.where(exists, 0)
+        k, v = (t[page, row % pages.page_size].masked_fill(~exists[:, :, None, None], 0.0) for t in (self.k, self.v))
+        return k, v

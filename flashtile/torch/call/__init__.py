@@ -1,0 +1,1 @@
+"""What a call's arguments mean: tensors, lengths, masks, dropout."""

@@ -1,0 +1,1 @@
+"""Running plans on tensors: buffers, launches, graphs."""

@@ -1,0 +1,213 @@
+"""The launches of a plan whose kernels are compiled: all that changes from call to call are addresses."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtile.plan.call import Plan
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.descriptor import MOST_ADDRESSES
+from flashtile.torch.execute.graph import Launches, LaunchGraph
+
+if TYPE_CHECKING:
+    from flashtile.torch.execute.bound import Allocation, Bound, HostStep
+
+SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
+KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger problems the host's time does not count
+MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
+MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
+BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
+
+
+class Replay:
+    """A bound plan's launches, by the addresses of its tensors.
+
+    Scratch is one allocation, which small problems on the default stream `take`. Argument lists are remembered by
+    stream and the addresses in them: a training loop meets few.
+    """
+
+    def __init__(self, bound: Bound):
+        scratch = {b.name for b in bound.plan.named("scratch")}
+        self.device, self.known = bound.device, dict[tuple[int, ...], Met]()
+        self.launches = bound.kernel_launches()
+        self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
+        self.offsets, self.scratch_bytes = dict[str, int](), 0
+        for name, shape, _, dtype, zeroed in bound.allocations:
+            if name in scratch and not zeroed:
+                self.offsets[name] = self.scratch_bytes
+                self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
+        self.graphs_left = MOST_GRAPHS if pays(bound.plan, len(self.launches)) else 0
+        self.outputs = [_output(bound, a) for a in self.allocations] if bound.plain else None
+        self.made = [name for name, *_ in self.allocations]  # in the order of `outputs`, where it is not None
+        self.names = [*bound.inputs, *self.made]
+        if self.outputs is None:
+            used = {name: None for launch in self.launches for name in launch.names}
+            self.names = [name for name in used if name not in self.offsets]
+
+    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True) -> list[Any]:
+        """The plan's outputs, of inputs (and where they lie) in the order in which they were bound; unless `whole`, optional
+        outputs are None.
+
+        Only of plain bindings. It takes half of the host's time of `Bound.run`.
+        """
+        assert self.outputs is not None
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.direct(inputs, addresses, whole)
+        places = [torch._C._cuda_getCurrentRawStream(self.device.index), *addresses]
+        outputs: list[Any] = []
+        for like, make, optional in self.outputs:
+            if optional and not whole:
+                outputs.append(None)
+                places.append(0)
+                continue
+            tensor = make(inputs[like])
+            outputs.append(tensor)
+            places.append(tensor.data_ptr())
+        self.launch(places)
+        return outputs
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self.launch([stream, *[tensors[name].data_ptr() for name in self.names]])
+
+    def launch(self, places: list[int]) -> None:
+        """Everything, given the stream and the addresses of `names`."""
+        if not self.offsets:
+            self.launch_with(tuple(places))
+            return
+        keeps = not places[0] and self.scratch_bytes <= KEPT_BYTES  # on the default stream, which is 0
+        scratch = (take if keeps else Scratch)(self.scratch_bytes, self.device)
+        self.launch_with((*places, scratch.address))
+        if keeps:
+            _kept[self.device].append(scratch)  # what comes next on the stream may have it
+
+    def launch_with(self, key: tuple[int, ...]) -> None:
+        """The same, given also the address of the scratch, if there is any."""
+        met = self.known.get(key) or self.fill(key)
+        # nobody can capture the default stream, which is 0
+        if met.graph is not None and not (key[0] and torch.cuda.is_current_stream_capturing()):
+            met.graph.launch()
+            return
+        for launch, args in met.launches:
+            launch(*args)
+        met.times += 1
+        if met.times >= MEETINGS and self.graphs_left and not torch.cuda.is_current_stream_capturing():
+            self.capture(met, key[0])
+
+    def capture(self, met: Met, stream: int) -> None:
+        """Give the launches their graph. A driver that makes none leaves them as they are, and says so."""
+        try:
+            met.graph = LaunchGraph(met.launches, stream, self.device.index)
+            self.graphs_left -= 1
+        except RuntimeError as problem:
+            self.graphs_left = 0
+            warnings.warn(
+                f"flashtile launches kernels one by one, not as a CUDA graph: {problem}", RuntimeWarning, stacklevel=2
+            )
+
+    def fill(self, places: tuple[int, ...]) -> Met:
+        """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""
+        if len(self.known) >= MOST_ADDRESSES:
+            self.graphs_left += sum(met.graph is not None for met in self.known.values())
+            self.known.clear()
+        stream, *addresses = places
+        by_name = dict(zip(self.names, addresses, strict=False))
+        by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+        self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
+        return self.known[places]
+
+
+class HostReplay:
+    """The one host call of a plan, bound to its problem, for tensors of one layout: as `Replay` of launches."""
+
+    allocations: tuple[Any, ...] = ()  # it makes all outputs itself
+    outputs: tuple[Any, ...] = ()
+
+    def __init__(self, step: HostStep, function: Callable[..., list[torch.Tensor] | None], inputs: Sequence[str]):
+        self.step, self.function, self.inputs = step, function, inputs
+        self.made, self.layouts = [*step.layouts], [*step.layouts.values()]
+        self.fits = False  # whether the function's outputs are known to lie as the plan's
+
+    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int] = (), whole: bool = True) -> list[torch.Tensor]:
+        """The plan's outputs, of inputs in the order in which they were bound."""
+        made = self.function(*inputs)
+        if made is None:
+            tensors = dict(zip(self.inputs, inputs, strict=True))
+            self.step(tensors)
+            return [tensors[name] for name in self.made]
+        if self.fits:
+            return made
+        found = [laid(tensor, *layout) for tensor, layout in zip(made, self.layouts, strict=True)]
+        self.fits = all(a is b for a, b in zip(found, made, strict=True))
+        return found
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.step(tensors)
+
+
+def laid(tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor with these strides, or any, and dtype: itself, or a copy where it has others."""
+    if strides is None:
+        return tensor.to(dtype)
+    if tensor.stride() == strides and tensor.dtype is dtype:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where they lie."""
+    return [*map(torch.Tensor.data_ptr, tensors)]
+
+
+class Scratch:
+    """Memory that nobody reads after the launches it was made for."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        self.memory = torch.empty_strided((size // 4,), (1,), dtype=torch.float32, device=device)
+        self.address = self.memory.data_ptr()
+
+
+# Of calls on each device's default stream, which run one after another whatever thread makes them. A call takes one and gives
+# it back when all its launches are on the stream, so that there are as many as there were calls under way at one time.
+_kept: defaultdict[torch.device, list[Scratch]] = defaultdict(list)
+
+
+def take(size: int, device: torch.device) -> Scratch:
+    """One that is kept, or, if none is or it is too small, another in its place."""
+    try:
+        scratch = _kept[device].pop()  # two threads never have the same
+    except IndexError:
+        return Scratch(size, device)
+    return scratch if scratch.size >= size else Scratch(size, device)
+
+
+def _output(bound: Bound, allocation: Allocation) -> tuple[int, Callable[[torch.Tensor], torch.Tensor], bool]:
+    """(which input it is like, how to make it of that, whether it is optional); `empty_like` takes half as long."""
+    name, shape, strides, dtype, _ = allocation
+    optional, device = name in bound.plan.optional, bound.device
+    if name in bound.alike:
+        return bound.inputs.index(bound.alike[name]), torch.empty_like, optional
+    return 0, lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device), optional
+
+
+@dataclass
+class Met:
+    """Launches with all their arguments, how often they were made one by one, and their graph, if that was often."""
+
+    launches: Launches
+    times: int = 0
+    graph: LaunchGraph | None = None
+
+
+def pays(plan: Plan, launches: int) -> bool:
+    """Whether a graph saves time: the host's always, but the device takes 1.2 us more to begin one than a single kernel."""
+    return launches > 1 or (isinstance(plan.problem, AttentionProblem) and plan.problem.flops() <= BRIEF_FLOPS)

@@ -1,0 +1,1 @@
+"""Ops that are not attention, from call to launch."""

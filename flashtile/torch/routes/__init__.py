@@ -1,0 +1,1 @@
+"""How a call reaches kernels: eagerly, as an operator, under torch.func."""

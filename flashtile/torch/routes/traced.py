@@ -1,0 +1,53 @@
+"""How calls go to the operators: under torch.compile and export, torch.func, dispatch modes, and for subclasses of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.torch.api.dtensor import attend_distributed, is_distributed
+from flashtile.torch.call.inputs import check_tensors, modifiers
+from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.masks import mask_of_call
+from flashtile.torch.execute.packing import Packing
+from flashtile.torch.execute.plain import autocasts, is_compiling, is_watched, transforms
+from flashtile.torch.routes.functional import attend_transformed, requires_grad_below
+from flashtile.torch.routes.operator import ATTENTION, spread
+from flashtile.torch.routes.request import write
+
+
+def is_plain(*packs: Any) -> bool:
+    """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
+    return not (is_watched(*packs) or autocasts() or transforms())
+
+
+def autocast(*packs: Any) -> tuple[Any, ...]:
+    """q, k, v as autocast wants them, by the rule of torch's own attention: float32 becomes autocast's dtype."""
+    return tuple(_lowered(t) if isinstance(t, torch.Tensor) and t.dtype is torch.float32 else t for t in packs)
+
+
+def _lowered(tensor: torch.Tensor) -> torch.Tensor:
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
+    """What `attention` and its kin return."""
+    arguments["score"] = modifiers(arguments.get("score", ()))
+    if is_distributed(*packs):
+        return attend_distributed(packing, packs, given, **arguments)
+    varlen = given is not None and given.varlen
+    parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
+    check_tensors(parts["q"], parts["k"], parts["v"], given)
+    if given is not None:
+        arguments["mask"] = mask_of_call(arguments.get("mask"), parts["q"], parts["k"], True)
+    text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
+    transformed, wanted = not is_compiling() and transforms(), 0
+    if torch.is_grad_enabled():
+        for i, tensor in enumerate((*packs, *captured)):
+            if tensor.requires_grad or (transformed and requires_grad_below(tensor)):
+                wanted |= 1 << i
+    attend: Any = attend_transformed if transformed else ATTENTION
+    out, lse, _ = attend(*spread(packs), [*captured, *others], wanted, text, floats, ints)
+    return (out, lse) if arguments.get("return_lse") else out

@@ -1,0 +1,1 @@
+"""Where Triton and Gluon are met: imports, compilers, launchers, the interpreter."""
