@@ -30,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.processes import Failure, in_processes
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile import dispatch
-from flashtile.torch.api.attention import PreparedCall, make_problem, prepare
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.bound import device_of
+from flashtile.torch.execute.prepared import PreparedCall
+from flashtile.torch.routes.eager import prepare
 from tests.cases import DTYPES, Case, Tensors
 from tests.judge import breaches, expected, measure, measure_lse, run, wants_gradient
 

@@ -104,7 +104,7 @@ def explain(
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
-        from flashtile.torch.api.attention import make_problem
+        from flashtile.torch.call.describe import make_problem
         from flashtile.torch.call.holes import counts, holes
         from flashtile.torch.call.lengths import given_lengths
         from flashtile.torch.execute.bound import device_of

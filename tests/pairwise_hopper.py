@@ -17,7 +17,7 @@ import torch
 
 from flashtile import AttentionProblem, dispatch
 from flashtile.plan.device import H100
-from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 from tests import pairwise
 from tests.cases import Case, Tensors

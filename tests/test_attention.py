@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile import AttentionProblem, Options, dispatch
-from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.holes import counts
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.bound import device_of

@@ -14,7 +14,7 @@ from flashtile import Options
 from flashtile.compat import asked, flash_attn_3
 from flashtile.compat import flash_attn_passes as passes
 from flashtile.integrations import sdpa
-from flashtile.torch.api.attention import prepare
+from flashtile.torch.routes.eager import prepare
 from tests.backends import OF_KERNELS, VARIANTS_HERE
 
 KEYS = 40

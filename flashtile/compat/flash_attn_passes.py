@@ -13,10 +13,11 @@ from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, 
 from flashtile.compat.flash_attn import refuse_pages
 from flashtile.compat.probabilities import dropout_signs
 from flashtile.errors import InvalidProblem
-from flashtile.torch.api.attention import attend, attention, prepare
+from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.prepared import PreparedCall
+from flashtile.torch.routes.eager import attend, prepare
 
 USE_TRITON_ROCM = False
 Tensors = tuple[torch.Tensor, ...]

@@ -19,8 +19,8 @@ from flashtile.fuzz.case import EPS, Case
 from flashtile.fuzz.formula import Scene, level, soil, yardsticks
 from flashtile.fuzz.make import HUGE, Inputs, Tensors, apart, build, call
 from flashtile.fuzz.tiles import forced
-from flashtile.torch.api import attention
 from flashtile.torch.execute import bound as run
+from flashtile.torch.routes import eager
 from flashtile.triton_glue import language as _triton
 
 FACTOR = 1.5  # of the error that plain PyTorch makes in the same dtype
@@ -247,7 +247,7 @@ def watch_kernels() -> set[str]:
 
 def forget() -> None:
     """Let go of all prepared calls and plans: a campaign meets thousands of layouts, each of them once."""
-    attention._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
+    eager._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
     for known in (dispatch.select, dispatch.plan_forward, dispatch.plan_backward):
         known.cache_clear()
     if torch.cuda.is_available():

@@ -15,7 +15,7 @@ from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
-from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 
 

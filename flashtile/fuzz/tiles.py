@@ -14,7 +14,7 @@ from flashtile.kernels.portable.tile import Launch, Pass, padded, products
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
-from flashtile.torch.api import attention
+from flashtile.torch.routes import eager
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 
@@ -56,7 +56,7 @@ def forced(text: str) -> Generator[None]:
 
 def _forget() -> None:
     """Plans are remembered by problem."""
-    attention._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
+    eager._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
     dispatch.plan_forward.cache_clear()
     dispatch.plan_backward.cache_clear()
 

@@ -9,7 +9,7 @@ import pytest
 from flashtile import dispatch
 from flashtile.kernels.cpu import backend, products, region
 from flashtile.problem.dtype import DType
-from flashtile.torch.api.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
+from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import flashtile
 from flashtile import Alibi, Band, Bias, Blocks, Dilated, Document, Dropout, InvalidProblem, KeyPadding, Prefix, Softcap, Stored
-from flashtile.torch.api.attention import ARGUMENTS
+from flashtile.torch.call.describe import ARGUMENTS
 
 IDS = torch.zeros(8, dtype=torch.int32)
 

@@ -11,8 +11,8 @@ import torch
 import flashtile
 from flashtile import Alibi, Options
 from flashtile.problem.options import Variant
-from flashtile.torch.api.attention import _CALLS  # pyright: ignore[reportPrivateUsage]
 from flashtile.torch.execute import bound as executor
+from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import Case
 from tests.judge import run
 from tests.test_imports import fresh

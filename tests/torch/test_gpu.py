@@ -10,10 +10,10 @@ import torch
 import flashtile
 from flashtile import Options, Softcap, dispatch
 from flashtile.problem.options import Variant
-from flashtile.torch.api.attention import prepare
 from flashtile.torch.execute import replay
 from flashtile.torch.execute.bound import device_of
 from flashtile.torch.execute.graph import LaunchGraph
+from flashtile.torch.routes.eager import prepare
 from tests.backends import OF_KERNELS, PLAIN
 
 

@@ -173,7 +173,7 @@ def test_lengths_without_meaning_stay_inside_the_tensors(device: torch.device, c
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's plan asks no tensor for its numbers: a meta tensor has none."""
-    from flashtile.torch.api.attention import make_problem
+    from flashtile.torch.call.describe import make_problem
     from flashtile.torch.call.lengths import given_lengths
 
     q = torch.zeros(1, 64, 2, 16)

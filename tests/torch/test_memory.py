@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import flashtile
 from flashtile import Alibi, Options, Softcap
 from flashtile.problem.options import Variant
-from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.bound import device_of
 from tests.backends import OF_KERNELS
 from tests.cases import DTYPES

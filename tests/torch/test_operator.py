@@ -31,7 +31,7 @@ from flashtile import (
     Softcap,
     Stored,
 )
-from flashtile.torch.api.attention import make_problem
+from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.routes.operator import ATTENTION, BACKWARD, dense_strides
 from flashtile.torch.routes.request import write

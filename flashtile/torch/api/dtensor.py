@@ -14,24 +14,26 @@ from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.top_left import TopLeft
 from flashtile.problem.mask import Band
 from flashtile.problem.predicate import Joined, terms_of
-from flashtile.torch.call.inputs import check_tensors
+from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
+from flashtile.torch.context.attention import attention
+from flashtile.torch.context.context import Context
 from flashtile.torch.execute.packing import APART, KV, QKV, Packing
-from flashtile.torch.execute.plain import is_more
+from flashtile.torch.execute.plain import is_distributed
 from flashtile.torch.routes.operator import ATTENTION, dense_strides, spread
 from flashtile.torch.routes.request import write
+from flashtile.torch.routes.traced import attend_traced
 
 # Masks that know nothing of heads, and of the batch what is the first axis of their tensors.
 SHARDED = (Band, Dilated, Document, KeyPadding, Prefix, TopLeft)
 
 
-def is_distributed(*packs: Any) -> bool:
-    """Whether one of these is a DTensor."""
-    if not (torch.distributed.is_available() and any(map(is_more, packs))):  # no import of a tenth of a second in vain
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(t, DTensor) for t in packs)
+def attend_watched(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
+    """What `attention` and its kin return of tensors that are no plain ones, or that somebody watches."""
+    if is_distributed(*packs):
+        arguments["score"] = modifiers(arguments.get("score", ()))
+        return attend_distributed(packing, packs, given, **arguments)
+    return attend_traced(packing, packs, given, **arguments)
 
 
 def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
@@ -111,9 +113,6 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
 def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict[str, Any]) -> Any:
     """The same where one axis of the mesh shards positions: `flashtile.distributed.attention` over that axis."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from flashtile.torch.context.attention import attention
-    from flashtile.torch.context.context import Context
 
     mesh, placements = packs[0].device_mesh, packs[0].placements
     axis = placements.index(Shard(1))

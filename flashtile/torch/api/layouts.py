@@ -8,11 +8,12 @@ import torch
 
 from flashtile.errors import InvalidProblem, check_names
 from flashtile.problem.number import plain, told
-from flashtile.torch.api.attention import attend, prepare
+from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
 from flashtile.torch.execute.plain import is_traced
-from flashtile.torch.routes.traced import attend_traced, autocast, is_plain
+from flashtile.torch.routes.eager import attend, prepare
+from flashtile.torch.routes.traced import autocast, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +169,7 @@ def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None
     if not is_plain(*packs):
         packs = autocast(*packs)
         if is_traced(*packs):
-            return attend_traced(packing, packs, given, **arguments)
+            return attend_watched(packing, packs, given, **arguments)
     if varlen:
         packs = tuple(t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in packs)
     with torch.no_grad():

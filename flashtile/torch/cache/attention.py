@@ -15,8 +15,8 @@ from flashtile.problem.mask import Band
 from flashtile.problem.number import plain
 from flashtile.problem.options import Options
 from flashtile.problem.predicate import Joined
-from flashtile.torch.api.attention import capture, make_problem
 from flashtile.torch.cache.tensors import CALLED, check_pools, check_table, int32
+from flashtile.torch.call.describe import capture, make_problem
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import call_mask, mask_of_call

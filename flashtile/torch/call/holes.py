@@ -11,7 +11,7 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.problem.predicate import Joined
 from flashtile.problem.score import Score
-from flashtile.torch.api.dtensor import is_distributed
+from flashtile.torch.execute.plain import is_distributed
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flashtile.problem.mask import Band
 from flashtile.problem.options import Options
 from flashtile.problem.predicate import Joined, Predicate
 from flashtile.problem.score import Score
-from flashtile.torch.api.attention import ARGUMENTS, make_problem
+from flashtile.torch.call.describe import ARGUMENTS, make_problem
 from flashtile.torch.call.inputs import check_sink, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree

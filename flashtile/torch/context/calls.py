@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.api.attention import attention
+from flashtile.torch.routes.local import attention
 
 
 def widens(q: torch.Tensor) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.api.attention import attention
 from flashtile.torch.context.calls import widens
 from flashtile.torch.context.collectives import Passing
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece, pairs, runs
 from flashtile.torch.context.wanted import Wanted
+from flashtile.torch.routes.local import attention
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,15 @@ def is_more(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and type(tensor) not in PLAIN
 
 
+def is_distributed(*packs: Any) -> bool:
+    """Whether one of these is a DTensor."""
+    if not (torch.distributed.is_available() and any(map(is_more, packs))):  # no import of a tenth of a second in vain
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(t, DTensor) for t in packs)
+
+
 def is_watched(*tensors: Any) -> bool:
     """Whether somebody wants to see an operator: torch.compile, a dispatch mode, or what is more than a plain tensor."""
     if is_compiling() or modes():

@@ -9,9 +9,8 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.ops.catalogue import OPS
-from flashtile.torch.api.dtensor import is_distributed
 from flashtile.torch.execute.bound import DEVICES
-from flashtile.torch.execute.plain import autocasts, is_compiling, is_traced, is_wrapped
+from flashtile.torch.execute.plain import autocasts, is_compiling, is_distributed, is_traced, is_wrapped
 from flashtile.torch.ops.call import (
     AS_IT_IS,
     NAMES,

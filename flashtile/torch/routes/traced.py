@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.api.dtensor import attend_distributed, is_distributed
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
@@ -35,8 +34,6 @@ def _lowered(tensor: torch.Tensor) -> torch.Tensor:
 def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
     """What `attention` and its kin return."""
     arguments["score"] = modifiers(arguments.get("score", ()))
-    if is_distributed(*packs):
-        return attend_distributed(packing, packs, given, **arguments)
     varlen = given is not None and given.varlen
     parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
     check_tensors(parts["q"], parts["k"], parts["v"], given)

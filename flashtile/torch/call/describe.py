@@ -1,0 +1,135 @@
+"""What a call's arguments ask for: the problem, and which of its tensors kernels read besides q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.lengths import ALIKE
+from flashtile.problem.mask import make_mask
+from flashtile.problem.number import plain
+from flashtile.problem.options import DEFAULT, Options
+from flashtile.problem.predicate import Joined, check_ends
+from flashtile.problem.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.call.dropout import check_dropout
+from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers
+from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.masks import mask_of_call, predicates_of
+from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
+
+ARGUMENTS = (
+    "q", "k", "v", "causal", "window", "mask", "score", "scale", "sink", "dropout", "seqused_q", "seqused_k", "return_lse",
+    "options",
+)  # fmt: skip
+
+
+def make_problem(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
+    return_lse: Any = False, given: Given | None = None, **softmax: Any,
+) -> tuple[AttentionProblem, Options]:  # fmt: skip
+    """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
+    sink, dropout = softmax_options(**softmax)
+    options = DEFAULT if options is None else options
+    score = modifiers(score)
+    check_arguments(score, scale, options, return_lse)
+    check_tensors(q, k, v, given)
+    batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
+    if given is not None:
+        given.check(q)
+        batch, lengths = given.batch(q), given.lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = (
+            n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
+        )
+    where, blocks = (), None
+    mask = mask_of_call(mask, q, k, lengths.ragged)
+    if not isinstance(mask, Joined):
+        band = make_mask(causal, window, mask)
+    else:
+        predicates = predicates_of(causal, window, mask, batch, q.shape[2])
+        predicates.check(q.device)
+        where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
+        check_ends(where, q.shape[1], k.shape[1], lengths)
+    problem = AttentionProblem(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
+        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
+        score=score_specs(score, q, batch), scale=scale, precision=options.precision,
+        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
+        sink=sink_spec(sink, q), dropout=_chance(dropout, q),
+    )  # fmt: skip
+    return problem, options
+
+
+def softmax_options(sink: Any = None, dropout: Any = None) -> tuple[Any, Any]:
+    """(sink, dropout), the rest of what `attention` takes by name; Python refuses a name that is none of them."""
+    return sink, dropout
+
+
+def rows_of(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
+    """(batch, heads_q): what the first axes of a captured tensor count."""
+    return q.shape[0] if given is None else given.batch(q), q.shape[2]
+
+
+def score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...]:
+    specs: list[ScoreSpec] = []
+    for modifier in score:
+        tensors = modifier.tensors(batch, q.shape[2])
+        check_modifier(modifier, modifier.scalars(), tensors, q)
+        for tensor in tensors:
+            _check_resolved(f"{modifier.name}'s tensor", tensor)
+        described = tuple(TensorSpec(tuple(t.shape), DTYPE_NAMES[t.dtype], wants_grad(t)) for t in tensors)
+        specs.append(ScoreSpec(type(modifier), tuple(float(plain(s)) for s in modifier.scalars()), described))
+    return tuple(specs)
+
+
+def sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
+    if sink is None:
+        return None
+    check_sink(sink, q)
+    _check_resolved("sink", sink)
+    return TensorSpec(tuple(sink.shape), DTYPES[sink.dtype].value, wants_grad(sink))
+
+
+def _chance(dropout: Any, q: torch.Tensor) -> float | None:
+    if dropout is None:
+        return None
+    check_dropout(dropout, q.device)
+    return dropout.p
+
+
+def seed_key(seed: Any) -> Any:
+    """What of a seed decides whether it is a good one."""
+    return isinstance(seed, int) or (seed.shape, seed.dtype, seed.device)
+
+
+def _check_resolved(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_neg():  # an operator resolves it
+        raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own.")
+
+
+def capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Captured tensors of all modifiers, and what of them and of the scalars a prepared call depends on."""
+    captured: list[torch.Tensor] = []
+    key: list[Any] = []
+    for modifier in score:
+        tensors = modifier.tensors(batch, heads_q)
+        captured += tensors
+        described = ((t.shape, layout_of(t), t.dtype, t.device, wants_grad(t), t.is_neg()) for t in tensors)
+        key.append((type(modifier), *exactly(modifier.scalars()), *described))
+    return tuple(captured), tuple(key)
+
+
+def exactly(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values with their types, as a key: True and 1.0 equal 1, but not every place takes them."""
+    return type(values), *values, *map(type, values)
+
+
+def wants_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def layout_of(tensor: torch.Tensor) -> Any:
+    return tensor.stride(), tensor.data_ptr() & 15

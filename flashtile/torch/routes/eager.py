@@ -1,0 +1,156 @@
+"""Calls of plain tensors: prepared once for each layout of their arguments, and recorded where a gradient is wanted."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashtile.problem.number import plain, plain_pair
+from flashtile.problem.predicate import Joined
+from flashtile.torch.call.describe import (
+    capture,
+    exactly,
+    layout_of,
+    make_problem,
+    rows_of,
+    seed_key,
+    softmax_options,
+    wants_grad,
+)
+from flashtile.torch.call.dropout import draw_seed
+from flashtile.torch.call.inputs import modifiers
+from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.masks import call_mask, mask_of_call
+from flashtile.torch.execute.prepared import PreparedCall, Tensors, alignment
+from flashtile.torch.execute.replay import addresses_of
+from flashtile.torch.routes.derivatives import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
+
+_CALLS: dict[Any, PreparedCall] = {}
+_MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: Any = False, window: Any = None, mask: Any = None, score: Any = (), scale: Any = None, options: Any = None,
+    return_lse: Any = False, given: Given | None = None, **softmax: Any,
+) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """The prepared call of these arguments, and the tensors besides q, k, v: captured ones and lengths.
+
+    Everything is validated at first sight of a layout.
+    """
+    sink, dropout = softmax_options(**softmax)
+    captured: tuple[torch.Tensor, ...] = ()
+    if given is not None:
+        mask = mask_of_call(mask, q, k, True)
+    plain_mask, masking = mask, None
+    try:
+        if isinstance(mask, Joined):
+            masking = call_mask(causal, window, mask, *rows_of(q, given))
+            plain_mask = masking.key
+        key: Any = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, alignment(addresses_of((q, k, v))) if q.is_cuda else 0, causal, type(causal),
+            plain_mask, scale, type(scale), options, return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
+        )  # fmt: skip
+        if window is not None:
+            key += exactly(window)
+        listed = isinstance(score, (tuple, list))
+        if not listed or score:
+            captured, score_key = capture(score if listed else modifiers(score), *rows_of(q, given))
+            key += (score_key,)
+        if sink is not None:
+            captured += (sink,)
+            key += ("sink", sink.shape, layout_of(sink), sink.dtype, sink.device, wants_grad(sink), sink.is_neg())
+        if dropout is not None:
+            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or seed_key(dropout.seed))
+        if given is not None:
+            key += given.key()
+        call = _CALLS.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
+        key, call = None, None
+    if call is None:
+        given_ones = causal, window, scale, return_lse
+        numbers = plain(causal), plain_pair(window), plain(scale), plain(return_lse)
+        if any(a is not b for a, b in zip(numbers, given_ones, strict=True)):  # a tensor is another key as it changes
+            causal, window, scale, return_lse = numbers
+            return prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, **softmax)
+        problem, options = make_problem(
+            q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
+        )
+        score = modifiers(score)
+        captured, _ = capture(score, *rows_of(q, given))
+        captured += () if sink is None else (sink,)
+        if any(isinstance(number, torch.Tensor) for modifier in score for number in modifier.scalars()):
+            key = None
+        call = PreparedCall(problem, options, q.device)
+        if key is not None:
+            if len(_CALLS) >= _MOST_CALLS:
+                _CALLS.clear()
+            _CALLS[key] = call
+    if dropout is not None and call.problem.dropout is not None:
+        captured += (draw_seed(dropout, call.device),)
+    if isinstance(mask, Joined):
+        captured += (masking or call_mask(causal, window, mask, *rows_of(q, given))).flat
+    if given is not None:
+        captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
+        if q.device.type == "cpu":
+            given.check_values({"q": call.problem.span_q, "k": call.problem.span_k})
+    if is_dual_level():
+        refuse_tangents(call.problem, call.plan.backend, zip(("q", "k", "v", *call.names), (q, k, v, *captured), strict=True))
+    return call, captured
+
+
+def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.Tensor, parts: Tensors | None = None) -> Any:
+    """out, or (out, lse) where the problem returns it, of a prepared call, differentiable where a gradient is wanted.
+
+    packs: q, k, v as `call.packing` has them; parts: the views of them, where the caller has them.
+    """
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in (*packs, *others)]:
+        call.require_backward()
+        return _apply(call, parts, *map(_alive, packs), *map(_alive, others))
+    made = call.hosted(*packs) if call.hosted else None
+    out, lse, *_ = made or call.forward(packs, others, parts, call.problem.returns_lse)
+    return (out, lse) if call.problem.returns_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: PreparedCall, parts: Tensors | None, *given: torch.Tensor) -> Any:
+        kept = call.hosted(*given) if call.hosted else None
+        if kept is None:
+            count = len(call.packing.packs)
+            kept = call.forward(given[:count], given[count:], parts)
+        ctx.save_for_backward(*given, *kept)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return (kept[0], kept[1]) if call.problem.returns_lse else kept[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: PreparedCall = ctx.call
+        needs = ctx.needs_input_grad[2:]
+        hosted = call.hosted_backward.get(needs)
+        dout, dlse = (*grads, None)[:2]
+        saved, mapped = ctx.saved_tensors, is_mapped(grads)
+        if hosted and dout is not None and dlse is None and not (mapped or torch.is_grad_enabled() or is_dual_level()):
+            function, places = hosted
+            made = function(*saved, dout)
+            if made is not None:
+                return None, None, *(made if places is None else [None if i is None else made[i] for i in places])
+        if mapped:
+            each = partial(each_gradient, call.problem, call.plan.backend)
+            return None, None, *each(lambda dout, dlse: call.gradients(saved, dout, dlse, needs), (dout, dlse))
+        if is_dual_level():
+            refuse_tangents(call.problem, call.plan.backend, (("dout", dout), ("dlse", dlse)))
+        if not torch.is_grad_enabled():
+            return None, None, *call.gradients(saved, dout, dlse, needs)
+        with torch.no_grad():  # create_graph
+            given = call.gradients(saved, dout, dlse, needs)
+        return None, None, *first_derivatives(call.problem, call.plan.backend, given, saved, grads)
+
+
+# What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+_alive: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue] (of what outlived a transform)
