@@ -72,7 +72,7 @@ def write(
         scalars, tensors = modifier.scalars(), modifier.tensors(batch, heads_q)
         check_modifier(modifier, scalars, tensors, q)
         kinds.append(f"{modifier.name}:{len(scalars)}:{len(tensors)}")
-        floats += map(plain, scalars)
+        floats += [plain(scalar) for scalar in scalars]  # no map: the compiler of PyTorch 2.11 adds none to a list
         captured += tensors
     if kinds:
         parts.append("score=" + "+".join(kinds))
