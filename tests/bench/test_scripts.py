@@ -50,6 +50,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         dict(DIMS=((16, 16),), MASKS={"full": {}, "causal": {"band": ":0"}},
              SIZES={"small": dict(batch=1, seqlen_q=20, seqlen_k=20, heads_q=2, heads_kv=2)}), 4,
     ),
+    "cached": (
+        ["--models", "tiny", "--batch", "2", "--keys", "32"],
+        dict(MODELS={"tiny": (2, 1, 16)}, PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured), 6,
+    ),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         scratch = (Buffer("acc", (*rows, p.head_dim_v), dtype, "scratch"), Buffer("top", rows, dtype, "scratch"),
                    Buffer("total", rows, dtype, "scratch"))  # fmt: skip
     parts = tuple(Pointer(b.name) for b in scratch)
-    packing = ("PACK", Packing(heads, chunks, pages.page_size, split))
+    packing = ("PACK", Packing(heads, chunks, pages.page_size if pages.table else 1, split))
     band = (p.band.left or 0, p.band.right or 0)
     forward = KernelCall(
         decode_forward, (tiles, p.heads_kv * chunks, problem.splits),

@@ -23,7 +23,7 @@ UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "rig
 @dataclass(frozen=True)
 class Packing:
     """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
-    page, keys of a part (0 for one pass).
+    page (1 without a table, where nobody asks), keys of a part (0 for one pass).
     """
 
     heads: int
