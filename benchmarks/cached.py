@@ -175,6 +175,7 @@ class Entrant:
     graph: Any
     results: tuple[torch.Tensor, ...]
     error: float
+    table: torch.Tensor | None = None  # which a graph reads: its memory must stay
 
 
 def allowed(name: str) -> Any:
@@ -221,7 +222,7 @@ def judged(
     torch.cuda.synchronize()
     error = caches.error(results, table, page)
     if error <= TOLERANCE:
-        yield name, Entrant(graph, results, error)
+        yield name, Entrant(graph, results, error, table)
     else:
         record.fail(f"off by {error:.1e} of the largest value, limit {TOLERANCE:.0e}", **caches.cell.row(), provider=name)
 
