@@ -87,13 +87,13 @@ class CachedProblem:
 def default_split(p: AttentionProblem, pages: Pages) -> int:
     """The split where the caller names none: of static facts alone, never of lengths or of the batch.
 
-    Up to 64 rows of queries per key/value head and more than 1,024 keys: parts of 512 keys, or of more where there would be too
-    many. Else, and where queries lie one after another (their longest item is not known), one pass.
+    Up to 64 rows of queries per key/value head and more than 512 keys: 256 keys, doubled until there are at most 32 parts.
+    Else, and where queries lie one after another (their longest item is not known), one pass.
     """
-    if p.lengths.varlen or p.seqlen_q * p.group > 64 or pages.capacity <= 1024:
+    if p.lengths.varlen or p.seqlen_q * p.group > 64 or pages.capacity <= 512:
         return 0
-    split = 512
-    while pages.capacity > split * 256:
+    split = 256
+    while pages.capacity > split * 32:
         split *= 2
     return split
 
