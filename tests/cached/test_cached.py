@@ -125,3 +125,17 @@ def test_hopper_says_that_it_reads_no_cache() -> None:
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
     with pytest.raises(TypeError, match="did you mean"):
         flashtile.attention_cached(**GOOD, softcap=3.0)
+
+
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device, window: Any) -> None:
+    planning = pytest.importorskip("flashtile.kernels.portable.cached", exc_type=ImportError)
+    given = {name: tensor.to(device) for name, tensor in batch_of([0, 1, 2, 3, 4], 19).items()}
+    how: dict[str, Any] = dict(causal=True, window=window, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    made = []
+    for parts in (1, 2, 4):
+        monkeypatch.setattr(planning, "parts_of", lambda *_, parts=parts: parts)
+        flashtile.dispatch.plan_cached.cache_clear() if hasattr(flashtile.dispatch.plan_cached, "cache_clear") else None
+        made.append(flashtile.attention_cached(**given, **how))
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))

@@ -16,6 +16,7 @@ from flashtile.problem.dtype import DType
 
 MOST_HEADS = 64  # that one tile packs
 ROOM_BYTES = 16 << 10  # of shared memory, beside the stages
+PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
 SUM_COLUMNS = 32  # of the values that a program of the sum has
 SUM_ELEMENTS = 2048  # of parts that it has at a time
 
@@ -49,6 +50,18 @@ def launch_of(p: AttentionProblem, device: Device, heads: int, paged: bool) -> L
     return Launch(rows, keys, 8, min(stages, fits), products=products_of(p, device))
 
 
+def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
+    """Parts that a program forms, a power of two: of 2048 keys at most, and three programs on every multiprocessor at least.
+
+    programs: those that there were for one part. Results are the same bits whatever it is.
+    """
+    parts, keys = 1, problem.split
+    if problem.split and problem.attention.dtype is not DType.FP32:
+        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 6 * parts * device.sm_count:
+            parts *= 2
+    return parts
+
+
 def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     """The forward of one launch, or of parts and their sum."""
     p, pages, split = problem.attention, problem.pages, problem.split
@@ -77,13 +90,14 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         dtype, rows = "fp64" if tile.wide else "fp32", (problem.splits, p.slabs * p.span_q, p.heads_q)
         scratch = (Buffer("acc", (*rows, p.head_dim_v), dtype, "scratch"), Buffer("top", rows, dtype, "scratch"),
                    Buffer("total", rows, dtype, "scratch"))  # fmt: skip
-    parts = tuple(Pointer(b.name) for b in scratch)
+    partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
-    packing = ("PACK", Packing(heads, chunks, pages.page_size if pages.table else 1, split, early))
+    parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
+    packing = ("PACK", Packing(heads, chunks, pages.page_size if pages.table else 1, split, parts, early))
     band = (p.band.left or 0, p.band.right or 0)
     forward = KernelCall(
-        decode_forward, (tiles, p.heads_kv * chunks, problem.splits),
-        ((Pointer("q"), Pointer("k"), Pointer("v"), table, sink), parts or ends, strides, lengths, p.span_q, p.batch, p.group,
+        decode_forward, (tiles, p.heads_kv * chunks, -(-problem.splits // parts)),
+        ((Pointer("q"), Pointer("k"), Pointer("v"), table, sink), partial or ends, strides, lengths, p.span_q, p.batch, p.group,
          pages.capacity, pages.pages, *band, (score_args(p), mask_args(p), p.scale_value)),
         (packing, ("T", tile), ("SCORE", chain(p, device, form_in(p, "forward"))), ("MASK", predicates(p))),
         launch.num_warps, launch.num_stages, not (p.float32_grade and p.score),
@@ -94,7 +108,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         together = max(1, min(8, SUM_ELEMENTS // (columns * launch.block_q * (2 if tile.wide else 1))))
         calls.append(KernelCall(
             decode_combine, (tiles, p.heads_kv * chunks, tile.columns_v // columns),
-            (parts, ends, sink, (Strides("out"), sink_strides), lengths, p.span_q, p.batch, p.group, pages.capacity),
+            (partial, ends, sink, (Strides("out"), sink_strides), lengths, p.span_q, p.batch, p.group, pages.capacity, *band),
             (packing, ("COLUMNS", columns), ("PARTS", together), ("T", tile)), 4, 1, early=early,
         ))  # fmt: skip
     notes = (
