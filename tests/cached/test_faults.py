@@ -66,7 +66,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("slots names 24", append(seqused_k=None, slots=ints(0, 24)[:, None])),
     ("cu_seqlens is [0, 1, 5]", append(**PACKED, seqused_k=None, slots=ints(0, 1), cu_seqlens=ints(0, 1, 5))),
     ("needs row 8 of an item", cache(lambda one: one.append(NEW["k"], NEW["v"]), seqused=ints(5, 8))),
-    ("cu_seqlens is [0, 1, 5]", cache(lambda one: one.append(**PACKED, cu_seqlens=ints(0, 1, 5)))),
+    ("cu_seqlens is [0, 1, 5]", cache(lambda one: one.append(PACKED["k"], PACKED["v"], cu_seqlens=ints(0, 1, 5)))),
     ("page_table[0] names page -1", cache(lambda one: one.dense(), page_table=ints(0, -1, 2, 3).view(2, 2))),
     ("page_table[1] names page 50", cache(lambda one: one.dense(), page_table=ints(0, 1, 2, 50).view(2, 2))),
     ("seqused[1] is 9", cache(lambda one: one.dense(), seqused=ints(5, 9))),
@@ -90,14 +90,14 @@ def test_what_is_wrong_is_named_and_nothing_is_written(says: str, call: Callable
 @pytest.mark.parametrize("packed", [False, True])
 def test_batches_of_no_item(backend: str, place: torch.device, packed: bool) -> None:
     shape = (3, 2, 32) if packed else (0, 1, 2, 32)
-    new = [torch.randn(shape, device=place) for _ in "qkv"]
+    q, k, v = (torch.randn(shape, device=place) for _ in "qkv")
     given = {"seqused_k": torch.zeros(0, dtype=torch.int32, device=place)}
-    pools = [torch.zeros(6, 4, 2, 32, device=place) for _ in "kv"]
+    pools = torch.zeros(6, 4, 2, 32, device=place), torch.zeros(6, 4, 2, 32, device=place)
     tables = torch.zeros(0, 2, dtype=torch.int32, device=place)
     cu = torch.zeros(1, dtype=torch.int32, device=place) if packed else None
-    flashtile.append_to_cache(*new[1:], *pools, tables, **given, cu_seqlens=cu, backend=backend)
+    flashtile.append_to_cache(k, v, *pools, tables, **given, cu_seqlens=cu, backend=backend)
     options = flashtile.Options(backend=backend)
-    out = flashtile.attention_cached(new[0], *pools, tables, **given, cu_seqlens_q=cu, options=options)
+    out = flashtile.attention_cached(q, *pools, tables, **given, cu_seqlens_q=cu, options=options)
     assert out.shape == shape
     assert (out == 0).all()
     assert all((t == 0).all() for t in pools)

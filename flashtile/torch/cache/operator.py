@@ -34,7 +34,7 @@ _MOST = 1024  # remembered layouts; past this the memory is started afresh
 def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any) -> None:
     """The operator, or what it runs where nobody wants to see it; asked: the rest of its arguments, backend None for any."""
     *rest, backend = asked
-    append = APPEND if is_watched(k, v, k_cache, v_cache) else run_append
+    append: Any = APPEND if is_watched(k, v, k_cache, v_cache) else run_append
     append(k, v, k_cache, v_cache, *rest, backend or "")
 
 
@@ -55,7 +55,8 @@ def run_append(
     key = (backend, k.device, k.dtype, *((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values()))
     bound = _APPENDS.get(key)
     if bound is None:
-        problem = AppendProblem(*k.shape, v.shape[3], DTYPES[k.dtype], count, size)
+        slabs, seqlen, heads, dim = k.shape
+        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         if len(_APPENDS) >= _MOST:
             _APPENDS.clear()
