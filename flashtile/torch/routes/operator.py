@@ -50,7 +50,7 @@ def run_forward(
     residual, lse = _residual(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
     if layout.varlen:
         out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
-    return _laid(out, layout.out_strides), lse, residual
+    return laid(out, layout.out_strides), lse, residual
 
 
 def run_backward(
@@ -74,7 +74,7 @@ def run_backward(
         if layout.needs[i]:
             grad = torch.zeros_like(tensor) if grad is None else grad
             if i < len(packs):
-                grad = _laid(grad[0] if layout.varlen else grad, layout.strides[i])
+                grad = laid(grad[0] if layout.varlen else grad, layout.strides[i])
             made.append(grad)
     return made
 
@@ -177,7 +177,7 @@ def dense_strides(shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor with these strides: itself, or where a plan laid it otherwise a copy."""
     if tensor.stride() == strides:
         return tensor
