@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import dispatch
+from flashtile.kernels.portable import cached
+from flashtile.torch.cache import operator
 from tests.cached.draw import check, draw
 
 
@@ -130,13 +133,15 @@ def test_hopper_says_that_it_reads_no_cache() -> None:
 
 @pytest.mark.parametrize("window", [None, (100, 0)])
 def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device, window: Any) -> None:
-    planning = pytest.importorskip("flashtile.kernels.portable.cached", exc_type=ImportError)
     given = {name: tensor.to(device) for name, tensor in batch_of([0, 1, 2, 3, 4], 19).items()}
-    how: dict[str, Any] = dict(causal=True, window=window, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
-    made = []
+    how: dict[str, Any] = dict(causal=True, window=window, split=128, options=flashtile.Options(backend="triton"))
+    made: list[tuple[torch.Tensor, ...]] = []
     for parts in (1, 2, 4):
-        monkeypatch.setattr(planning, "parts_of", lambda *_, parts=parts: parts)
-        flashtile.dispatch.plan_cached.cache_clear() if hasattr(flashtile.dispatch.plan_cached, "cache_clear") else None
-        made.append(flashtile.attention_cached(**given, **how))
+        planned: list[int] = []
+        monkeypatch.setattr(cached, "parts_of", lambda *_, n=parts, planned=planned: planned.append(n) or n)
+        dispatch.plan_cached.cache_clear()
+        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        made.append(flashtile.attention_cached(**given, **how, return_lse=True))
+        assert planned == [parts]
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))

@@ -169,7 +169,7 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
             rows = Rows(tl.where(ends_here, 0.0, rows.acc), tl.where(ends_here, float("-inf"), rows.top),
                         tl.where(ends_here, 0.0, rows.total))  # fmt: skip
     if PACK.parts == 1 and SPLIT > 0:
-        if lo < hi:
+        if tl.program_id(2) * SPLIT < seat.k:
             store_part(out_ptrs, rows, tl.program_id(2), token, head, heads, counts, lengths[0], seqlen_q, batch, T)
     if SPLIT == 0:
         rows = scored(rows, T)
