@@ -1,9 +1,13 @@
-"""What ranks do together: the calls, each beside one process's, forward and backward."""
+"""What ranks do together: the calls, each beside one process's, forward and backward.
+
+The truth is one process's float32 (`judge`): float32 results, and lse and the gradients of what ranks share in any dtype, lie
+within a relative RMS of 2e-6 of it; 16-bit out, dq, dk and dv within 1.1 times the error of one process in 16 bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -97,10 +101,15 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# What four ranks run in zigzag besides causal order: where more chunks, neighbours or parts of sums may matter.
+OF_MORE = ("window", "sink", "alibi", "documents", "padding", "seqused", "bias")
+
+
 def cases(ranks: int) -> Iterator[Case]:
-    """Two ranks run all; more ranks one layout of each method, and all layouts of causal order."""
+    """Two ranks run all; more ranks all layouts of causal order, and what asks more of them than of two."""
     for case in all_cases():
-        if ranks == 2 or case.layout == "zigzag" or case.feature == "causal":
+        more = case.layout == "zigzag" and case.feature in OF_MORE and case.heads_kv != 8
+        if ranks == 2 or more or case.feature == "causal":
             yield case
 
 
@@ -152,21 +161,10 @@ def results(
     return found | {f"d{name}": g for name, g in zip(names, grads, strict=True) if g is not None}
 
 
-def errors(case: Case, context: Context) -> dict[str, tuple[float, float]]:
-    """By tensor: (error over ranks, one process's), relative RMS against float64 of the same values."""
-    d = data(case.dtype, case.heads_kv, seqlen_q=case.seqlen_q)
-    exact = Data(*(getattr(d, n).double() for n in (*d.names, "dout", "dlse")))
-    true = of_reference(case, exact)
-    ours, one = over_ranks(case, d, context), one_process(case, d)
-    assert list(ours) == list(one), (list(ours), list(one))
-    return {name: (relative(ours[name], true[name]), relative(t, true[name])) for name, t in one.items()}
-
-
-def of_reference(case: Case, exact: Data) -> dict[str, torch.Tensor]:
-    """One process in float32 of the same values, ieee: the truth for 16 bits, and what float32 is compared with."""
-    widened = Data(*(getattr(exact, n).float() for n in (*exact.names, "dout", "dlse")))
-    return one_process(Case(case.method, case.layout, case.feature, lse=case.lse, seqlen_q=case.seqlen_q,
-                            options=flashtile.Options(precision="ieee")), widened)  # fmt: skip
+def of_reference(case: Case, d: Data) -> dict[str, torch.Tensor]:
+    """One process in float32 of the same values, with ieee products: what all are compared with."""
+    widened = Data(*(getattr(d, n).float() for n in (*d.names, "dout", "dlse")))
+    return one_process(replace(case, dtype=torch.float32, options=flashtile.Options(precision="ieee")), widened)
 
 
 def relative(found: torch.Tensor, true: torch.Tensor) -> float:
@@ -177,11 +175,22 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
     return float(difference.norm() / true.double().where(~hidden, 0.0).norm().clamp(min=1e-9))
 
 
-def judge(case: Case, context: Context) -> str:
-    """What is wrong; empty where nothing is."""
-    wrong: list[str] = []
-    for name, (ours, one) in errors(case, context).items():
-        limit = 1.1 * one if name in ("out", "dq", "dk", "dv") and case.dtype is not torch.float32 else 2e-6
-        if not ours <= limit:
-            wrong.append(f"{name}: {ours:.3g}, one process {one:.3g}")
+def judge(case: Case, context: Context, judging: int) -> str:
+    """What is wrong, as the judging rank finds it; empty where nothing is.
+
+    By relative RMS against one process's float32 of the same values: 16-bit out, dq, dk and dv may have 1.1 times the error
+    that one process has in 16 bits, all else 2e-6. That process is the library itself; tests/cases.py holds it to float64.
+    """
+    d = data(case.dtype, case.heads_kv, seqlen_q=case.seqlen_q)
+    ours = over_ranks(case, d, context)
+    if context.rank != judging:
+        return ""
+    one, true, wrong = one_process(case, d), of_reference(case, d), list[str]()
+    if list(ours) != list(one):
+        return f"{list(ours)} are there, and of one process {list(one)}"
+    for name, made in ours.items():
+        error, alone = relative(made, true[name]), relative(one[name], true[name])
+        limit = 1.1 * alone if name in ("out", "dq", "dk", "dv") and case.dtype is not torch.float32 else 2e-6
+        if not error <= limit:
+            wrong.append(f"{name}: {error:.3g}, one process {alone:.3g}")
     return ", ".join(wrong)
