@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Document, KeyPadding, Prefix, Softcap, TopLeft
-from flashtile.distributed import Context, attention, shard, unshard
+from flashtile import Alibi, Band, Bias, Document, KeyPadding, Prefix, Softcap, TopLeft, distributed
+from flashtile.distributed import Context, shard, unshard
 
 SEQLEN, HEADS = 32, 8  # 32 is a multiple of twice 4 ranks
 
@@ -74,6 +74,14 @@ FEATURES: dict[str, Told] = {
     "bias": lambda t, cut: {"causal": True, "score": (Bias(cut(t["bias"], 2)),)},
     "bias of keys": lambda t, cut: {"score": (Bias(t["bias"][:, :, :1]),)},
 }
+# Of `attention_varlen`: the documents of CU, or of PART, behind which there are tokens of none.
+PART = torch.tensor([0, 5, 16, 27], dtype=torch.int32)
+PACKED: dict[str, tuple[torch.Tensor, Told]] = {
+    "packed": (CU, lambda t, cut: {}),
+    "packed causal": (CU, lambda t, cut: {"causal": True, "sink": t["sink"]}),
+    "packed window": (PART, lambda t, cut: {"causal": True, "window": (4, 0), "score": (Alibi(t["slopes"]), Softcap(3.0))}),
+    "packed both sides": (PART, lambda t, cut: {"window": (5, 3), "score": (Softcap(2.0),)}),
+}
 WITHOUT = {("ulysses", "bias")}  # refused, and tested as a refusal
 
 
@@ -102,7 +110,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 # What four ranks run in zigzag besides causal order: where more chunks, neighbours or parts of sums may matter.
-OF_MORE = ("window", "sink", "alibi", "documents", "padding", "seqused", "bias")
+OF_MORE = ("packed causal", "packed both sides", "window", "sink", "alibi", "documents", "padding", "seqused", "bias")
 
 
 def cases(ranks: int) -> Iterator[Case]:
@@ -118,6 +126,9 @@ def all_cases() -> Iterator[Case]:
         for layout, feature in product(layouts, FEATURES):
             if (method, feature) not in WITHOUT and (method != "ulysses" or layout == "zigzag" or feature == "causal"):
                 yield Case(method, layout, feature)
+        for layout, feature in product(layouts, PACKED):
+            yield Case(method, layout, feature)
+        yield Case(method, "zigzag", "packed causal", torch.bfloat16, lse=False)
         for heads_kv, feature in ((1, "causal"), (2, "documents"), (8, "window")):
             yield Case(method, "zigzag", feature, heads_kv=heads_kv, lse=False)
         yield Case(method, "contiguous", "causal", seqlen_q=16)
@@ -130,25 +141,39 @@ def all_cases() -> Iterator[Case]:
 
 
 def one_process(case: Case, d: Data) -> dict[str, torch.Tensor]:
-    leaves = d.leaves()
-    told = FEATURES[case.feature](dict(zip(d.names, leaves, strict=True)), lambda t, dim: t)
-    made = flashtile.attention(*leaves[:3], return_lse=case.lse, options=case.options, **told)
-    return results(made if case.lse else (made,), leaves, (d.dout, d.dlse), d.names)
+    leaves, dlse = d.leaves(), d.dlse
+    told, starts, call = asked(case)
+    if starts:
+        leaves[:3], dlse = [t[0].detach().requires_grad_() for t in leaves[:3]], dlse[0]
+    how = told(dict(zip(d.names, leaves, strict=True)), lambda t, dim: t)
+    made = call(flashtile)(*leaves[:3], *starts, return_lse=case.lse, options=case.options, **how)
+    return results(made if case.lse else (made,), leaves, (d.dout[0] if starts else d.dout, dlse), d.names)
+
+
+def asked(case: Case) -> tuple[Told, list[torch.Tensor], Callable[[Any], Any]]:
+    """What a feature tells a call, its cu_seqlens, if any, and the function, by where it is from."""
+    if case.feature in PACKED:
+        starts, told = PACKED[case.feature]
+        return told, [starts], lambda home: home.attention_varlen
+    return FEATURES[case.feature], [], lambda home: home.attention
 
 
 def over_ranks(case: Case, d: Data, context: Context) -> dict[str, torch.Tensor]:
     """The same, put together of all ranks' parts; gradients of what ranks share are summed."""
     leaves = d.leaves()
-    local = [shard(t, context).detach().requires_grad_() for t in leaves[:3]]
-    told = FEATURES[case.feature](dict(zip(d.names, leaves, strict=True)), lambda t, dim: shard(t, context, dim))
-    made = attention(*local, context=context, return_lse=case.lse, options=case.options, **told)
-    weights = shard(d.dout, context), shard(d.dlse, context, 2)
+    told, starts, call = asked(case)
+    given, axis = [*leaves[:3], d.dout, d.dlse], 0 if starts else 1
+    given = [t[0] for t in given] if starts else given
+    local = [shard(t, context, axis).detach().requires_grad_() for t in given[:3]]
+    how = told(dict(zip(d.names, leaves, strict=True)), lambda t, dim: shard(t, context, dim))
+    made = call(distributed)(*local, *starts, context=context, return_lse=case.lse, options=case.options, **how)
+    weights = shard(given[3], context, axis), shard(given[4], context, axis + 1)
     found = results(made if case.lse else (made,), [*local, *leaves[3:]], weights, d.names)
     for name, tensor in found.items():
         if name in ("dslopes", "dbias", "dsink"):
             torch.distributed.all_reduce(tensor, group=context.group)
         else:
-            found[name] = unshard(tensor, context, 2 if name == "lse" else 1)
+            found[name] = unshard(tensor, context, axis + (name == "lse"))
     return found
 
 

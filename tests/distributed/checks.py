@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
 from flashtile import Alibi, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Predicate, Prefix
-from flashtile.distributed import Context, attention, document_ids, padded_length, position_ids, shard, unshard
+from flashtile.distributed import (
+    Context,
+    attention,
+    attention_varlen,
+    document_ids,
+    padded_length,
+    position_ids,
+    shard,
+    unshard,
+)
 from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks
 
 METHODS: tuple[Any, ...] = ("ulysses", "allgather", "ring")
@@ -262,6 +272,8 @@ def shards_come_back() -> None:
         assert torch.equal(unshard(part, context, seqlen=29), tokens)
         assert torch.equal(unshard(position_ids(SEQLEN, context), context, 0), torch.arange(SEQLEN))
         assert torch.equal(document_ids(CU, context), shard(IDS, context, 0))
+        within = torch.cat([torch.arange(b - a) for a, b in pairwise(CU.tolist())])
+        assert torch.equal(position_ids(SEQLEN, context, cu_seqlens=CU), shard(within, context, 0))
         assert torch.equal(unshard(shard(tokens > 9, context, 1, False), context, seqlen=29), tokens > 9)
         with pytest.raises(InvalidProblem, match="must be a multiple of"):
             shard(tokens, context)
@@ -289,8 +301,39 @@ def bits_repeat() -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def documents_that_cannot_be_are_refused() -> None:
+    rank, total = dist.get_rank(), 4 * dist.get_world_size()
+    given, cu = [t[0] for t in shards()], torch.tensor([0, 3, total], dtype=torch.int32)
+    laws: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((cu + (rank == 1) * torch.tensor([0, 1, 0], dtype=torch.int32),), {}, r"what cu_seqlens_q holds is \[0, 3"),
+        ((None,), {}, "cu_seqlens_q is None"),
+        ((torch.tensor([0, 5, 3]),), {}, "it must start with 0, never fall"),
+        ((torch.tensor([0, total + 1]),), {}, f"end with at most {total}"),
+        ((cu,), {"max_seqlen_q": 2}, "max_seqlen_q is 2"),
+        ((cu, cu[:2]), {}, "cu_seqlens_k that is not cu_seqlens_q"),
+        ((cu,), {"mask": KeyPadding(torch.ones(1, 4, dtype=torch.bool))}, "a mask beside cu_seqlens"),
+        ((cu,), {"score": (Bias(torch.ones(total)),)}, "score modifier bias beside cu_seqlens"),
+        ((cu,), {"dropout": Dropout(0.1)}, "dropout, whose bits"),
+    ]
+    for starts, arguments, words in laws:
+        with pytest.raises((InvalidProblem, NotSupported), match=words):
+            attention_varlen(*given, *starts, context=Context(), **arguments)
+    with pytest.raises((InvalidProblem, NotSupported), match=r"q has shape .* \(total / ranks, heads, head_dim\)"):
+        attention_varlen(*shards(), cu, context=Context())
+
+
 def padding_may_hold_nan() -> None:
     d = data(torch.float32, 4)
+    starts = torch.tensor([0, 7, 7, 20])
+    packed = [t[0].masked_fill((torch.arange(SEQLEN) >= 20)[:, None, None], torch.nan) for t in (d.q, d.k, d.v)]
+    for window in ((9, 0), (9, 2)):
+        expected = flashtile.attention_varlen(d.q[0], d.k[0], d.v[0], starts, window=window)
+        for method in METHODS:
+            context = Context(method=method, layout="zigzag")
+            local = [shard(t, context, 0).requires_grad_() for t in packed]
+            out = attention_varlen(*local, starts, context=context, window=window)
+            torch.testing.assert_close(unshard(out, context, 0), expected)
+            assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), local))
     used = torch.tensor([29, 10], dtype=torch.int32)
     beyond = (torch.arange(SEQLEN) >= used[:, None])[..., None, None]
     holed = [t.masked_fill(beyond, torch.nan) for t in (d.q, d.k, d.v)]
@@ -365,8 +408,8 @@ def dtensors_of_positions_need_no_other_word() -> None:
 
 
 OF_TWO = (
-    tensors_that_differ_refuse_together, gathered_keys_give_one_process_bits, bits_repeat, padding_may_hold_nan,
-    agreed_once_is_enough_where_asked, autocast_counts_as_it_does_on_one_process,
+    tensors_that_differ_refuse_together, documents_that_cannot_be_are_refused, gathered_keys_give_one_process_bits,
+    bits_repeat, padding_may_hold_nan, agreed_once_is_enough_where_asked, autocast_counts_as_it_does_on_one_process,
     what_has_no_meaning_is_refused_on_every_rank, a_compiled_module_breaks_its_graph_in_front,
 )  # fmt: skip
 OF_FOUR = (a_mesh_beside_another_axis, dtensors_of_positions_need_no_other_word)  # two axes of two

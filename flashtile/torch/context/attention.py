@@ -88,12 +88,12 @@ def attention(
         lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
         made = by_heads(q, k, v, context, want, return_lse, lengths)
     else:
-        made = by_positions(q, k, v, context, want, method, used, return_lse)
+        made = by_positions(q, k, v, context, want, method, return_lse, used)
     return made if return_lse else made[0]
 
 
 def by_positions(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, method: str, used: Any, return_lse: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, method: str, return_lse: bool, used: Any
 ) -> tuple[torch.Tensor, Any]:
     """(out, lse or None), each rank of its own queries; of each item's first `used` tokens."""
     rows = None
