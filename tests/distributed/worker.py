@@ -21,6 +21,7 @@ import torch.distributed as dist
 from flashtile.distributed import Context, attention
 from tests.distributed.cases import cases, judge
 from tests.distributed.checks import CHECKS, OF_FOUR, OF_TWO
+from tests.distributed.ring_names import names_of_ring_flash_attn
 
 
 def meet(rank: int, ranks: int, folder: Path, seconds: int) -> None:
@@ -31,7 +32,9 @@ def meet(rank: int, ranks: int, folder: Path, seconds: int) -> None:
 
 def run(rank: int, ranks: int, folder: Path) -> None:
     meet(rank, ranks, folder, 60)
-    tasks: dict[str, Callable[[], str | None]] = {c.__name__: c for c in (*CHECKS, *(OF_TWO if ranks == 2 else OF_FOUR))}
+    tasks: dict[str, Callable[[], str | None]] = {
+        c.__name__: c for c in (*CHECKS, names_of_ring_flash_attn, *(OF_TWO if ranks == 2 else OF_FOUR))
+    }
     for i, case in enumerate(cases(ranks)):
         tasks[case.spell()] = lambda case=case, i=i: judge(case, Context(None, case.method, case.layout), i % ranks)
     found: dict[str, str] = {}

@@ -91,6 +91,38 @@ def attention_varlen(
     return (out[0], lse[0]) if return_lse else out[0]
 
 
+def attention_of_items(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: tuple[Any, Any], keys: slice, *, context: Context,
+    max_seqlens: tuple[Any, Any], return_lse: bool, **arguments: Any,
+) -> Any:  # fmt: skip
+    """`attention_varlen` of this rank's queries and some of the whole's keys, whose items the caller has worked out.
+
+    starts: cu_seqlens of these queries and of these keys. keys: which of the whole's, contiguous shards joined.
+    """
+    error, want, given = None, None, None
+    try:
+        q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
+        want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
+        _check_want(want, q, k)
+        most = {"max_seqlen_q": max_seqlens[0], "max_seqlen_k": max_seqlens[1]}
+        given = given_lengths(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most)
+        assert given is not None
+        given.check(q)
+        if q.device.type == "cpu":
+            first, end, _ = keys.indices(k.shape[1] * context.ranks)
+            given.check_values({"q": q.shape[1], "k": end - first})
+    except Exception as refused:  # whatever it is: the other ranks must not wait
+        error = refused
+    told = described(want, method="allgather", return_lse=return_lse, q=q, k=k, v=v)
+    agree(context, {"varlen": "items", **told}, error, lambda: numbers(want, 0))
+    assert want is not None
+    assert given is not None
+    whole = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
+    how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options}
+    made = call(q, *whole, return_lse, **how, **given.tensors, **most)
+    return tuple(t[0] for t in made) if return_lse else made[0]
+
+
 def _allgather(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, given: Given
 ) -> tuple[torch.Tensor, Any]:
