@@ -45,23 +45,23 @@ def dot_product_attention_sharded(
     Keys and values are gathered, in their own dtype; their gradients are summed over devices in float32. A device attends its
     queries to the keys up to their last one. Raises InvalidProblem and NotSupported.
     """
-    scale, is_causal, return_residual = numbers(scale=scale, is_causal=is_causal, return_residual=return_residual).values()
+    given = numbers(scale=scale, is_causal=is_causal, return_residual=return_residual)
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_operands(query, key, value)
     if layout not in LAYOUTS:
         raise InvalidProblem(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}.")
-    band = make_band(is_causal, local_window_size)
+    band = make_band(given["is_causal"], local_window_size)
     _refuse(band, extras)
     devices, at = _axis(axis_name)
     for name, x in (("query", query), ("key", key)):
         if layout == "zigzag" and x.shape[1] % 2:
             raise InvalidProblem(f"{name} has {x.shape[1]} tokens a device; of layout 'zigzag' they must be even.")
     chunks = 2 if layout == "zigzag" else 1
-    keys, values = (_gathered(x, axis_name, devices, chunks) for x in (key, value))
+    gathered: list[Any] = [_gathered(x, axis_name, devices, chunks) for x in (key, value)]
+    keys, values = gathered
     size, shift = query.shape[1] // chunks, (key.shape[1] - query.shape[1]) * devices
-    how = dict(scale=scale, local_window_size=(band.left, band.right), implementation=implementation, alignment="bottom-right")
-    if band == FULL:
-        how["local_window_size"] = None
+    how: dict[str, Any] = {"scale": given["scale"], "implementation": implementation, "alignment": "bottom-right", **extras}
+    how["local_window_size"] = None if band == FULL else (band.left, band.right)
     made: list[Any] = []
     for i in range(chunks):
         rows = query[:, i * size : (i + 1) * size]
@@ -70,9 +70,9 @@ def dot_product_attention_sharded(
             end = jnp.clip((chunk + 1) * size + shift, 0, keys.shape[1]).astype(jnp.int32)
             how["key_value_seq_lengths"] = jnp.broadcast_to(end, (rows.shape[0],))
         k, v = keys.astype(key.dtype), values.astype(value.dtype)
-        made.append(dot_product_attention(rows, k, v, return_residual=True, **how, **extras))  # pyright: ignore[reportArgumentType]
+        made.append(dot_product_attention(rows, k, v, return_residual=True, **how))
     out, residual = (jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))
-    return (out, residual) if return_residual else out
+    return (out, residual) if given["return_residual"] else out
 
 
 def shard_order(seqlen: int, devices: int, layout: str = "zigzag") -> jax.Array:
