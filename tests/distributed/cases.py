@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Document, KeyPadding, Prefix, Softcap, TopLeft, distributed
+from flashtile import Alibi, Band, Bias, Dilated, Document, KeyPadding, Prefix, Softcap, TopLeft, distributed
 from flashtile.distributed import Context, shard, unshard
 
 SEQLEN, HEADS = 32, 8  # 32 is a multiple of twice 4 ranks
@@ -66,6 +66,8 @@ FEATURES: dict[str, Told] = {
     "sink": lambda t, cut: {"causal": True, "sink": t["sink"]},
     "softcap": lambda t, cut: {"causal": True, "score": (Softcap(2.0),), "scale": 0.5},
     "alibi": lambda t, cut: {"causal": True, "score": (Alibi(t["slopes"]), Softcap(3.0))},
+    "alibi of all": lambda t, cut: {"score": (Alibi(t["slopes"]),)},
+    "dilated": lambda t, cut: {"mask": Dilated(3)},
     "documents": lambda t, cut: {"causal": True, "mask": Document(cut(IDS, 0))},
     "padding": lambda t, cut: {"mask": KeyPadding(cut(KEEP, 1))},
     "prefix": lambda t, cut: {"mask": Prefix(torch.tensor([7, 30])) | Band(right=0)},
@@ -82,7 +84,10 @@ PACKED: dict[str, tuple[torch.Tensor, Told]] = {
     "packed window": (PART, lambda t, cut: {"causal": True, "window": (4, 0), "score": (Alibi(t["slopes"]), Softcap(3.0))}),
     "packed both sides": (PART, lambda t, cut: {"window": (5, 3), "score": (Softcap(2.0),)}),
 }
-WITHOUT = {("ulysses", "bias")}  # refused, and tested as a refusal
+WITHOUT = {
+    ("ulysses", "bias"),
+    *((method, name) for method in ("allgather", "ring") for name in ("alibi of all", "dilated")),
+}  # refused, and tested as a refusal
 
 
 @dataclass(frozen=True)
