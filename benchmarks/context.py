@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import flashtile
 from benchmarks.record import Record, at_least_one, machine, options, sized
@@ -219,8 +220,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{Path(folder) / 'meet'}"
         try:
-            torch.multiprocessing.spawn(rank_main, (chosen.ranks, chosen, meet), nprocs=chosen.ranks)
-        except torch.multiprocessing.ProcessExitedException as ended:
+            spawn(rank_main, (chosen.ranks, chosen, meet), nprocs=chosen.ranks)
+        except ProcessExitedException as ended:
             return ended.exit_code or 1
     return 0
 

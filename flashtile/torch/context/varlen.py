@@ -100,11 +100,11 @@ def attention_of_items(
     starts: cu_seqlens of these queries and of these keys. keys: which of the whole's, contiguous shards joined.
     """
     error, want, given = None, None, None
+    most = {"max_seqlen_q": max_seqlens[0], "max_seqlen_k": max_seqlens[1]}
     try:
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
         want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
-        most = {"max_seqlen_q": max_seqlens[0], "max_seqlen_k": max_seqlens[1]}
         given = given_lengths(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most)
         assert given is not None
         given.check(q)
@@ -117,9 +117,9 @@ def attention_of_items(
     agree(context, {"varlen": "items", **told}, error, lambda: numbers(want, 0))
     assert want is not None
     assert given is not None
-    whole = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
+    whole_k, whole_v = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
     how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options}
-    made = call(q, *whole, return_lse, **how, **given.tensors, **most)
+    made = call(q, whole_k, whole_v, return_lse, **how, **given.tensors, **most)
     return tuple(t[0] for t in made) if return_lse else made[0]
 
 
