@@ -20,7 +20,7 @@ from flashtile.errors import NotSupported
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
-from tools import companion_tables, evidence, front_page, goals
+from tools import companion_tables, evidence, front_page, goals, ranks_table
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +102,7 @@ def support(proof: Iterable[Evidence]) -> str:
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
     for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
         lines += ["", title, "", *told]
+    lines += ["", *ranks_table.table()]
     return "\n".join([*lines, ""])
 
 
