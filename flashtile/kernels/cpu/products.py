@@ -75,6 +75,7 @@ def product_dtype(p: AttentionProblem) -> torch.dtype:
     if (
         region.rows == 0
         or captured  # a gradient of single scores, or of sums that cancel: dp's 16 bits would show
+        or p.exact_delta  # formed of dp before it is rounded
         or p.dropout is not None  # fewer terms, each larger: so would those of what is kept
         or p.head_dim_v % NARROW_LENGTH
         or tiling_of(p, region).rows * p.group < NARROW_ROWS

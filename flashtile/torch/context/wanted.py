@@ -147,6 +147,8 @@ def _any(terms: list[Any]) -> Any:
 def against(want: Wanted, method: str) -> list[str]:
     """Why a method cannot do it."""
     reasons: list[str] = []
+    if method == "ring" and want.options is not None and want.options.delta == "exact":
+        reasons.append("delta='exact' forms delta of all of a row's keys, and a ring has one rank's at a time")
     for leaf in want.leaves:
         name = getattr(leaf, "name", type(leaf).__name__)
         if method == "ulysses":
