@@ -32,9 +32,9 @@ FORMS = {  # how the parts of a spelling with a value are written
 DTYPES = tuple(dtype.value for dtype in DType)
 NUMBERS = (
     "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "scale", "deterministic", "returns_lse",
-    "dropout",
+    "dropout", "exact_delta",
 )  # fmt: skip
-WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse")
+WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse", "exact_delta")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class AttentionProblem:
     varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
-    probability is dropped; None for 0.
+    probability is dropped; None for 0. `exact_delta`: below float32's grade the backward forms delta of the probabilities
+    themselves, as `Options(delta="exact")` has it.
     """
 
     batch: int
@@ -72,6 +73,7 @@ class AttentionProblem:
     lengths: Lengths = ALIKE
     where: Where = ()
     blocks: BlockSpec | None = None
+    exact_delta: bool = False
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -107,13 +109,15 @@ class AttentionProblem:
         if self.dropout is not None:
             check_chance(self.dropout)
             object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
-        for name in ("deterministic", "returns_lse"):
+        for name in ("deterministic", "returns_lse", "exact_delta"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "precision", "tf32x3")
+        if self.float32_grade:  # which has it by itself
+            object.__setattr__(self, "exact_delta", False)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise InvalidProblem(f"scale is {told(scale)}; it must be a number.")
@@ -254,6 +258,8 @@ class AttentionProblem:
             parts.append("deterministic")
         if self.returns_lse:
             parts.append("lse")
+        if self.exact_delta:
+            parts.append("exact_delta")
         parts += self.lengths.spell()
         if self.where:
             parts.append("where=" + spell_where(self.where))
@@ -325,6 +331,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(deterministic=True)
     if name == "lse" and not value:
         return dict(returns_lse=True)
+    if name == "exact_delta" and not value:
+        return dict(exact_delta=True)
     if name in PRECISIONS and not value:
         return dict(precision=name)
     if not value:

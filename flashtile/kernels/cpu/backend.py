@@ -22,6 +22,7 @@ DELEGATED = "cpu: delegates to torch's flash attention"
 PLAIN_SUMS = ", whose float32 sums are plain PyTorch's (precision 'ieee' has stricter ones)"
 EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
+WIDE = "out_wide"  # buffer: out before it was rounded to 16 bits
 LEAST_KEYS = 16  # beside a mask; `delegate.py` says what torch's flash attention makes of fewer
 
 
@@ -56,6 +57,9 @@ class CpuBackend:
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):
             buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
+        if _keeps_wide(problem):
+            buffers = (*buffers, Buffer(WIDE, shapes(problem)["out"], "fp32", "output", like="q"))
+            names.append(WIDE)
         call = HostCall(module.forward, tuple(names), getattr(module, "bind_forward", None))
         optional = frozenset(() if problem.returns_lse else ("lse",))
         return Plan(problem, self.name, "", buffers, (call,), (note,), optional)
@@ -66,6 +70,8 @@ class CpuBackend:
         buffers = backward_buffers(problem, gradients)
         if _keeps_low(problem):
             buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
+        if _keeps_wide(problem):
+            buffers = (Buffer(WIDE, shapes(problem)["out"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
@@ -102,6 +108,13 @@ def takes_mask(p: AttentionProblem) -> bool:
     return p.head_dim == p.head_dim_v and region.rows > 0 and region.keys >= LEAST_KEYS
 
 
+def _keeps_wide(p: AttentionProblem) -> bool:
+    """Whether the forward hands the backward its out in float32, for delta, which would compute it again otherwise."""
+    from flashtile.kernels.cpu.products import widens
+
+    return not p.lengths.ragged and delegates(p) and widens(p)
+
+
 def _keeps_low(p: AttentionProblem) -> bool:
     """Whether the forward hands the backward what lse is short of: where tiles, or strict sums, are float32."""
     return p.dtype is DType.FP32 and (p.lengths.ragged or not delegates(p) or _strict(p))
@@ -124,7 +137,7 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
         if not _strict(p):
             return delegate, f"{DELEGATED}{PLAIN_SUMS}"
         return delegate, f"{DELEGATED} in fp64" if _few_keys(p) else f"{DELEGATED}, rows that few keys decide again"
-    if not p.returns_lse or _mends(p):
+    if not _keeps_wide(p) and (not p.returns_lse or _mends(p)):
         return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
 

@@ -31,6 +31,7 @@ from flashtile.kernels.portable.tile import (
     make_tile,
     products,
     reads_bytes_and_joins,
+    tells_sizes,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import Gradients
@@ -240,7 +241,7 @@ def _call(
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     tile = make_tile(p, launch, which, slots, correction)
-    constants: tuple[tuple[str, Any], ...] = (("T", tile if score else replace(tile, lonely=False)),)
+    constants: tuple[tuple[str, Any], ...] = (("T", tile),)
     if score:
         constants += (("SCORE", chain(p, device, form_in(p, which))),)
     if "MASK" in kernel.arg_names:
@@ -404,6 +405,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if p.float32_grade else ()
-    count = 4 if p.float32_grade else 3 if p.shares_offset else 2
+    count = 4 if p.float32_grade or tells_sizes(p) else 3 if p.shares_offset else 2
     rows = Buffer("rows", (p.slabs, p.heads_q, count, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

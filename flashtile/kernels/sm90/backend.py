@@ -107,6 +107,8 @@ class HopperBackend:
                 f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
                 "which more would average"
             )
+        if p.exact_delta:
+            reasons.append("delta is to be exact; here it is of the rounded out, and no pass walks the keys before it is used")
         if p.sink is not None and p.sink.grad and is_small(p):
             reasons.append(
                 "the sink's gradient in a small problem is formed by the portable kernels: here delta is of the rounded out"

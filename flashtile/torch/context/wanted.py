@@ -153,6 +153,8 @@ def has_rows(modifier: Any, rows: int) -> bool:
 def against(want: Wanted, method: str, rows: int) -> list[str]:
     """Why a method cannot do it, where a rank has so many queries."""
     reasons: list[str] = []
+    if method == "ring" and want.options is not None and want.options.delta == "exact":
+        reasons.append("delta='exact' forms delta of all of a row's keys, and a ring has one rank's at a time")
     for leaf in want.leaves:
         name = getattr(leaf, "name", type(leaf).__name__)
         if method == "ulysses":
