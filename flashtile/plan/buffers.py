@@ -63,7 +63,7 @@ def block_shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     """The inputs, and the outputs out and lse."""
     out = Buffer("out", shapes(p)["out"], p.dtype.value, "output", like="q")
-    return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], "fp32", "output"))
+    return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], p.sum_dtype, "output"))
 
 
 def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
@@ -93,7 +93,7 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
     """The inputs, out, dout, lse (dlse), and the wanted gradients; those named in `zeroed` start at zero."""
     size = shapes(p)
     given = [Buffer(n, size["out"], p.dtype.value, "input") for n in ("out", "dout")]
-    given += [Buffer(n, size["lse"], "fp32", "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
+    given += [Buffer(n, size["lse"], p.sum_dtype, "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
     made = [
         Buffer(f"d{n}", size[n], p.dtype.value, "output", like=n, zeroed=f"d{n}" in zeroed)
         for n in "qkv"
@@ -103,8 +103,8 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
         for j, tensor in enumerate(spec.tensors):
             if tensor.grad:
                 name = f"dscore.{i}.{j}"
-                dtype = tensor.dtype if spec.kind.captured[j].broadcast else "fp32"
+                dtype = tensor.dtype if spec.kind.captured[j].broadcast else p.sum_dtype
                 made.append(Buffer(name, tensor.shape, dtype, "output", zeroed=name in zeroed))
     if p.sink is not None and p.sink.grad:
-        made.append(Buffer("dsink", p.sink.shape, "fp32", "output"))
+        made.append(Buffer("dsink", p.sink.shape, p.sum_dtype, "output"))
     return (*input_buffers(p), *given, *made)

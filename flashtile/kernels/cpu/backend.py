@@ -87,7 +87,7 @@ BACKEND = CpuBackend()
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.where or p.sink is not None or p.dropout is not None:
+    if p.score or p.where or p.sink is not None or p.dropout is not None or p.dtype is DType.FP64:
         return False
     if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys == 1:  # of one key dq and dk are 0, and tiles make them so
         return False
@@ -97,7 +97,7 @@ def delegates(p: AttentionProblem) -> bool:
 def takes_mask(p: AttentionProblem) -> bool:
     """Whether torch's flash attention computes this 16-bit forward, if with a float32 mask: `masked.py` and `scored.py`."""
     region = region_of(p)
-    if p.dtype is DType.FP32 or p.where or p.sink is not None or p.dropout is not None:
+    if not p.dtype.is_narrow or p.where or p.sink is not None or p.dropout is not None:
         return False
     return p.head_dim == p.head_dim_v and region.rows > 0 and region.keys >= LEAST_KEYS
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashtile.kernels.cpu.products import lse_dtype
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.predicate import PredicateSpec
@@ -87,7 +88,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], til
 
     q = tensors["q"]
     made = {"out": q.new_zeros((*q.shape[:3], p.head_dim_v))}
-    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=lse_dtype(p))
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
@@ -100,7 +101,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
     """The gradients named; 0 in rows that belong to no item. Those of captured tensors are summed over items, in order."""
     from flashtile.kernels.cpu.backend import backward_way
 
-    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float32) for name in outputs}
+    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=lse_dtype(p)) for name in outputs}
     for item in items(p, tensors):
         module, _ = backward_way(item.problem, "dlse" in tensors)
         _embed(item, made, _call(module.backward, item, tensors, outputs))

@@ -64,6 +64,8 @@ class TritonBackend:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+        if problem.dtype is DType.FP64:
+            reasons.append("dtype is fp64; supported are fp16, bf16 and fp32 (fp64 runs on the CPU)")
         reasons += uneven_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):

@@ -76,8 +76,8 @@ class HopperBackend:
             reasons.append(NO_TRITON)
         elif reason := gluon_refusal():
             return [reason]
-        if p.dtype is DType.FP32:
-            reasons.append("dtype is fp32; supported are fp16 and bf16")
+        if not p.dtype.is_narrow:
+            reasons.append(f"dtype is {p.dtype}; supported are fp16 and bf16")
         for name in ("head_dim", "head_dim_v"):
             size = getattr(p, name)
             if size > MAX_HEAD_DIM:

@@ -46,7 +46,8 @@ def attention(
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
     q: (batch, seqlen_q, heads_q, head_dim); k: (batch, seqlen_k, heads_kv, head_dim);
-    v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16 or fp32, any strides; heads_q a multiple of heads_kv.
+    v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16, fp32 or, on the CPU, fp64, any strides; heads_q a
+        multiple of heads_kv.
     causal, window = (left, right), mask: which keys a query sees, together by `&`. Positions are aligned bottom-right:
         query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded. A mask is a `Band` or
         a predicate such as `Document(ids)`, or several joined by `&` and `|`.
@@ -60,7 +61,8 @@ def attention(
         looked at. Positions are aligned by what counts. Padded queries give out 0, lse -inf; gradients of padding are 0.
         Or which of them, bool (batch, seqlen): those that count are moved together first, at the price of a copy, and
         positions (causal, window, score, dropout) count them alone. `KeyPadding` hides keys where they stand instead.
-    return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
+    return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q); float64
+        beside float64.
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees

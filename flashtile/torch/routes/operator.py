@@ -197,7 +197,7 @@ def fake_forward(
     like = _queries(packing, request, packs)
     shape = (*like.shape[:-1], packing.unpack(_slabs(request, packs))["v"].shape[-1])
     rows = (*shape[:-3], shape[-2], shape[-3])
-    lse = q.new_empty(rows, dtype=torch.float32)
+    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
     residual = q.new_empty(residual_shape(rows, q.dtype), dtype=torch.float32)
     return q.new_empty_strided(shape, dense_strides(shape, like)), lse, residual
 
