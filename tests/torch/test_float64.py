@@ -95,7 +95,7 @@ def test_gpus_refuse(target: str) -> None:
 
 def test_it_stands_beside_float64_alone() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(InvalidProblem, match="sink is torch.float64; it must be float16"):
+    with pytest.raises(InvalidProblem, match=r"sink is torch\.float64; it must be float16"):
         flashtile.attention(q, q, q, sink=torch.zeros(2).double())
     with pytest.raises(InvalidProblem, match="sink is fp64 and q is fp32"):
         AttentionProblem.parse("attention(q=1x16x1x8,kv=16x1x8,fp32,sink=1:fp64)")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from flashtile.kernels.cpu.region import region_of, tiling_of
-from flashtile.plan.backend import Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.backend import Direction, Gradients, Passes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, second_buffers, shapes, tangent_buffers
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
@@ -25,10 +25,31 @@ LOW = "lse_low"  # buffer: what lse is short of, being float32
 LEAST_KEYS = 16  # beside a mask; `delegate.py` says what torch's flash attention makes of fewer
 
 
+def plan_tangent(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call."""
+    from flashtile.kernels.cpu import items, tangent
+
+    function = items.tangent if problem.lengths.ragged else tangent.forward
+    call = HostCall(function, ("tout", "tlse"))
+    return Plan(problem, "cpu", "", tangent_buffers(problem, direction), (call,), ("cpu: tangents by tiles",))
+
+
+def plan_second(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call; of none where no gradient is wanted."""
+    from flashtile.kernels.cpu import items, second
+
+    buffers = second_buffers(problem, direction)
+    outputs = tuple(b.name for b in buffers if b.role == "output")
+    function = items.second if problem.lengths.ragged else second.backward
+    calls = (HostCall(function, outputs),) if outputs else ()
+    return Plan(problem, "cpu", "", buffers, calls, ("cpu: second derivatives by tiles",))
+
+
 class CpuBackend:
     """Everything, on the CPU. Its one backward, "split", sums in a fixed order and so is always deterministic."""
 
     name = "cpu"
+    passes: Passes = MappingProxyType({"tangent": plan_tangent, "second": plan_second})
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""

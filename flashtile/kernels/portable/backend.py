@@ -33,7 +33,7 @@ from flashtile.kernels.portable.tile import (
     reads_bytes_and_joins,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -52,6 +52,7 @@ class TritonBackend:
     """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
 
     name = "triton"
+    passes: Passes = NO_PASSES
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons = unavailable(device, "matrix units")

@@ -19,10 +19,8 @@ from flashtile.torch.call.describe import ARGUMENTS
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.execute.plain import is_traced
-from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import attend, prepare
-from flashtile.torch.routes.traced import autocast, is_plain
+from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 
 def attention(
@@ -81,8 +79,6 @@ def attention(
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
-            if not torch.compiler.is_compiling() and is_dual_level():
-                refuse_tangents("attention", "torch", zip("qkv", (q, k, v), strict=True))
             result = attention(
                 *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
                 dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse,
