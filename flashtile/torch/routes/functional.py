@@ -231,6 +231,7 @@ class _Tangent(torch.autograd.Function):
         ctx.runs = inputs[0]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])  # for torch.func, which takes them apart before `jvp` refuses
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
