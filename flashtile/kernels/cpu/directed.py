@@ -71,7 +71,7 @@ class DirectedModifiers:
         weight = torch.ones_like(modified, requires_grad=True)
         pulled = torch.autograd.grad(modified, [s for s, _ in sources], weight, create_graph=True, allow_unused=True)
         sums = [(g * moved).sum() for g, (_, moved) in zip(pulled, sources, strict=True) if g is not None]
-        return torch.autograd.grad(sum(sums), weight, create_graph=twice)[0] if sums else None
+        return torch.autograd.grad(torch.stack(sums).sum(), weight, create_graph=twice)[0] if sums else None
 
     def pull(self, made: Directed, ds: torch.Tensor, ds2: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """(raw, its derivative in the direction): gradients of scaled scores, given ds of modified ones and its derivative ds2.

@@ -75,7 +75,8 @@ class Prepared:
     def backward(self, arriving: Tensors, kept: Tensors, given: Tensors) -> list[torch.Tensor]:
         packs, others = self.split(given)
         with torch.no_grad():
-            found = self.call.gradients((*packs, *others, *(t for t in kept if t is not None)), *arriving, self.needs)
+            saved, (dout, dlse) = (*packs, *others, *(t for t in kept if t is not None)), arriving
+            found = self.call.gradients(saved, dout, dlse, self.needs)
         return self.wished(found, (*packs, *others))
 
     def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ class Prepared:
     def second(self, arriving: Tensors, given: Tensors, moved: Tensors) -> list[torch.Tensor]:
         packs, others = self.split(given)
         along = [t for some in self.split(moved) for t in some]
-        named = dict(zip(("dout", "dlse", "tdout", "tdlse"), arriving, strict=True))
+        named: dict[str, Maybe] = dict(zip(("dout", "dlse", "tdout", "tdlse"), arriving, strict=True))
         with torch.no_grad():
             found = second_derivatives(self.call, packs, others, along, named, self.needs)
         return self.wished(found, (*packs, *others))
@@ -156,7 +157,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.runs = inputs[0]
-        ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[1:], *output)
         ctx.save_for_forward(*inputs[1:], *output)
@@ -173,7 +173,7 @@ class _Attention(torch.autograd.Function):
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         *given, out, lse, residual = ctx.saved_tensors
         tout, tlse = _Tangent.apply(ctx.runs, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
-        return tout, tlse, None
+        return tout, tlse, torch.zeros_like(residual)  # within vmap no output may be without
 
 
 class _Backward(torch.autograd.Function):
