@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 import flashtile
 from flashtile import NotSupported, Options, Softcap
@@ -231,7 +232,7 @@ def test_vmap_of_jacobians() -> None:
 
     found = hessian_of(lambda *x: flashtile.attention(*x, causal=True))
     expected = hessian_of(lambda *x: attention_reference(*x, causal=True)[0])
-    for one, exact in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+    for one, exact in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         torch.testing.assert_close(one, exact)
 
 
@@ -247,7 +248,7 @@ def test_tangents_of_a_vmap() -> None:
 
     found = both(lambda *x: flashtile.attention(*x, causal=True))
     expected = both(lambda *x: attention_reference(*x, causal=True)[0])
-    for one, exact in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+    for one, exact in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         torch.testing.assert_close(one, exact)
 
 

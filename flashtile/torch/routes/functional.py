@@ -29,7 +29,6 @@ class _Asked:
 
     def __init__(self, wanted: int, text: str, *numbers: Any):
         self.wanted, self.numbers = wanted, (text, *numbers)
-        self.captured = read(text).captured
 
     def wanting(self, wanted: int) -> _Asked:
         """The same, with gradients of other tensors: bit i says whether the i-th has one."""
@@ -62,7 +61,6 @@ class Prepared:
     def __init__(self, call: PreparedCall, needs: Sequence[bool]):
         self.call, self.needs = call, tuple(needs)
         self.wanted = sum(bool(need) << i for i, need in enumerate(self.needs))
-        self.captured = sum(len(spec.tensors) for spec in call.problem.score) + (call.problem.sink is not None)
 
     def wanting(self, wanted: int) -> Prepared:
         return Prepared(self.call, [bool(wanted >> i & 1) for i in range(len(self.needs))])
