@@ -17,6 +17,7 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
+from flashtile.plan.backend import PASSES, Direction
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
@@ -36,6 +37,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp32, tf32x3", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32x3)", "auto"),
     ("fp32, tf32", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32)", "auto"),
     ("fp32, ieee", "attention(q=1x128x2x64,kv=128x2x64,fp32,ieee)", "auto"),
+    ("fp64", "attention(q=1x128x2x64,kv=128x2x64,fp64)", "auto"),
     ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
     ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
     ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),
@@ -71,6 +73,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("backward fused", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "fused"),
     ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),
 )
+PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
 
 
 def support(proof: Iterable[Evidence]) -> str:
@@ -100,6 +103,16 @@ def support(proof: Iterable[Evidence]) -> str:
             else:
                 left += [f"- {feature}, {why}" for why in left_by_hopper(problem, variant, target)]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    for name, (what, _) in PASSES.items():
+        cells = list[str]()
+        for target in targets:
+            try:
+                cells.append(f"run on ({dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset('qkv'))).backend})")
+            except NotSupported as refusal:
+                told = "; ".join(f"{backend}: {', '.join(why)}" for backend, why in refusal.reasons.items())
+                reasons.append(f"- {what} on {target}: {told}")
+                cells.append("refused")
+        lines.append(f"| {what} | " + " | ".join(cells) + " |")
     for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
         lines += ["", title, "", *told]
     lines += ["", *ranks_table.table()]

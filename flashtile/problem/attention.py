@@ -102,10 +102,10 @@ class AttentionProblem:
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         scores = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
         for spec in self.score:
-            _check_tensors(spec, scores)
+            _check_tensors(spec, scores, self.dtype)
         for leaf in self.leaves:
             leaf.check(scores, self.lengths)
-        _check_sink(self.sink, self.heads_q)
+        _check_sink(self.sink, self.heads_q, self.dtype)
         if self.dropout is not None:
             check_chance(self.dropout)
             object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
@@ -136,6 +136,11 @@ class AttentionProblem:
     def shift(self) -> int:
         """Aligned position of query 0."""
         return self.seqlen_k - self.seqlen_q
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype of lse and of sums over scores, as plans name it: float32, or float64 beside float64."""
+        return "fp64" if self.dtype is DType.FP64 else "fp32"
 
     @property
     def float32_grade(self) -> bool:
@@ -340,9 +345,11 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
     raise KeyError(name)
 
 
-def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
+def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int], dtype: DType) -> None:
     rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+        if tensor.grad or not captured.exact:
+            _check_wide(f"{spec.kind.name}'s tensor", tensor, dtype)
         if captured.broadcast:
             if not broadcasts(tensor.shape, scores):
                 raise InvalidProblem(
@@ -356,12 +363,18 @@ def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
             )
 
 
-def _check_sink(sink: object, heads_q: int) -> None:
+def _check_wide(name: str, tensor: TensorSpec, dtype: DType) -> None:
+    if tensor.dtype == DType.FP64 and dtype is not DType.FP64:
+        raise InvalidProblem(f"{name} is fp64 and q is {dtype}; float64 stands beside float64 alone.")
+
+
+def _check_sink(sink: object, heads_q: int, dtype: DType) -> None:
     if sink is None:
         return
     if not isinstance(sink, TensorSpec):
         raise InvalidProblem(f"sink is {sink!r}; it must be a TensorSpec or None.")
     sink.check_real()
+    _check_wide("sink", sink, dtype)
     if sink.shape != (heads_q,):
         raise InvalidProblem(f"sink has shape {sink.shape}; it must be (heads_q,) = ({heads_q},).")
 

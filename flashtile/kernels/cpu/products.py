@@ -49,8 +49,15 @@ def strict(p: AttentionProblem) -> bool:
     return p.dtype is DType.FP32 and (p.precision == "ieee" or (p.returns_lse and region_of(p).keys <= FEW_KEYS))
 
 
+def lse_dtype(p: AttentionProblem) -> torch.dtype:
+    """The dtype of lse."""
+    return torch.float64 if p.dtype is DType.FP64 else torch.float32
+
+
 def score_dtype(p: AttentionProblem) -> torch.dtype:
     """The dtype of scores and sums."""
+    if p.dtype is DType.FP64:
+        return torch.float64
     if p.dtype is not DType.FP32:
         return torch.float32
     region = region_of(p)

@@ -34,7 +34,7 @@ from flashtile.kernels.portable.tile import (
     tells_sizes,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -53,6 +53,7 @@ class TritonBackend:
     """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
 
     name = "triton"
+    passes: Passes = NO_PASSES
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons = unavailable(device, "matrix units")
@@ -65,6 +66,8 @@ class TritonBackend:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+        if problem.dtype is DType.FP64:
+            reasons.append("dtype is fp64; supported are fp16, bf16 and fp32 (fp64 runs on the CPU)")
         reasons += uneven_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
