@@ -20,7 +20,7 @@ from flashtile.errors import NotSupported
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
-from tools import companion_tables, evidence, front_page, goals
+from tools import cache_rows, companion_tables, evidence, front_page, goals
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +100,7 @@ def support(proof: Iterable[Evidence]) -> str:
             else:
                 left += [f"- {feature}, {why}" for why in left_by_hopper(problem, variant, target)]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    lines += ["", *cache_rows.table(RESULTS)]
     for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
         lines += ["", title, "", *told]
     return "\n".join([*lines, ""])
