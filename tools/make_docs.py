@@ -21,7 +21,7 @@ from flashtile.plan.backend import PASSES, Direction
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
-from tools import companion_tables, evidence, front_page, goals, ranks_table
+from tools import cache_rows, companion_tables, evidence, front_page, goals, ranks_table
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +113,7 @@ def support(proof: Iterable[Evidence]) -> str:
                 reasons.append(f"- {what} on {target}: {told}")
                 cells.append("refused")
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
+    lines += ["", *cache_rows.table(RESULTS)]
     for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
         lines += ["", title, "", *told]
     lines += ["", *ranks_table.table()]

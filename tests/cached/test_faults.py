@@ -91,7 +91,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(says: str, call: Callable
 def test_batches_of_no_item(backend: str, place: torch.device, packed: bool) -> None:
     shape = (3, 2, 32) if packed else (0, 1, 2, 32)
     q, k, v = (torch.randn(shape, device=place) for _ in "qkv")
-    given = {"seqused_k": torch.zeros(0, dtype=torch.int32, device=place)}
+    given: dict[str, Any] = {"seqused_k": torch.zeros(0, dtype=torch.int32, device=place)}
     pools = torch.zeros(6, 4, 2, 32, device=place), torch.zeros(6, 4, 2, 32, device=place)
     tables = torch.zeros(0, 2, dtype=torch.int32, device=place)
     cu = torch.zeros(1, dtype=torch.int32, device=place) if packed else None
