@@ -117,6 +117,20 @@ def test_other_rows_prove_nothing(change: dict[str, str]) -> None:
     assert support_of_sinks(MEASURED) != support_of_sinks(MEASURED | change) == "compiled for (triton)"
 
 
+def test_a_cache_has_run_where_a_row_of_pages_measured_it() -> None:
+    pytest.importorskip("triton")
+    decode = "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,used=k),pages=64x16x64,split=512)"
+    sizes = dict(batch="1", queries="1", keys="1024", heads_q="32", heads_kv="8", head_dim="128")
+    row = sizes | dict(provider="flashtile/16", device="NVIDIA H100 80GB HBM3")
+
+    def told(**change: str) -> str:
+        return evidence.cell(decode, "auto", "sm90", list(evidence.of_row(row | change, "cached-h100")))
+
+    assert told() == "run on (triton)"
+    for change in (dict(provider="flashtile/contiguous"), dict(provider="sdpa"), dict(failure="off by 1"), dict(device="L40S")):
+        assert told(**change) == "compiled for (triton)"
+
+
 def test_rows_of_scripts_speak_by_their_files_names() -> None:
     (seen,) = evidence.of_row({"problem": PLAIN, "device": "H100", "tile": "128x128"}, "hopper-forward-h100")
     assert (seen.backend, seen.direction, seen.traits) == ("hopper", "forward", {"bf16"})

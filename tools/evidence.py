@@ -74,6 +74,17 @@ def problem_of(spelling: str) -> AttentionProblem | CachedProblem:
     return AttentionProblem.parse(spelling)
 
 
+def of_pages(row: Mapping[str, str]) -> str:
+    """How a row of benchmarks/cached.py is spelled; "" where its keys lie in no pages."""
+    page = row["provider"].rpartition("/")[2]
+    if not page.isdigit():
+        return ""
+    sizes = ("batch", "queries", "keys", "heads_q", "heads_kv", "head_dim")
+    batch, queries, keys, heads_q, heads_kv, dim = (int(row[name]) for name in sizes)
+    inner = f"attention(q={batch}x{queries}x{heads_q}x{dim},kv={keys}x{heads_kv}x{dim},bf16,used=k)"
+    return f"cached({inner},pages={batch * keys // int(page)}x{page}x{keys // int(page)})"
+
+
 def read(folder: Path) -> Iterator[Evidence]:
     """The evidence of every result file in a folder."""
     for path in sorted(folder.glob("*.csv")):
@@ -88,6 +99,8 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     Rows of peers, of problems that are no attention, and of what was wrong, refused or not measured prove nothing.
     """
     spelling, provider, device = row.get("spelling") or row.get("problem", ""), row.get("provider", ""), row.get("device", "")
+    if source.startswith("cached-") and provider.startswith("flashtile/"):
+        spelling, provider = of_pages(row), "flashtile/triton"
     named = row.get("backend") or (provider.split("/")[1] if provider.startswith("flashtile/") else "")
     if not named and not provider.startswith(("sdpa", "flex", "base/", "flash_attn")):
         named = next((backend for backend in ONLY_VARIANT if source.startswith(f"{backend}-")), "")

@@ -75,7 +75,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),
     (
         "paged cache, forward",
-        "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,band=:0,used=k),pages=64x16x64,split=512)",
+        "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,used=k),pages=64x16x64,split=512)",
         "auto",
     ),
 )
