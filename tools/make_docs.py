@@ -118,7 +118,7 @@ def support(proof: Iterable[Evidence]) -> str:
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
     refusals = [f"- {feature} on {', '.join(where)}: {told}" for (feature, told), where in reasons.items()]
     for title, told in (
-        ("Refusals, but for backends that are made for other devices:", refusals),
+        ("Refusals, without those of backends that are made for other devices:", refusals),
         ("What Hopper's kernels leave to the portable ones on sm90:", left),
     ):
         lines += ["", title, "", *told]
@@ -192,6 +192,11 @@ def numerics(text: str) -> str:
     return replaced(text, "errors", "\n" + error_table.table(RESULTS))
 
 
+def jax(text: str) -> str:
+    """The page of JAX with what was measured there."""
+    return replaced(text, "peers", "\n" + script_tables.jax(RESULTS))
+
+
 def is_shown(file: Path) -> bool:
     return file.stem.rpartition("-")[0] in SHOWN
 
@@ -213,7 +218,7 @@ def main() -> None:
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
-    for name, written in (("README.md", readme), ("docs/explanation/numerics.md", numerics)):
+    for name, written in (("README.md", readme), ("docs/explanation/numerics.md", numerics), ("docs/jax.md", jax)):
         page = ROOT / name
         page.write_text(written(page.read_text()))
 

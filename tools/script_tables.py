@@ -58,6 +58,26 @@ def section(path: Path) -> str:
     return "\n\n".join([*parts, provenance(machines).replace("\n", "<br>\n")])
 
 
+def jax(folder: Path) -> str:
+    """Peers' times over ours in JAX, where both stood in one rotation: the table of docs/jax.md."""
+    ways, ours = {"forward": "forward", "both": "forward and backward"}, "flashtile/auto"
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    rows = [row for row in read(folder / "jax-attention-h100.csv") if row["ms"]]
+    for row in rows:
+        cells.setdefault(tuple(row[name] for name in ("commit", "head_dim", "causal", "which")), {})[row["provider"]] = float(
+            row["ms"]
+        )
+    found: dict[str, dict[str, list[float]]] = {}
+    for (*_, way), cell in cells.items():
+        for peer, ms in cell.items() if ours in cell and way in ways else ():
+            found.setdefault(peer, {}).setdefault(way, []).append(ms / cell[ours])
+    lines = ["| beside | " + " | ".join(ways.values()) + " |", "| --- | --- | --- |"]
+    for peer, times in found.items():
+        if peer != ours and all(len(times[way]) == len(found[ours][way]) for way in ways):  # others came in another rotation
+            lines.append(f"| {peer} | " + " | ".join(f"{min(times[way]):.2f} to {max(times[way]):.2f}" for way in ways) + " |")
+    return "\n".join([*lines, ""])
+
+
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " --- |" * (len(names) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows)])
