@@ -241,6 +241,20 @@ def test_a_reader_of_readme_reaches_every_page_of_the_menu() -> None:
     assert pages - reached == set()
 
 
+def test_what_a_page_of_the_site_loads_from_elsewhere_is_seen() -> None:
+    """`make site` fails on it."""
+    from tools.site_links import elsewhere
+
+    here = '<script src="assets/a.js"></script><a href="https://example.org/">x</a><link rel="stylesheet" href="../a.css">'
+    assert elsewhere(here) == []
+    for tag in (
+        '<script defer src="https://a.org/b.js">',
+        "<img src='//a.org/b.png'>",
+        '<link rel="x" href=http://a.org/c.css>',
+    ):
+        assert len(elsewhere(here + tag)) == 1
+
+
 PARTS = (r"\*\*Question\.\*\* ", r"\*\*Change\.\*\* ", r"\*\*Result[.,]", r"\*\*Commit\.\*\* Written down in [0-9a-f]{7}")
 ENTRY = re.compile(r"^### \d+\. .*\n\n" + r"[^#]*?\n\n".join(PARTS), re.MULTILINE)
 
