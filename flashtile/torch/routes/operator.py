@@ -90,7 +90,7 @@ def run_tangent(
         layout = _layout(packs, rest, *asked)
         tout, tlse = tangents(layout.call, layout.slabs(packs), rest, layout.moved(moved))
         tout, tlse = (tout[0], tlse[0]) if layout.varlen else (tout, tlse)
-        return _laid(tout, layout.out_strides), tlse.contiguous()
+        return laid(tout, layout.out_strides), tlse.contiguous()
 
 
 def run_second(
@@ -107,7 +107,7 @@ def run_second(
         made: list[torch.Tensor] = []
         for i, grad in enumerate(found):
             if grad is not None:
-                made.append(_laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
+                made.append(laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
         return made
 
 
