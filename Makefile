@@ -25,6 +25,7 @@ check: .venv/.ready
 	$(PY) -m pyright --pythonpath $(PY)
 	.venv/bin/lint-imports
 	$(PY) tools/check_size.py
+	$(PY) tools/check_cycles.py
 
 compile: .venv/.ready
 	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)

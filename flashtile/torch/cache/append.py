@@ -8,6 +8,7 @@ import torch
 
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.memory import Memory
 from flashtile.problem.cache import AppendProblem
 from flashtile.torch.cache.tensors import check_pools, check_table, int32
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
@@ -142,8 +143,7 @@ def _rotate(q: Any, k: torch.Tensor, rotary: Rotary, used: torch.Tensor, cu: tor
     return made
 
 
-_BOUND: dict[Any, Bound] = {}
-_MOST_BOUND = 1024
+_BOUND = Memory[Any, Bound](1024, "appends to caches")
 
 
 def _write(
@@ -159,8 +159,6 @@ def _write(
     key = (problem, backend, k.device, *((t.stride(), t.data_ptr() & 15) for t in tensors.values()))
     bound = _BOUND.get(key)
     if bound is None:
-        if len(_BOUND) >= _MOST_BOUND:
-            _BOUND.clear()
         bound = _BOUND[key] = Bound(plan, tensors, k.device)
     if slabs * seqlen:
         bound.run(tensors)

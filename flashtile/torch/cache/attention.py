@@ -8,13 +8,13 @@ import torch
 
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported, check_names, renamed
+from flashtile.memory import Memory
 from flashtile.plan.buffers import cached_buffers
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem, Pages, default_split
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
 from flashtile.problem.options import Options
-from flashtile.problem.predicate import Joined
 from flashtile.torch.cache.tensors import CALLED, check_pools, check_table, int32
 from flashtile.torch.call.describe import capture, make_problem
 from flashtile.torch.call.inputs import modifiers
@@ -97,16 +97,13 @@ def attention_cached(
     key = (wanted, options.backend, q.device, *((t.stride(), t.data_ptr() & 15) for t in inputs.values()))
     bound = _BOUND.get(key)
     if bound is None:
-        if len(_BOUND) >= _MOST_BOUND:
-            _BOUND.clear()
         bound = _BOUND[key] = Bound(plan, inputs, q.device)
     made = bound.run(inputs)
     out, lse = (made["out"][0], made["lse"][0]) if packed else (made["out"], made["lse"])
     return (out, lse) if problem.returns_lse else out
 
 
-_BOUND: dict[Any, Bound] = {}
-_MOST_BOUND = 1024
+_BOUND = Memory[Any, Bound](1024, "calls over caches")
 
 
 def _describe(

@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.memory import Memory
 from flashtile.torch.context.context import Context
 
-_AGREED: set[Any] = set()
-_MOST = 8192  # calls remembered; past this the memory is started afresh
+_AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
 
 
 def agree(context: Context, call: dict[str, Any], error: Exception | None) -> None:
@@ -35,6 +35,4 @@ def agree(context: Context, call: dict[str, Any], error: Exception | None) -> No
                     f"{name} is {call[name]} on rank {context.rank} and {value} on rank {rank}; ranks must call alike."
                 )
     if context.check == "first":
-        if len(_AGREED) >= _MOST:
-            _AGREED.clear()
-        _AGREED.add(key)
+        _AGREED[key] = None

@@ -10,9 +10,8 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.features.masks.prefix import Prefix
 from flashtile.problem.dropout import Dropout
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.options import Options
-from flashtile.problem.predicate import Joined, Predicate
 from flashtile.problem.score import Score
 from flashtile.torch.call.describe import ARGUMENTS, make_problem
 from flashtile.torch.call.inputs import check_sink, check_tensors, modifiers
