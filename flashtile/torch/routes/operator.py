@@ -23,6 +23,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
+from flashtile.memory import Memory
 from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
@@ -139,8 +140,7 @@ class _Layout:
         return [*packs, *tangents[count:]]
 
 
-_LAYOUTS: dict[Any, _Layout] = {}
-_MOST_LAYOUTS = 8192  # remembered; past this the memory is started afresh
+_LAYOUTS = Memory[Any, _Layout](8192, "traced calls")
 
 
 def _layout(
@@ -152,8 +152,6 @@ def _layout(
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _LAYOUTS.get(key)
     if found is None:
-        if len(_LAYOUTS) >= _MOST_LAYOUTS:
-            _LAYOUTS.clear()
         found = _LAYOUTS[key] = _Layout(packs, others, wanted, text, floats, ints)
     if found.checks:
         lengths = read(text).named(packs, others, wanted, floats, ints).given
