@@ -27,7 +27,7 @@ from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flashtile.torch.api.layouts import Arguments
+    from flashtile.torch.call.describe import Arguments
 
 NAMES = ("causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options")
 DEFAULTS: dict[str, Any] = {**dict.fromkeys(NAMES), "causal": False, "score": (), "return_lse": False}
