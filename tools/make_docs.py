@@ -17,11 +17,12 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
+from flashtile.plan.backend import PASSES, Direction
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Variant
-from tools import companion_tables, error_table, evidence, front_page, goals, script_tables
+from tools import cache_rows, companion_tables, error_table, evidence, front_page, goals, ranks_table, script_tables
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp32, tf32x3", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32x3)", "auto"),
     ("fp32, tf32", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32)", "auto"),
     ("fp32, ieee", "attention(q=1x128x2x64,kv=128x2x64,fp32,ieee)", "auto"),
+    ("fp64", "attention(q=1x128x2x64,kv=128x2x64,fp64)", "auto"),
     ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
     ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
     ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),
@@ -79,6 +81,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "auto",
     ),
 )
+PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
 
 
 def support(proof: Iterable[Evidence]) -> str:
@@ -116,12 +119,24 @@ def support(proof: Iterable[Evidence]) -> str:
             else:
                 left += [f"- {feature}, {why}" for why in left_by_hopper(evidence.problem_of(spelling), variant, target)]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    for name, (what, _) in PASSES.items():
+        cells = list[str]()
+        for target in targets:
+            try:
+                cells.append(f"run on ({dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset('qkv'))).backend})")
+            except NotSupported as refusal:
+                told = "; ".join(f"{backend}: {', '.join(why)}" for backend, why in refusal.reasons.items())
+                reasons.setdefault((what, told), []).append(target)
+                cells.append("refused")
+        lines.append(f"| {what} | " + " | ".join(cells) + " |")
+    lines += ["", *cache_rows.table(RESULTS)]
     refusals = [f"- {feature} on {', '.join(where)}: {told}" for (feature, told), where in reasons.items()]
     for title, told in (
         ("Refusals, without those of backends that are made for other devices:", refusals),
         ("What Hopper's kernels leave to the portable ones on sm90:", left),
     ):
         lines += ["", title, "", *told]
+    lines += ["", *ranks_table.table()]
     return "\n".join([*lines, ""])
 
 

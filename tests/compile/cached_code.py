@@ -19,6 +19,10 @@ SPELLINGS = {  # what is attended to, its pages, its split
         "attention(q=8x512x64x128,kv=4096x8x128,bf16,band=:0,score=softcap(30.0),sink=64:bf16,lse,varlen=512x32768,used=k)",
         Pages(512, 64, 64), 0,
     ),
+    "modifiers": (
+        "attention(q=4x1x8x64,kv=2048x2x64,bf16,score=alibi(4x8:fp32)+bias(1x8x1x2048:bf16),where=prefix(4:int32),used=k)",
+        Pages(64, 16, 128), 512,
+    ),
     "fp32 256": ("attention(q=2x1x8x256,kv=2048x8x256,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512),
     "wider": ("attention(q=2x8x8x512,kv=4096x8x512,fp16,used=k)", Pages(2, 4096, 1, False), 0),
 }  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from flashtile.kernels.cpu.region import region_of, tiling_of
-from flashtile.plan.backend import Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.backend import Direction, Gradients, Passes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, second_buffers, shapes, tangent_buffers
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
@@ -22,13 +22,35 @@ DELEGATED = "cpu: delegates to torch's flash attention"
 PLAIN_SUMS = ", whose float32 sums are plain PyTorch's (precision 'ieee' has stricter ones)"
 EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
+WIDE = "out_wide"  # buffer: out before it was rounded to 16 bits
 LEAST_KEYS = 16  # beside a mask; `delegate.py` says what torch's flash attention makes of fewer
+
+
+def plan_tangent(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call."""
+    from flashtile.kernels.cpu import items, tangent
+
+    function = items.tangent if problem.lengths.ragged else tangent.forward
+    call = HostCall(function, ("tout", "tlse"))
+    return Plan(problem, "cpu", "", tangent_buffers(problem, direction), (call,), ("cpu: tangents by tiles",))
+
+
+def plan_second(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call; of none where no gradient is wanted."""
+    from flashtile.kernels.cpu import items, second
+
+    buffers = second_buffers(problem, direction)
+    outputs = tuple(b.name for b in buffers if b.role == "output")
+    function = items.second if problem.lengths.ragged else second.backward
+    calls = (HostCall(function, outputs),) if outputs else ()
+    return Plan(problem, "cpu", "", buffers, calls, ("cpu: second derivatives by tiles",))
 
 
 class CpuBackend:
     """Everything, on the CPU. Its one backward, "split", sums in a fixed order and so is always deterministic."""
 
     name = "cpu"
+    passes: Passes = MappingProxyType({"tangent": plan_tangent, "second": plan_second})
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""
@@ -56,6 +78,9 @@ class CpuBackend:
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):
             buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
+        if _keeps_wide(problem):
+            buffers = (*buffers, Buffer(WIDE, shapes(problem)["out"], "fp32", "output", like="q"))
+            names.append(WIDE)
         call = HostCall(module.forward, tuple(names), getattr(module, "bind_forward", None))
         optional = frozenset(() if problem.returns_lse else ("lse",))
         return Plan(problem, self.name, "", buffers, (call,), (note,), optional)
@@ -66,6 +91,8 @@ class CpuBackend:
         buffers = backward_buffers(problem, gradients)
         if _keeps_low(problem):
             buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
+        if _keeps_wide(problem):
+            buffers = (Buffer(WIDE, shapes(problem)["out"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
@@ -87,7 +114,7 @@ BACKEND = CpuBackend()
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.where or p.sink is not None or p.dropout is not None:
+    if p.score or p.where or p.sink is not None or p.dropout is not None or p.dtype is DType.FP64:
         return False
     if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys == 1:  # of one key dq and dk are 0, and tiles make them so
         return False
@@ -97,9 +124,16 @@ def delegates(p: AttentionProblem) -> bool:
 def takes_mask(p: AttentionProblem) -> bool:
     """Whether torch's flash attention computes this 16-bit forward, if with a float32 mask: `masked.py` and `scored.py`."""
     region = region_of(p)
-    if p.dtype is DType.FP32 or p.where or p.sink is not None or p.dropout is not None:
+    if not p.dtype.is_narrow or p.where or p.sink is not None or p.dropout is not None:
         return False
     return p.head_dim == p.head_dim_v and region.rows > 0 and region.keys >= LEAST_KEYS
+
+
+def _keeps_wide(p: AttentionProblem) -> bool:
+    """Whether the forward hands the backward its out in float32, for delta, which would compute it again otherwise."""
+    from flashtile.kernels.cpu.products import widens
+
+    return not p.lengths.ragged and delegates(p) and widens(p)
 
 
 def _keeps_low(p: AttentionProblem) -> bool:
@@ -124,7 +158,7 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
         if not _strict(p):
             return delegate, f"{DELEGATED}{PLAIN_SUMS}"
         return delegate, f"{DELEGATED} in fp64" if _few_keys(p) else f"{DELEGATED}, rows that few keys decide again"
-    if not p.returns_lse or _mends(p):
+    if not _keeps_wide(p) and (not p.returns_lse or _mends(p)):
         return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
 

@@ -11,9 +11,8 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
-from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.eager import attend, prepare
-from flashtile.torch.routes.traced import autocast, is_plain
+from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -58,7 +58,7 @@ def make_problem(
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
         score=score_specs(score, q, batch), scale=scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
-        sink=sink_spec(sink, q), dropout=_chance(dropout, q),
+        sink=sink_spec(sink, q), dropout=_chance(dropout, q), exact_delta=options.delta == "exact",
     )  # fmt: skip
     return problem, options
 

@@ -47,11 +47,16 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         index, inverse = ctx.saved_tensors
         return _Move.apply(grads[0], inverse, index), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> Any:
+        return _Move.apply(tangents[0], *ctx.saved_tensors)
 
 
 @dataclass(frozen=True)
