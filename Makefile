@@ -6,13 +6,20 @@ SUITES ?= smoke
 PY := .venv/bin/python
 NEWEST := .venv/newest-triton
 
-.PHONY: demo test jax check compile gpu bench docs site package
+.PHONY: demo test quick jax check compile gpu bench docs site package
 
 demo: .venv/.demo
 	$(PY) -m flashtile demo
 
 test: .venv/.ready
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+# Two minutes, for who changes one file: the tests that begin no other process, interpret no kernel and compile none.
+QUICK := tests/spec tests/reference tests/test_layout.py tests/test_memory.py tests/test_errors.py tests/test_explanation.py \
+  tests/export/test_size.py tests/hopper/test_machine.py tests/torch/test_prepared.py tests/torch/test_lengths.py \
+  tests/torch/test_arguments.py tests/companions/test_modules.py tests/kernels/test_cpu_region.py
+quick: .venv/.ready
+	$(PY) -m pytest -q -n $(JOBS) $(QUICK)
 
 # flashtile.jax, in an environment of its own: its types, then its tests, compiled and interpreted. Says so where there is no
 # Python for it.
@@ -25,6 +32,7 @@ check: .venv/.ready
 	$(PY) -m pyright --pythonpath $(PY)
 	.venv/bin/lint-imports
 	$(PY) tools/check_size.py
+	$(PY) tools/check_cycles.py
 
 compile: .venv/.ready
 	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from flashtile.features.scores.bias import Bias
     from flashtile.features.scores.softcap import Softcap
     from flashtile.kernels.portable.choose import use_tuning
+    from flashtile.memory import cache_clear, cache_info
     from flashtile.problem.attention import AttentionProblem
     from flashtile.problem.dropout import Dropout
-    from flashtile.problem.mask import Band
+    from flashtile.problem.mask import Band, Predicate
     from flashtile.problem.options import Options
-    from flashtile.problem.predicate import Predicate
     from flashtile.problem.score import Captured, Position, Score
     from flashtile.torch.api.attention import attention
     from flashtile.torch.api.blocks import Blocks
@@ -56,7 +56,7 @@ _HOMES = {
     "Options": ".problem.options",
     "PagedCache": ".torch.cache.paged",
     "Position": ".problem.score",
-    "Predicate": ".problem.predicate",
+    "Predicate": ".problem.mask",
     "Prefix": ".features.masks.prefix",
     "Score": ".problem.score",
     "Softcap": ".features.scores.softcap",
@@ -68,6 +68,8 @@ _HOMES = {
     "attention_kvpacked": ".torch.api.layouts",
     "attention_qkvpacked": ".torch.api.layouts",
     "attention_varlen": ".torch.api.layouts",
+    "cache_clear": ".memory",
+    "cache_info": ".memory",
     "dropout_mask": ".torch.call.dropout",
     "explain": ".explanation",
     "merge": ".torch.api.merge",
@@ -102,6 +104,8 @@ __all__ = [
     "attention_kvpacked",
     "attention_qkvpacked",
     "attention_varlen",
+    "cache_clear",
+    "cache_info",
     "dropout_mask",
     "explain",
     "merge",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.cpu.backend import BACKEND as CPU
 from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.kernels.sm90.backend import BACKEND as HOPPER
+from flashtile.memory import remembered
 from flashtile.plan.backend import PASSES, Backend, Direction, Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
@@ -27,7 +26,7 @@ def backend_named(name: str) -> Backend:
     raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(b.name for b in BACKENDS)}.")
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "backends")
 def select(problem: AttentionProblem, device: Device, backend: str | None = None, variant: Variant | None = None) -> Backend:
     """The first backend that runs the problem's forward, or with a variant its backward, or the named one.
 
@@ -46,12 +45,12 @@ def first_of(backends: tuple[Backend, ...], problem: AttentionProblem, device: D
     raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "plans of forwards")
 def plan_forward(problem: AttentionProblem, device: Device, backend: str | None = None) -> Plan:
     return select(problem, device, backend).forward(problem, device)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "plans of backwards")
 def plan_backward(
     problem: AttentionProblem,
     device: Device,
@@ -62,7 +61,7 @@ def plan_backward(
     return select(problem, device, backend, variant).backward(problem, device, gradients, variant)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "plans of other passes")
 def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: Direction, backend: str | None = None) -> Plan:
     """The first backend's plan of one of PASSES, or the named one's. Raises NotSupported with everybody's reasons."""
     (what, missing), reasons = PASSES[name], dict[str, list[str]]()
@@ -74,7 +73,7 @@ def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: D
     raise NotSupported(f"{what} of {problem.spell()} on {device.target}", reasons)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "plans over caches")
 def plan_cached(problem: CachedProblem | AppendProblem, device: Device, backend: str | None = None) -> Plan:
     """The first backend's plan of attention over a cache, or of an append, or the named one's.
 

@@ -104,7 +104,8 @@ def test_tune_without_a_gpu_says_so() -> None:
 
 def tuned(monkeypatch: pytest.MonkeyPatch, output: Path, *spellings: str) -> Any:
     """The answer of `flashtile tune` on an H100 that measures at once; the second problem is interrupted."""
-    tune = pytest.importorskip("flashtile.tune")
+    from flashtile import tune
+
     best = tune.Measured(tune.Launch(64, 64, 4, 2), None, 0, ms=1.0)
     answers = iter([best] * 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -11,10 +11,38 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 check = runpy.run_path(str(ROOT / "tools" / "check_size.py"))
+circles = runpy.run_path(str(ROOT / "tools" / "check_cycles.py"))["circles"]
 
 
 def test_sizes() -> None:
     assert list(check["breaches"](ROOT)) == []
+
+
+def test_no_circles() -> None:
+    assert list(circles(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from flashtile.a import f",
+        "def g():\n    from flashtile import a",
+        "if TYPE_CHECKING:\n    import flashtile.a",
+        "from .. import a",
+    ],
+    ids=["at the top", "in a function", "for types", "relative"],
+)
+def test_the_check_for_circles_can_fail(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "flashtile"
+    (package / "inner").mkdir(parents=True)
+    texts = {"__init__": "", "a": "from flashtile.b import x", "b": "from flashtile.inner import c", "inner/__init__": ""}
+    for name, text in {**texts, "inner/c": back}.items():
+        (package / f"{name}.py").write_text(text)
+    (found,) = circles(tmp_path)
+    assert found.startswith("a circle: ")
+    assert found.count(" needs flashtile.") == 3
+    (package / "inner" / "c.py").write_text("import json")
+    assert not list(circles(tmp_path))
 
 
 def signature(count: int) -> str:

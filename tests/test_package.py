@@ -10,6 +10,7 @@ import tarfile
 import venv
 import zipfile
 from email import message_from_bytes
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,22 @@ from tests.test_docs import blocks
 
 ROOT = Path(__file__).parent.parent
 IMPORT_SECONDS = 0.1  # 0.001 on a 2 GHz core; PyTorch alone takes 1
+
+
+# Their distributions' names, where what is imported is called otherwise; tools that are no modules are asked for by theirs.
+MODULES = {"pytest-xdist": "xdist", "pytest-timeout": "pytest_timeout", "import-linter": "importlinter",
+           "pytorch-lightning": "pytorch_lightning"}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton, and what the tests of other libraries need, is promised on Linux")
+def test_every_library_of_the_dev_group_is_there() -> None:
+    """Tests of these skip where one is missing, which here would hide them."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    named = [re.split(r"[^\w-]", line)[0] for line in groups["dev"] if isinstance(line, str)]
+    assert len(named) > 20
+    for name in ["torch", "triton", *named]:
+        import_module(MODULES.get(name, name))
 
 
 def run(code: str, where: Path) -> str:

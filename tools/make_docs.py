@@ -110,11 +110,7 @@ def support(proof: Iterable[Evidence]) -> str:
             try:
                 cells.append(cell(spelling, variant, target, proof))
             except NotSupported as refusal:
-                elsewhere = foreign(target)
-                told = "; ".join(
-                    f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items() if elsewhere.get(name) != list(why)
-                )
-                reasons.setdefault((feature, told), []).append(target)
+                reasons.setdefault((feature, told_of(refusal, target)), []).append(target)
                 cells.append("refused")
             else:
                 left += [f"- {feature}, {why}" for why in left_by_hopper(evidence.problem_of(spelling), variant, target)]
@@ -125,8 +121,7 @@ def support(proof: Iterable[Evidence]) -> str:
             try:
                 cells.append(f"run on ({dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset('qkv'))).backend})")
             except NotSupported as refusal:
-                told = "; ".join(f"{backend}: {', '.join(why)}" for backend, why in refusal.reasons.items())
-                reasons.setdefault((what, told), []).append(target)
+                reasons.setdefault((what, told_of(refusal, target)), []).append(target)
                 cells.append("refused")
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
     lines += ["", *cache_rows.table(RESULTS)]
@@ -138,6 +133,13 @@ def support(proof: Iterable[Evidence]) -> str:
         lines += ["", title, "", *told]
     lines += ["", *ranks_table.table()]
     return "\n".join([*lines, ""])
+
+
+def told_of(refusal: NotSupported, target: str) -> str:
+    """The reasons of backends that are made for this architecture, without what they are not made for."""
+    elsewhere = foreign(target)
+    own = {name: [one for one in why if one not in elsewhere.get(name, ())] for name, why in refusal.reasons.items()}
+    return "; ".join(f"{name}: {', '.join(why)}" for name, why in own.items() if why and not elsewhere.get(name))
 
 
 def foreign(target: str) -> dict[str, list[str]]:
@@ -152,7 +154,8 @@ def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, 
         why = dispatch.backend_named("hopper").unsupported_cached(problem, named(target)) if target == "sm90" else []
         return [f"forward: {', '.join(why)}"] if why else []
     hopper = dispatch.backend_named("hopper")
-    for way, passes in ((None, "forward and backward"), (variant, "backward")) if target == "sm90" else ():
+    ways: tuple[tuple[Variant | None, str], ...] = ((None, "forward and backward"), (variant, "backward"))
+    for way, passes in ways if target == "sm90" else ():
         if refusals := hopper.unsupported(problem, named(target), way):
             return [f"{passes}: {', '.join(refusals)}"]
     return []

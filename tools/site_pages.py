@@ -9,7 +9,8 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parent.parent
 API = {
     "api": ("Attention", "flashtile", ("attention", "attention_varlen", "attention_qkvpacked", "attention_kvpacked", "Options",
-            "Dropout", "dropout_mask", "explain", "use_tuning", "AttentionProblem", "InvalidProblem", "NotSupported")),
+            "Dropout", "dropout_mask", "explain", "use_tuning", "AttentionProblem", "InvalidProblem", "NotSupported",
+            "cache_info", "cache_clear")),
     "masks": ("Masks and score modifiers", "flashtile", ("Band", "Document", "Prefix", "Dilated", "TopLeft", "KeyPadding",
               "Stored", "Blocks", "Predicate", "Softcap", "Alibi", "Bias", "Score", "Captured", "Position")),
     "caches": ("Caches and merging", "flashtile", ("attention_cached", "append_to_cache", "PagedCache", "merge")),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile import ops
-from flashtile.kernels.ops.cross_entropy import check_reduction
+from flashtile.kernels.ops.cross_entropy_problem import check_reduction
 from flashtile.torch.ops.run import prepare
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.fuzz import guard
 from flashtile.fuzz.case import EPS, Case
 from flashtile.fuzz.formula import Scene, level, soil, yardsticks
 from flashtile.fuzz.make import HUGE, Inputs, Tensors, apart, build, call
 from flashtile.fuzz.tiles import forced
+from flashtile.memory import cache_clear
 from flashtile.torch.execute import bound as run
-from flashtile.torch.routes import eager
 from flashtile.triton_glue import language as _triton
 
 FACTOR = 1.5  # of the error that plain PyTorch makes in the same dtype
@@ -247,9 +246,7 @@ def watch_kernels() -> set[str]:
 
 def forget() -> None:
     """Let go of all prepared calls and plans: a campaign meets thousands of layouts, each of them once."""
-    eager._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
-    for known in (dispatch.select, dispatch.plan_forward, dispatch.plan_backward):
-        known.cache_clear()
+    cache_clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -6,15 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from flashtile import dispatch
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.portable import choose
 from flashtile.kernels.portable.candidates import shared_bytes
 from flashtile.kernels.portable.tile import Launch, Pass, padded, products
+from flashtile.memory import cache_clear
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
-from flashtile.torch.routes import eager
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 
@@ -45,20 +44,13 @@ def forced(text: str) -> Generator[None]:
     if not launches:
         yield
         return
-    _forget()
+    cache_clear()  # plans are remembered by problem
     choose.FORCED.update(launches)
     try:
         yield
     finally:
         choose.FORCED.clear()
-        _forget()
-
-
-def _forget() -> None:
-    """Plans are remembered by problem."""
-    eager._CALLS.clear()  # pyright: ignore[reportPrivateUsage]
-    dispatch.plan_forward.cache_clear()
-    dispatch.plan_backward.cache_clear()
+        cache_clear()
 
 
 def choosable(problem: AttentionProblem, device: Device, which: Pass) -> list[Launch]:

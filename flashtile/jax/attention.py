@@ -44,9 +44,9 @@ from flashtile.problem.attention import PRECISIONS, AttentionProblem, Precision
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
-from flashtile.problem.mask import FULL, Band
+from flashtile.problem.mask import FULL, Band, Joined
 from flashtile.problem.options import DELTAS, VARIANTS, Delta
-from flashtile.problem.predicate import Joined, PredicateSpec, check_ends, normal_form
+from flashtile.problem.predicate import PredicateSpec, check_ends, normal_form
 from flashtile.problem.score import Score, ScoreSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from flashtile.jax.arrays import Arrays, promotes
 from flashtile.jax.ops import IMPLEMENTATIONS, Backward, Forward, refuse_gradients, walked
 from flashtile.jax.run import NAMES, run, varying_like
 from flashtile.jax.saved import Saved, under_names
-from flashtile.kernels.ops.cross_entropy import CrossEntropy, check_reduction
+from flashtile.kernels.ops.cross_entropy_problem import CrossEntropy, check_reduction
 from flashtile.problem.op import FLOATS, Described
 
 CHUNK_BYTES = 64 * 2**20  # of logits at a time, as in PyTorch

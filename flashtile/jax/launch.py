@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from flashtile.errors import NotSupported
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.reorder import machine_code, reordered
+from flashtile.memory import remembered
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer
 from flashtile.plan.device import Device
 from flashtile.problem.dtype import SIZES_BYTES
@@ -155,7 +155,7 @@ def empty(buffer: Buffer) -> Any:
     return jax.lax.empty(*held(buffer))
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "kernels of JAX programs")
 def compiled(call: KernelCall, plan: Plan, device: Device) -> Any:
     """The compiled kernel, remembered for the process (Triton remembers it on disk)."""
     return compile_call(call, plan, device)

@@ -13,8 +13,8 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.top_left import TopLeft
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import Lengths
-from flashtile.problem.mask import CAUSAL, FULL, Band
-from flashtile.problem.predicate import Predicate, PredicateSpec
+from flashtile.problem.mask import CAUSAL, FULL, Band, Predicate
+from flashtile.problem.predicate import PredicateSpec
 
 FIRST_EXAMPLE = 1009  # prime: no size that a caller gives is likely to be one of these
 

@@ -13,10 +13,10 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.nn.norm import RMSNorm
 from flashtile.ops.position import rotary
 from flashtile.problem.dropout import Dropout
-from flashtile.problem.mask import make_mask
+from flashtile.problem.mask import Joined, make_mask
 from flashtile.problem.number import plain, told
 from flashtile.problem.options import DEFAULT
-from flashtile.problem.predicate import Joined, narrowed
+from flashtile.problem.predicate import narrowed
 from flashtile.problem.score import broadcasts
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.blocks import Blocks

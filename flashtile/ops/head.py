@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.kernels.ops.cross_entropy import check_reduction
+from flashtile.kernels.ops.cross_entropy_problem import check_reduction
 from flashtile.ops.head_passes import Asked, Given, Head, scaled
 from flashtile.problem.op import FLOATS
 from flashtile.torch.execute.plain import is_traced, is_wrapped, transforms

@@ -1,16 +1,27 @@
-"""Which keys a query sees. A mask is a value; masks compose with `&`."""
+"""Which keys a query sees. Masks are values, joined by `&` and `|`: a `Band`, or a predicate of positions and tensors.
+
+A predicate says of every (query, key) whether the query sees the key. It is a class with
+
+* `visible(at, args)`: a `@jit` function that returns a boolean tile, or one that broadcasts against it;
+* `apply(at, scalars, tensors)`: the same formula in PyTorch (CPU backend, reference, block lists), a static method.
+
+`at` is a `Position`, its indices clamped into the problem; `args` is `(*scalars, tensor 0, its strides, tensor 1, ...)`,
+scalars are ints. `problem/predicate.py` brings every mask to one form.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 from flashtile.errors import InvalidProblem
+from flashtile.memory import Memory
+from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.number import PLAIN, plain, told
 from flashtile.problem.picture import Shown
-
-if TYPE_CHECKING:
-    from flashtile.problem.predicate import Joined
+from flashtile.problem.registry import Registry
+from flashtile.problem.score import Position
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,6 @@ class Band(Shown):
         return Band(_tighter(self.left, other.left), _tighter(self.right, other.right))
 
     def __or__(self, other: Band) -> Joined:
-        from flashtile.problem.predicate import Terms
-
         if not isinstance(other, Band):
             return other.__ror__(self) if hasattr(other, "__ror__") else NotImplemented
         return Terms(((self,),)) | other
@@ -91,6 +100,127 @@ class Band(Shown):
 
 FULL = Band()
 CAUSAL = Band(right=0)
+
+
+class Joined(Shown):
+    """What `&` and `|` make of bands and predicates."""
+
+    spec: BlockSpec | None = None  # the sizes of its blocks, and the lengths that they are made for
+    seqlens: tuple[int, int] = (0, 0)
+    calls: Memory[Any, Any] | None = None  # what calls found of it, by their shapes; None where it may become another mask
+
+    @property
+    def unlisted(self) -> Band | Joined:
+        """The same mask without lists of its blocks."""
+        return self
+
+    @property
+    def lists(self) -> Mapping[str, Any]:
+        """The lists of its blocks, by the names of a plan's inputs; empty where it has none."""
+        return {}
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        """The mask as an "or" of "and"s; at most one band in each."""
+        raise NotImplementedError
+
+    def __and__(self, other: Any) -> Joined:
+        theirs = self._terms_beside(other)
+        if theirs is None:
+            return other & self if isinstance(other, Joined) else NotImplemented
+        return Terms(tuple(_merged((*a, *b)) for a in self.terms for b in theirs))
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Joined:
+        theirs = self._terms_beside(other)
+        if theirs is None:
+            return other | self if isinstance(other, Joined) else NotImplemented
+        return Terms((*self.terms, *theirs))
+
+    def __ror__(self, other: Any) -> Joined:
+        theirs = self._terms_beside(other)
+        return NotImplemented if theirs is None else Terms((*theirs, *self.terms))
+
+    def _terms_beside(self, other: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
+        """The terms of what this may join; None for no mask, and for one with blocks, whose own operator keeps them.
+
+        That is called, not left to NotImplemented: the compiler of PyTorch 2.11 asks no second operand.
+        """
+        return None if isinstance(other, Joined) and other.spec is not None else terms_of(other)
+
+
+class Terms(Joined):
+    """A mask of several parts."""
+
+    def __init__(self, terms: tuple[tuple[Band | Predicate, ...], ...]):
+        self._terms = terms
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        return self._terms
+
+
+PREDICATES: Registry[Predicate] = Registry("predicate", "features.masks")
+
+
+class Predicate(Joined):
+    """Base of all predicates; a subclass with a `name` registers itself for `parse`."""
+
+    name: ClassVar[str] = ""
+    visible: ClassVar[Callable[..., Any]]
+    # of each tensor (batch, length): what errors call it, and whether it has an element for every query ("q") or key ("k")
+    along: ClassVar[tuple[tuple[str, str], ...]] = ()
+    truths: ClassVar[bool] = False  # whether its tensors say yes or no: bool, or ints of which 0 is no
+    broadcast: ClassVar[bool] = False  # whether its tensors broadcast to (batch, heads_q, seqlen_q, seqlen_k), as `check` asks
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        PREDICATES.add(cls)
+
+    @property
+    def terms(self) -> tuple[tuple[Band | Predicate, ...], ...]:
+        return ((self,),)
+
+    @staticmethod
+    def check(shapes: tuple[tuple[int, ...], ...], scores: tuple[int, int, int, int]) -> None:
+        """Raise InvalidProblem for tensors of shapes that do not serve (batch, heads_q, seqlen_q, seqlen_k) scores."""
+
+    def scalars(self) -> tuple[int, ...]:
+        """Runtime ints."""
+        return ()
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
+        """Tensors as the kernel indexes them; expanded views are fine."""
+        return ()
+
+    @staticmethod
+    def grain(scalars: tuple[int, ...]) -> tuple[int, int]:
+        """Queries and keys of blocks within which it is the same, counted from the first score."""
+        return 1, 1
+
+    @staticmethod
+    def apply(at: Position, scalars: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        """Boolean, broadcasting against the tile whose indices `at` holds as tensors."""
+        raise NotImplementedError("a predicate must define `apply` to run on the CPU or in the reference.")
+
+
+def terms_of(mask: Any) -> tuple[tuple[Band | Predicate, ...], ...] | None:
+    """A mask as an "or" of "and"s; None for what is no mask."""
+    if isinstance(mask, Band):
+        return ((mask,),)
+    return mask.terms if isinstance(mask, Joined) else None
+
+
+def _merged(leaves: tuple[Band | Predicate, ...]) -> tuple[Band | Predicate, ...]:
+    band: Band = FULL
+    predicates: list[Predicate] = []
+    for leaf in leaves:
+        if isinstance(leaf, Band):
+            band = band & leaf
+        elif not any(leaf is known for known in predicates):
+            predicates.append(leaf)
+    return (*predicates, band)
 
 
 def _staircase(first: int, steps: int, most: int) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.dropout import keep as dropout_keep
-from flashtile.problem.mask import Band
-from flashtile.problem.predicate import Joined, normal_form
+from flashtile.problem.mask import Band, Joined
+from flashtile.problem.predicate import normal_form
 from flashtile.problem.score import Position, Score
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record
+from benchmarks import counters, record
 from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
-
-counters = pytest.importorskip("benchmarks.counters")
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'

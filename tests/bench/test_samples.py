@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-samples = pytest.importorskip("benchmarks.samples")
+from benchmarks import samples
 
 HEADER = '"Address","Source","# Samples","Instructions Executed","stall_wait","stall_barrier","stall_wait (Not Issued)"'
 

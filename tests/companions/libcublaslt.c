@@ -24,6 +24,7 @@ static float slope(float x) {
   return gate(x) + 0.5f * x * (1 - t * t) * 0.7978845608f * (1 + 0.134145f * x * x);
 }
 
+int destroyed; /* descriptions and layouts */
 int cublasLtCreate(void **handle) { *handle = malloc(1); return SUCCESS; }
 int cublasLtMatmulDescCreate(Desc **desc, int compute, int scale) {
   *desc = calloc(1, sizeof **desc);
@@ -44,6 +45,8 @@ int cublasLtMatrixLayoutCreate(Layout **made, int type, uint64_t rows, uint64_t 
   **made = (Layout){type, rows, columns, ld};
   return SUCCESS;
 }
+int cublasLtMatmulDescDestroy(Desc *desc) { destroyed++; free(desc); return SUCCESS; }
+int cublasLtMatrixLayoutDestroy(Layout *layout) { destroyed++; free(layout); return SUCCESS; }
 int cublasLtMatmulPreferenceCreate(void **made) { *made = malloc(1); return SUCCESS; }
 int cublasLtMatmulPreferenceDestroy(void *made) { free(made); return SUCCESS; }
 int cublasLtMatmulPreferenceSetAttribute(void *made, int attribute, const void *value, size_t size) {

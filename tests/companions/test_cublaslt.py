@@ -113,6 +113,16 @@ def test_a_size_is_looked_up_once_and_what_is_not_known_is_said(product: list[in
         next(iter(cublaslt._found.values())).describe(99, ctypes.c_int(0))  # type: ignore[union-attr]
 
 
+@needs_a_compiler
+def test_what_is_forgotten_is_given_back(product: list[int], built: Any) -> None:
+    cublaslt._found.clear()
+    before = ctypes.c_int.in_dll(built, "destroyed").value
+    cublaslt.with_sums(random(8, 8), random(8, 8))
+    assert ctypes.c_int.in_dll(built, "destroyed").value == before
+    cublaslt._found.clear()
+    assert ctypes.c_int.in_dll(built, "destroyed").value == before + 4  # a product, and its three matrices
+
+
 MLP = "dense(x=64x32:{0},weight1={1}x32:{0},bias1={1}:{0},weight2=16x{1}:{0},bias2=16:{0}{2})"
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashtile import dispatch
-from flashtile.kernels.cpu import backend, products, region
+import flashtile
+from flashtile.kernels.cpu import products, region, ways
 from flashtile.problem.dtype import DType
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture
@@ -33,13 +32,11 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def nothing_delegated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("delegates", "takes_mask"):
-        monkeypatch.setattr(backend, name, lambda p: False)
+        monkeypatch.setattr(ways, name, lambda p: False)
     forget_plans()
     yield
     forget_plans()
 
 
 def forget_plans() -> None:
-    dispatch.plan_forward.cache_clear()
-    dispatch.plan_backward.cache_clear()
-    _CALLS.clear()
+    flashtile.cache_clear()

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile
 from flashtile import Alibi, Band, Blocks, Captured, Dilated, Document, Score, Softcap, Stored
 from flashtile.kernels.cpu import products, region, tiled
-from flashtile.kernels.cpu.backend import BACKEND, delegates
+from flashtile.kernels.cpu.backend import BACKEND
+from flashtile.kernels.cpu.ways import delegates
 from flashtile.plan.device import CPU, H100
 from flashtile.problem.mask import CAUSAL, FULL
 from flashtile.problem.score import Position, ScoreSpec

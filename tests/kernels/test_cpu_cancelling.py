@@ -10,7 +10,6 @@ import torch
 import flashtile
 from flashtile import Alibi, Band, Dilated, Dropout, Softcap
 from flashtile.reference.attention import attention_reference
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import DTYPES
 from tests.kernels.cpu_calls import OPTIONS, inputs
 
@@ -70,7 +69,7 @@ def test_a_row_of_one_key_has_no_gradient_by_its_score(
     options = {**WAYS, **more}[way]
     for fast in (False, True):
         monkeypatch.setattr("flashtile.kernels.cpu.products.multiplies", lambda _: fast)  # noqa: B023
-        _CALLS.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.cache_clear()
         q, k, v, dout = inputs(1, keys, keys, 2, 1, dtype=DTYPES[dtype])
         dout[:, 1:] = 0.0  # of row 0 alone, which sees key 0
         leaves = [t.requires_grad_() for t in (q, k, v)]

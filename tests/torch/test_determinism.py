@@ -12,7 +12,6 @@ import flashtile
 from flashtile import Alibi, Options
 from flashtile.problem.options import Variant
 from flashtile.torch.execute import bound as executor
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import Case
 from tests.judge import run
 from tests.test_imports import fresh
@@ -31,7 +30,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
         return original(self, tensors)
 
     monkeypatch.setattr(executor.Bound, "run", run_and_note)
-    _CALLS.clear()  # what ran before is replayed without it
+    flashtile.cache_clear()  # what ran before is replayed without it
     return seen
 
 

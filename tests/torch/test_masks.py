@@ -27,9 +27,9 @@ from flashtile import (
 from flashtile.features.masks.within import Within
 from flashtile.kernels.cpu.blocks import classify
 from flashtile.problem.dtype import DType
-from flashtile.problem.mask import FULL
+from flashtile.problem.mask import FULL, Predicate
 from flashtile.problem.options import Variant
-from flashtile.problem.predicate import Predicate, normal_form
+from flashtile.problem.predicate import normal_form
 from flashtile.reference.attention import attention_plain, attention_reference, holds, positions, visible
 from flashtile.torch.api.blocks import Blocks as BlocksOfTorch
 from flashtile.torch.call.masks import MOST_REMEMBERED, call_mask, predicates_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtile import Band, Blocks, Dilated, Document, InvalidProblem, KeyPadding, Prefix
-from flashtile.problem.predicate import terms_of
+from flashtile.problem.mask import terms_of
 from flashtile.reference.attention import holds, positions
 
 IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2], dtype=torch.int32)

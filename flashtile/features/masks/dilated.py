@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.errors import InvalidProblem
+from flashtile.problem.mask import Predicate
 from flashtile.problem.number import plain, told
-from flashtile.problem.predicate import Predicate
 from flashtile.problem.score import Position
 from flashtile.triton_glue.language import jit, tl
 

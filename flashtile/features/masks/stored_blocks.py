@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.features.masks.block_table import blocks_of_all
-from flashtile.problem.predicate import Predicate
+from flashtile.problem.mask import Predicate
 from flashtile.problem.score import Position
 from flashtile.triton_glue.language import jit, tl
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.predicate import Predicate
+from flashtile.problem.mask import Predicate
 from flashtile.problem.score import Position
 from flashtile.triton_glue.language import jit, tl  # noqa: F401  Triton's interpreter wants tl beside every jit function
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.problem.mask import Band
-from flashtile.problem.predicate import Predicate
+from flashtile.problem.mask import Band, Predicate
 from flashtile.problem.score import Position
 from flashtile.triton_glue.language import jit, tl
 

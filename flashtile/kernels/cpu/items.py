@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashtile.kernels.cpu import tiled, ways
 from flashtile.kernels.cpu.products import lse_dtype
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import ALIKE
@@ -83,27 +84,22 @@ def _cut(shape: tuple[int, ...], scores: tuple[int, ...]) -> tuple[int, ...]:
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], tiles: bool = False) -> Tensors:
     """The outputs named; 0, and -inf in lse, in rows that belong to no item. tiles: of items too that PyTorch could compute."""
-    from flashtile.kernels.cpu import tiled
-    from flashtile.kernels.cpu.backend import forward_way
-
     q = tensors["q"]
     made = {"out": q.new_zeros((*q.shape[:3], p.head_dim_v))}
     made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=lse_dtype(p))
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
-        module = tiled if tiles else forward_way(item.problem)[0]
+        module = tiled if tiles else ways.forward_way(item.problem)[0]
         _embed(item, made, _call(module.forward, item, tensors, outputs))
     return made
 
 
 def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
     """The gradients named; 0 in rows that belong to no item. Those of captured tensors are summed over items, in order."""
-    from flashtile.kernels.cpu.backend import backward_way
-
     made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=lse_dtype(p)) for name in outputs}
     for item in items(p, tensors):
-        module, _ = backward_way(item.problem, "dlse" in tensors)
+        module, _ = ways.backward_way(item.problem, "dlse" in tensors)
         _embed(item, made, _call(module.backward, item, tensors, outputs))
     return made
 

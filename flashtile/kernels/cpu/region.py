@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
+from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.mask import FULL, Band, key_range
 
@@ -101,7 +101,7 @@ class Tile:
         return slice(self.start, self.stop)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024, "regions on the CPU")
 def region_of(p: AttentionProblem) -> Region:
     """The part of a problem that is to be computed; of size 0 x 0 where no query sees a key."""
     mask = p.mask.clipped(p.seqlen_q, p.seqlen_k)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flashtile.kernels.ops.cross_entropy import CrossEntropy
+from flashtile.kernels.ops.cross_entropy_problem import CrossEntropy
 
 
 class _Rows:

@@ -12,10 +12,13 @@ from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import lru_cache
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flashtile.memory import Memory
 
 # Of cublasLt.h, where they have names; an epilogue's vector is its bias, its other matrix what GELU is taken of.
 COMPUTE_FP32, TYPE_FP32, TYPES = 68, 0, {"float16": 2, "bfloat16": 14}
@@ -100,7 +103,7 @@ def _dense(matrix: Tensor) -> tuple[Tensor, bool]:
 
 _lock = Lock()
 _handles: dict[int, c_void_p] = {}
-_found: dict[Key, Product | None] = {}
+_found = Memory[Key, "Product | None"](4096, "products of cuBLASLt")
 
 
 def _find(key: Key) -> Product | None:
@@ -142,9 +145,12 @@ class Product:
             self.describe(OTHER_TYPE, c_int(kind))
             self.describe(OTHER_STRIDE, c_int64(m))
             self.describe(OTHER, address)
+        finalize(self, library().cublasLtMatmulDescDestroy, self.description).atexit = False  # CUDA may be gone before
         self.a = _layout(kind, *((k, m) if a_transposed else (m, k)))
         self.b = _layout(kind, *((n, k) if b_transposed else (k, n)))
         self.out = _layout(kind, m, n)
+        for layout in (self.a, self.b, self.out):
+            finalize(self, library().cublasLtMatrixLayoutDestroy, layout).atexit = False
         preference, way, count = c_void_p(), Way(), c_int()
         _check("cublasLtMatmulPreferenceCreate", byref(preference))
         limits = [(LIMIT_BYTES, c_size_t(WORKSPACE_BYTES))]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.ops.host import DTYPES, keep_elements
-
-if TYPE_CHECKING:
-    from flashtile.kernels.ops.norm import Norm
+from flashtile.kernels.ops.norm_problem import Norm
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,9 +9,8 @@ import torch
 
 from flashtile.errors import check_names
 from flashtile.problem.dropout import Dropout
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined
 from flashtile.problem.options import Options
-from flashtile.problem.predicate import Joined
 from flashtile.problem.score import Score
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.nested import attend_jagged, is_jagged

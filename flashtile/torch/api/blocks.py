@@ -14,10 +14,10 @@ from flashtile.errors import InvalidProblem
 from flashtile.features.masks.block_table import BlockTable
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.stored_blocks import StoredBlocks
+from flashtile.memory import Memory
 from flashtile.problem.blocks import BlockSpec
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined, Predicate, Terms, terms_of
 from flashtile.problem.number import plain
-from flashtile.problem.predicate import Joined, Predicate, Terms, terms_of
 from flashtile.problem.score import Position
 from flashtile.torch.api.block_mask import HIDDEN, PARTIAL, WHOLE, Said, said_of
 from flashtile.torch.api.classify import state_of
@@ -28,6 +28,7 @@ from flashtile.torch.execute.inference_safe import lasting
 # those that go by scores.
 AXES = {"batch": 1, "head": 4}
 Lists = dict[str, torch.Tensor]
+MOST_CALLS = 64  # shapes of calls that are remembered, per mask
 
 
 class Blocks(Joined):
@@ -49,7 +50,8 @@ class Blocks(Joined):
         self, mask: Band | Joined, state: torch.Tensor, seqlens: tuple[int, int], spec: BlockSpec, lists: Lists | None = None
     ):  # fmt: skip
         self.mask, self.state, self.seqlens, self.spec = mask, state, seqlens, spec
-        self._lists, self.calls = _lists_of(state) if lists is None else lists, {}
+        self._lists = _lists_of(state) if lists is None else lists
+        self.calls = Memory(MOST_CALLS)
         # Made once, and here: what a compiled forward makes cannot be kept.
         self._in_part = (state.clamp(max=PARTIAL), _in_part(self._lists)) if lists is None else (state, lists)
 

@@ -15,8 +15,8 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE
-from flashtile.problem.mask import Band
-from flashtile.problem.predicate import PREDICATES, PredicateSpec, Where, check_ends
+from flashtile.problem.mask import PREDICATES, Band
+from flashtile.problem.predicate import PredicateSpec, Where, check_ends
 from flashtile.torch.call.masks import KINDS, Predicates
 from flashtile.torch.execute.bound import Bound
 from flashtile.torch.routes.library import define

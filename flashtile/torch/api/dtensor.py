@@ -12,8 +12,7 @@ from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.top_left import TopLeft
-from flashtile.problem.mask import Band
-from flashtile.problem.predicate import Joined, terms_of
+from flashtile.problem.mask import Band, Joined, terms_of
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.context.attention import attention

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flashtile.problem.dropout import Dropout
-    from flashtile.problem.mask import Band
+    from flashtile.problem.mask import Band, Joined
     from flashtile.problem.options import Options
-    from flashtile.problem.predicate import Joined
     from flashtile.problem.score import Score
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.mask import FULL, Band
-from flashtile.problem.predicate import Joined, terms_of
+from flashtile.problem.mask import FULL, Band, Joined, terms_of
 from flashtile.reference.attention import holds, positions
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2

@@ -8,10 +8,9 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, check_names, renamed
 from flashtile.problem.cache import Pages, check_split
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import Joined
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of

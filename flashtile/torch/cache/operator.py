@@ -15,6 +15,7 @@ import torch
 
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, renamed
+from flashtile.memory import Memory
 from flashtile.plan.buffers import cached_buffers
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default_split
 from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
@@ -25,7 +26,7 @@ from flashtile.torch.routes.operator import dense_strides, laid
 from flashtile.torch.routes.request import read
 
 Maybe = torch.Tensor | None
-_MOST = 1024  # remembered layouts; past this the memory is started afresh
+_MOST = 1024  # remembered layouts
 
 
 # -- append ---------------------------------------------------------------------------------------------------------------
@@ -58,8 +59,6 @@ def run_append(
         slabs, seqlen, heads, dim = k.shape
         problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
-        if len(_APPENDS) >= _MOST:
-            _APPENDS.clear()
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
     if slots.numel():
         bound.run(tensors)
@@ -67,7 +66,7 @@ def run_append(
         torch.autograd.graph.increment_version(pool)
 
 
-_APPENDS: dict[Any, Bound] = {}
+_APPENDS = Memory[Any, Bound](_MOST, "appends to caches")
 
 
 def slots_of(
@@ -163,8 +162,6 @@ def layout_of(
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _CACHED.get(key)
     if found is None:
-        if len(_CACHED) >= _MOST:
-            _CACHED.clear()
         found = _CACHED[key] = _Layout((q, k_cache, v_cache), page_table, first is not None, others, asked)
     return found, {name: tensors[i] for name, i in found.places.items()}
 
@@ -198,7 +195,7 @@ class _Layout:
         return self._bound.run(inputs)
 
 
-_CACHED: dict[Any, _Layout] = {}
+_CACHED = Memory[Any, _Layout](_MOST, "calls over caches")
 
 
 def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:

@@ -10,10 +10,10 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import ALIKE
-from flashtile.problem.mask import make_mask
+from flashtile.problem.mask import Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import Joined, check_ends
+from flashtile.problem.predicate import check_ends
 from flashtile.problem.score import Score, ScoreSpec, TensorSpec
 from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers

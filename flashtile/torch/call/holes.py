@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.problem.predicate import Joined
+from flashtile.problem.mask import Joined
 from flashtile.problem.score import Score
 from flashtile.torch.execute.plain import is_distributed
 

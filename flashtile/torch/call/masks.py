@@ -9,9 +9,9 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.features.masks.within import Within
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.number import plain_pair
-from flashtile.problem.predicate import Joined, Predicate, PredicateSpec, Where, narrowed, normal_form
+from flashtile.problem.predicate import PredicateSpec, Where, narrowed, normal_form
 from flashtile.problem.score import broadcasts
 from flashtile.torch.execute.inference_safe import lasting
 
@@ -107,9 +107,6 @@ def mask_of_call(mask: Any, q: Any, k: Any, ragged: bool) -> Any:
     return mask.unlisted if ragged else mask
 
 
-MOST_REMEMBERED = 64  # shapes of calls, per mask
-
-
 class CallMask(NamedTuple):
     """What a call needs to know of Predicates: their `key` and `flat`."""
 
@@ -132,8 +129,6 @@ def call_mask(causal: Any, window: Any, mask: Joined, batch: int, heads_q: int) 
         predicates = find(causal, window, mask, batch, heads_q)
         found = CallMask(predicates.key(), predicates.flat)
         if known is not None and plain_pair(window) is window:  # a tensor is another key as it changes
-            if len(known) >= MOST_REMEMBERED:
-                known.clear()
             known[key] = found
     return found
 

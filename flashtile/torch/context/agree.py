@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.memory import Memory
 from flashtile.torch.context.context import Context
 
 Told = dict[str, str]
-_AGREED: set[Any] = set()
-_MOST = 8192  # calls remembered; past this the memory is started afresh
+_AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
 
 
 def agree(context: Context, call: Told, error: Exception | None, values: Callable[[], Told] = dict) -> None:
@@ -43,6 +43,4 @@ def agree(context: Context, call: Told, error: Exception | None, values: Callabl
             if here != there:
                 raise InvalidProblem(f"{name} is {here} on rank 0 and {there} on rank {rank}; ranks must call alike.")
     if context.check == "first":
-        if len(_AGREED) >= _MOST:
-            _AGREED.clear()
-        _AGREED.add(key)
+        _AGREED[key] = None

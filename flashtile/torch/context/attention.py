@@ -10,9 +10,8 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.features.masks.prefix import Prefix
 from flashtile.problem.dropout import Dropout
-from flashtile.problem.mask import Band
+from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import Joined, Predicate
 from flashtile.problem.score import Score
 from flashtile.torch.call.describe import ARGUMENTS
 from flashtile.torch.call.dropout import check_dropout

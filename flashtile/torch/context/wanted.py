@@ -17,8 +17,8 @@ from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
-from flashtile.problem.mask import FULL, Band
-from flashtile.problem.predicate import Joined, Predicate, normal_form
+from flashtile.problem.mask import FULL, Band, Joined, Predicate
+from flashtile.problem.predicate import normal_form
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece
 from flashtile.torch.context.shards import gathered

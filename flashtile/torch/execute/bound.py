@@ -18,7 +18,7 @@ from flashtile.plan.device import NAMED, Device
 from flashtile.problem.dtype import DType
 from flashtile.torch.execute.descriptor import DescribedBuffer, addressable, staged_strides
 from flashtile.torch.execute.packing import PackedGradient
-from flashtile.torch.execute.replay import HostReplay, Replay, laid
+from flashtile.torch.execute.replay import Allocation, HostReplay, Layout, Replay, laid
 from flashtile.triton_glue import language as _triton
 
 DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32, torch.float64: DType.FP64}
@@ -69,9 +69,6 @@ def output_strides(buffer: Buffer, like: torch.Tensor | None, described: bool = 
         strides[axis] = step
         step *= max(buffer.shape[axis], 1)
     return tuple(strides)
-
-
-Allocation = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, bool]  # name, shape, strides, dtype, zeroed
 
 
 class Bound:
@@ -167,7 +164,10 @@ class Bound:
             if not _triton.INTERPRETED and all(
                 isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches
             ):
-                self.replay = Replay(self)
+                self.replay = Replay(
+                    self.plan, self.device, self.kernel_launches(), self.allocations, self.inputs,
+                    self.alike if self.plain else None,
+                )  # fmt: skip
             elif len(self.launches) == 1 and isinstance(self.launches[0], HostStep) and self.plain:
                 self.replay = self.launches[0].replay({name: tensors[name] for name in self.inputs})
         for name, source in self.shared:
@@ -210,8 +210,9 @@ class HostStep:
     def __init__(self, call: HostCall, plan: Plan, strides: dict[str, Any], device: torch.device):
         self.call, self.problem, self.device = call, plan.problem, device
         made = [b for b in plan.buffers if b.name in call.outputs]
-        # strides, None for any, and dtype
-        self.layouts = {b.name: (None if b.name in plan.optional else strides[b.name], TORCH_DTYPES[b.dtype]) for b in made}
+        self.layouts: dict[str, Layout] = {
+            b.name: (None if b.name in plan.optional else strides[b.name], TORCH_DTYPES[b.dtype]) for b in made
+        }
         self.over = {b.name for b in made if b.over is not None}
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -231,7 +232,7 @@ class HostStep:
     def replay(self, inputs: dict[str, torch.Tensor]) -> HostReplay | None:
         """The call without what need not be asked again, if it has such a form."""
         function = self.call.bind and self.call.bind(self.problem, self.call.outputs, [*inputs.values()])
-        return HostReplay(self, function, [*inputs]) if function else None
+        return HostReplay(self, self.layouts, function, [*inputs]) if function else None
 
 
 class KernelLaunch:
@@ -247,7 +248,7 @@ class KernelLaunch:
             for a in call.args
         ]
         self.names = list(dict.fromkeys(_names(self.args)))
-        self.empty = 0 in call.grid
+        self.grid, self.empty = call.grid, 0 in call.grid
         self.compiled: Any = None
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -257,7 +258,7 @@ class KernelLaunch:
             self.launch_first(tensors)
             return
         args = self.arguments({name: tensors[name].data_ptr() for name in self.names})
-        self.launch(*self.call.grid, torch._C._cuda_getCurrentRawStream(self.device.index), *args)
+        self.launch(*self.grid, torch._C._cuda_getCurrentRawStream(self.device.index), *args)
 
     @property
     def prepared(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashtile.memory import Memory
 from flashtile.plan.call import Buffer, Descriptor
 from flashtile.triton_glue.language import tile_layout
 
@@ -47,7 +48,7 @@ class DescribedBuffer:
         self.shape = [shape[axis] for axis in argument.axes]
         # an axis of one element is never walked: any stride is right, and this one the engine accepts
         self.strides = [strides[axis] if shape[axis] > 1 else ALIGNMENT_BYTES for axis in argument.axes[:-1]] + [1]
-        self.known: dict[int, list[Any]] = {}
+        self.known = Memory[int, list[Any]](MOST_ADDRESSES)
         self.encode: Callable[[int], Any] | None = None
 
     def first(self, tensor: torch.Tensor) -> Any:
@@ -72,7 +73,5 @@ class DescribedBuffer:
         found = self.known.get(address)
         if found is None:
             assert self.encode is not None
-            if len(self.known) >= MOST_ADDRESSES:
-                self.known.clear()
             found = self.known[address] = [self.encode(address), *self.shape, *self.strides]
         return found

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from flashtile.memory import CacheInfo, Memory, listed
 from flashtile.plan.call import Plan
 from flashtile.problem.attention import AttentionProblem
 from flashtile.torch.execute.descriptor import MOST_ADDRESSES
 from flashtile.torch.execute.graph import Launches, LaunchGraph
-
-if TYPE_CHECKING:
-    from flashtile.torch.execute.bound import Allocation, Bound, HostStep
 
 SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
 KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger problems the host's time does not count
 MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
 MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
 BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
+
+
+Allocation = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, bool]  # name, shape, strides, dtype, zeroed
+Tensors = dict[str, torch.Tensor]
+
+
+class Prepared(Protocol):
+    """A kernel's launch that lacks nothing but addresses: of the buffers that it names."""
+
+    names: list[str]
+    launch: Callable[..., Any]
+
+    @property
+    def grid(self) -> tuple[int, ...]: ...
+
+    def arguments(self, addresses: dict[str, int]) -> list[Any]: ...
 
 
 class Replay:
@@ -33,23 +47,39 @@ class Replay:
     stream and the addresses in them: a training loop meets few.
     """
 
-    def __init__(self, bound: Bound):
-        scratch = {b.name for b in bound.plan.named("scratch")}
-        self.device, self.known = bound.device, dict[tuple[int, ...], Met]()
-        self.launches = bound.kernel_launches()
-        self.allocations = [a for a in bound.allocations if a[0] not in scratch or a[4]]
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        launches: Sequence[Prepared],
+        allocations: Sequence[Allocation],
+        inputs: Sequence[str],
+        alike: Mapping[str, str] | None,
+    ):
+        """allocations: of all buffers that a run makes. alike: of these outputs the inputs that they lie like; None unless
+        inputs are taken as they are and all outputs are tensors that nothing but launches writes."""
+        scratch = {b.name for b in plan.named("scratch")}
+        self.device, self.known = device, Memory[tuple[int, ...], Met](MOST_ADDRESSES)
+        self.launches = launches
+        self.allocations = [a for a in allocations if a[0] not in scratch or a[4]]
         self.offsets, self.scratch_bytes = dict[str, int](), 0
-        for name, shape, _, dtype, zeroed in bound.allocations:
+        for name, shape, _, dtype, zeroed in allocations:
             if name in scratch and not zeroed:
                 self.offsets[name] = self.scratch_bytes
                 self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
-        self.graphs_left = MOST_GRAPHS if pays(bound.plan, len(self.launches)) else 0
-        self.outputs = [_output(bound, a) for a in self.allocations] if bound.plain else None
+        self.graphs_left = MOST_GRAPHS if pays(plan, len(launches)) else 0
         self.made = [name for name, *_ in self.allocations]  # in the order of `outputs`, where it is not None
-        self.names = [*bound.inputs, *self.made]
-        if self.outputs is None:
-            used = {name: None for launch in self.launches for name in launch.names}
-            self.names = [name for name in used if name not in self.offsets]
+        if alike is None:
+            used = {name: None for launch in launches for name in launch.names}
+            self.outputs, self.names = None, [name for name in used if name not in self.offsets]
+            return
+        self.names = [*inputs, *self.made]
+        self.outputs = [
+            (inputs.index(alike[a[0]]), torch.empty_like, a[0] in plan.optional)
+            if a[0] in alike
+            else (0, _maker(a, device), a[0] in plan.optional)
+            for a in self.allocations
+        ]
 
     def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True) -> list[Any]:
         """The plan's outputs, of inputs (and where they lie) in the order in which they were bound; unless `whole`, optional
@@ -115,14 +145,17 @@ class Replay:
 
     def fill(self, places: tuple[int, ...]) -> Met:
         """Each kernel's launcher and its arguments, given the stream, the addresses of `names`, and that of the scratch."""
-        if len(self.known) >= MOST_ADDRESSES:
-            self.graphs_left += sum(met.graph is not None for met in self.known.values())
-            self.known.clear()
+        while len(self.known) >= MOST_ADDRESSES:
+            met = self.known.drop_oldest()
+            self.graphs_left += met is not None and met.graph is not None
         stream, *addresses = places
         by_name = dict(zip(self.names, addresses, strict=False))
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
-        self.known[places] = Met([(x.launch, (*x.call.grid, stream, *x.arguments(by_name))) for x in self.launches])
-        return self.known[places]
+        met = self.known[places] = Met([(x.launch, (*x.grid, stream, *x.arguments(by_name))) for x in self.launches])
+        return met
+
+
+Layout = tuple[tuple[int, ...] | None, torch.dtype]  # strides, None for any, and dtype
 
 
 class HostReplay:
@@ -131,9 +164,16 @@ class HostReplay:
     allocations: tuple[Any, ...] = ()  # it makes all outputs itself
     outputs: tuple[Any, ...] = ()
 
-    def __init__(self, step: HostStep, function: Callable[..., list[torch.Tensor] | None], inputs: Sequence[str]):
+    def __init__(
+        self,
+        step: Callable[[Tensors], None],
+        layouts: Mapping[str, Layout],
+        function: Callable[..., list[torch.Tensor] | None],
+        inputs: Sequence[str],
+    ):
+        """step: the whole call. layouts: of its outputs. function: what of it is to be done again, of inputs in this order."""
         self.step, self.function, self.inputs = step, function, inputs
-        self.made, self.layouts = [*step.layouts], [*step.layouts.values()]
+        self.made, self.layouts = [*layouts], [*layouts.values()]
         self.fits = False  # whether the function's outputs are known to lie as the plan's
 
     def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int] = (), whole: bool = True) -> list[torch.Tensor]:
@@ -176,9 +216,18 @@ class Scratch:
         self.address = self.memory.data_ptr()
 
 
+class Kept(defaultdict[torch.device, list[Scratch]]):
+    """Scratch by device."""
+
+    def info(self) -> CacheInfo:
+        kept = [scratch for of_device in self.copy().values() for scratch in of_device]
+        return CacheInfo(len(kept), None, sum(scratch.size for scratch in kept))
+
+
 # Of calls on each device's default stream, which run one after another whatever thread makes them. A call takes one and gives
 # it back when all its launches are on the stream, so that there are as many as there were calls under way at one time.
-_kept: defaultdict[torch.device, list[Scratch]] = defaultdict(list)
+_kept = Kept(list)
+listed("scratch", _kept)
 
 
 def take(size: int, device: torch.device) -> Scratch:
@@ -190,13 +239,10 @@ def take(size: int, device: torch.device) -> Scratch:
     return scratch if scratch.size >= size else Scratch(size, device)
 
 
-def _output(bound: Bound, allocation: Allocation) -> tuple[int, Callable[[torch.Tensor], torch.Tensor], bool]:
-    """(which input it is like, how to make it of that, whether it is optional); `empty_like` takes half as long."""
-    name, shape, strides, dtype, _ = allocation
-    optional, device = name in bound.plan.optional, bound.device
-    if name in bound.alike:
-        return bound.inputs.index(bound.alike[name]), torch.empty_like, optional
-    return 0, lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device), optional
+def _maker(allocation: Allocation, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes an output anew at every call; `empty_like`, where it serves, takes half as long."""
+    _, shape, strides, dtype, _ = allocation
+    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 @dataclass

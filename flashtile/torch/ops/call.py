@@ -9,6 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.kernels.ops.catalogue import OPS, select
+from flashtile.memory import Memory
 from flashtile.plan.op import Op, plan_backward, plan_forward
 from flashtile.problem.op import Companion, Described
 from flashtile.torch.execute.bound import TORCH_DTYPES, Bound, device_of
@@ -127,15 +128,12 @@ def arrive(tensors: dict[str, torch.Tensor], expected: Arrivals, grads: Sequence
             tensors[name] = torch.zeros((), dtype=TORCH_DTYPES[needed.dtype], device=device).expand(needed.shape)
 
 
-_CALLS: dict[Any, Call] = {}
-_MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
+_CALLS = Memory[Any, Call](8192, "calls of ops")  # by layouts
 
 recall = _CALLS.get
 
 
 def remember(key: Any, call: Call) -> Call:
     """The call, which `recall` gives for the key from now on."""
-    if len(_CALLS) >= _MOST_CALLS:
-        _CALLS.clear()
     _CALLS[key] = call
     return call

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.kernels.ops.catalogue import OPS
+from flashtile.memory import remembered
 from flashtile.problem.number import plain
 from flashtile.problem.op import Companion, Described, make
 from flashtile.torch.execute.bound import TORCH_DTYPES
@@ -68,7 +68,7 @@ class Request:
         return Call(problem, device, self.backend, self.wanted)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "texts of traced ops")
 def read(text: str) -> Request:
     """The request that `write` wrote."""
     op, names, wanted, options, floats, ints, backend, called = text.split("\n", 7)
@@ -95,7 +95,7 @@ def write(
     return "\n".join(parts), list(floats.values()), list(ints.values())
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "texts of traced ops with gradients")
 def wanting(text: str, wanted: tuple[str, ...]) -> str:
     """The same call, of which gradients of these inputs are wanted."""
     parts = text.split("\n", 7)

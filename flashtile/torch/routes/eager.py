@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from flashtile.memory import Memory
+from flashtile.problem.mask import Joined
 from flashtile.problem.number import plain, plain_pair
-from flashtile.problem.predicate import Joined
 from flashtile.torch.call.describe import (
     capture,
     exactly,
@@ -28,8 +29,7 @@ from flashtile.torch.execute.replay import addresses_of
 from flashtile.torch.routes.derivatives import each_gradient, is_dual_level, is_mapped
 from flashtile.torch.routes.functional import Prepared, gradients
 
-_CALLS: dict[Any, PreparedCall] = {}
-_MOST_CALLS = 8192  # layouts remembered; past this the memory is started afresh
+_CALLS = Memory[Any, PreparedCall](8192, "calls")  # by layouts
 
 
 def prepare(
@@ -87,8 +87,6 @@ def prepare(
             key = None
         call = PreparedCall(problem, options, q.device)
         if key is not None:
-            if len(_CALLS) >= _MOST_CALLS:
-                _CALLS.clear()
             _CALLS[key] = call
     if dropout is not None and call.problem.dropout is not None:
         captured += (draw_seed(dropout, call.device),)

@@ -23,6 +23,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
+from flashtile.memory import Memory
 from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
@@ -90,7 +91,7 @@ def run_tangent(
         layout = _layout(packs, rest, *asked)
         tout, tlse = tangents(layout.call, layout.slabs(packs), rest, layout.moved(moved))
         tout, tlse = (tout[0], tlse[0]) if layout.varlen else (tout, tlse)
-        return _laid(tout, layout.out_strides), tlse.contiguous()
+        return laid(tout, layout.out_strides), tlse.contiguous()
 
 
 def run_second(
@@ -107,7 +108,7 @@ def run_second(
         made: list[torch.Tensor] = []
         for i, grad in enumerate(found):
             if grad is not None:
-                made.append(_laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
+                made.append(laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
         return made
 
 
@@ -139,8 +140,7 @@ class _Layout:
         return [*packs, *tangents[count:]]
 
 
-_LAYOUTS: dict[Any, _Layout] = {}
-_MOST_LAYOUTS = 8192  # remembered; past this the memory is started afresh
+_LAYOUTS = Memory[Any, _Layout](8192, "traced calls")
 
 
 def _layout(
@@ -152,8 +152,6 @@ def _layout(
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _LAYOUTS.get(key)
     if found is None:
-        if len(_LAYOUTS) >= _MOST_LAYOUTS:
-            _LAYOUTS.clear()
         found = _LAYOUTS[key] = _Layout(packs, others, wanted, text, floats, ints)
     if found.checks:
         lengths = read(text).named(packs, others, wanted, floats, ints).given

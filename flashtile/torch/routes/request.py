@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.dropout import threshold
 from flashtile.problem.lengths import ALIKE
-from flashtile.problem.mask import Band, make_mask
+from flashtile.problem.mask import PREDICATES, Band, Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import PREDICATES, Joined, PredicateSpec, check_ends
+from flashtile.problem.predicate import PredicateSpec, check_ends
 from flashtile.problem.score import SCORES, ScoreSpec, TensorSpec
 from flashtile.torch.call.dropout import check_dropout, draw_seed
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, modifiers
@@ -116,7 +116,7 @@ def write(
     return ";".join(parts), floats, ints, captured, others
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096, "texts of traced calls")
 def read(text: str) -> Request:
     """What `write` wrote, without the numbers."""
     return Request({name: value for name, _, value in (part.partition("=") for part in text.split(";"))})

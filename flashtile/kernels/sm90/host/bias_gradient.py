@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
 from flashtile.kernels.device.mask import tiles_seen
 from flashtile.kernels.device.score import form_of
 from flashtile.kernels.sm90.host.tile_forward import COPIED_KEYS, columns_of
+from flashtile.memory import remembered
 from flashtile.plan.arguments import integers
 from flashtile.plan.call import KernelCall, Pointer
 from flashtile.problem.attention import AttentionProblem
@@ -23,7 +23,7 @@ def scores_shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
     return problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024, "stored bias gradients on sm90")
 def stored(problem: AttentionProblem) -> int | None:
     """Which modifier's tensor gets its gradient from the pass over keys: where one alone wants it, and every query and key of a
     head have an element. There it is the score's, of which dq and dk are made; what batch entries or heads share is summed of

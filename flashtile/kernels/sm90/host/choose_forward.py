@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from math import ceil
 
 from flashtile.kernels.device.score import form_of
 from flashtile.kernels.sm90.host.schedule import MOST_QUEUED, busiest, queued, tile_count, tile_lengths
 from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, bounded, cut
+from flashtile.memory import remembered
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 
@@ -73,7 +73,7 @@ def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
     return _choose(problem, device.sm_count)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024, "tiles of forwards on sm90")
 def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
     full, causal = options(p)
     tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
