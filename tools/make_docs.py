@@ -154,7 +154,8 @@ def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, 
         why = dispatch.backend_named("hopper").unsupported_cached(problem, named(target)) if target == "sm90" else []
         return [f"forward: {', '.join(why)}"] if why else []
     hopper = dispatch.backend_named("hopper")
-    for way, passes in ((None, "forward and backward"), (variant, "backward")) if target == "sm90" else ():
+    ways: tuple[tuple[Variant | None, str], ...] = ((None, "forward and backward"), (variant, "backward"))
+    for way, passes in ways if target == "sm90" else ():
         if refusals := hopper.unsupported(problem, named(target), way):
             return [f"{passes}: {', '.join(refusals)}"]
     return []
