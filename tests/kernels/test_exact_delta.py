@@ -143,7 +143,7 @@ def test_the_option_is_part_of_the_problem() -> None:
 
 def test_a_ring_refuses_it() -> None:
     want = wanted(True, None, None, (), None, None, Options(delta="exact"))
-    assert [bool(against(want, method)) for method in ("ring", "allgather", "ulysses")] == [True, False, False]
+    assert [bool(against(want, method, 64)) for method in ("ring", "allgather", "ulysses")] == [True, False, False]
 
 
 @pytest.mark.usefixtures("hopper_runs")

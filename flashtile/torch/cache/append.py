@@ -89,11 +89,10 @@ class New:
 
     def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Into the pools; the rows alone, whose gradients are another's business."""
-        with torch.no_grad():
-            append_rows(
-                self.k.detach(), self.v.detach(), k_cache, v_cache, self.page_table, self.before, None, self.cu,
-                self.rotary_rows, self.backend,
-            )  # fmt: skip
+        append_rows(
+            self.k.detach(), self.v.detach(), k_cache, v_cache, self.page_table, self.before, None, self.cu, self.rotary_rows,
+            self.backend,
+        )  # fmt: skip
 
 
 def check_pair(append: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
 from flashtile.torch.execute.plain import is_distributed, transforms
+from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
 from flashtile.torch.routes.traced import autocast
 
@@ -189,6 +190,8 @@ def plain(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
         reasons.append("tensors on meta; context.explain takes them")
     if reasons:
         raise NotSupported("attention over ranks", {"torch": reasons})
+    if is_dual_level():
+        refuse_tangents("attention over ranks", "torch", zip("qkv", (q, k, v), strict=True))
     return autocast(q, k, v)
 
 
