@@ -7,7 +7,7 @@ Of each sequence and window, forward and backward together: one process's time T
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
 zigzag. torch's SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it knows no window. Errors of
 out, dq, dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
-process's own. peak_bytes is what the busiest rank's allocator held, without the inputs. No GPU has run this yet.
+process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
 """
 
 from __future__ import annotations
