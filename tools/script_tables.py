@@ -23,8 +23,8 @@ FILES = {  # file -> what its rows are
     "host-h100": "Host time of a call: `benchmarks/host.py`.",
     "replay-h100": "Small problems under CUDA graph replay: `benchmarks/replay.py`.",
     "exported-h100": "Exported C beside llm.c's kernels, FlashAttention.C and PyTorch: `benchmarks/exported.py`.",
-    "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's time "
-    "over ours, `of_best`: the best peer's.",
+    "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's "
+    "time over ours, `of_best`: the best peer's.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
