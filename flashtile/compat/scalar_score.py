@@ -213,7 +213,7 @@ def scalar_score(result: Node, spread: Spread) -> ScalarScore:
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that modifiers may capture."""
     if tensor.requires_grad:
-        return tensor if tensor.dtype in DTYPES else tensor.float()
+        return tensor if tensor.dtype in DTYPES and tensor.dtype is not torch.float64 else tensor.float()
     return tensor if tensor.dtype in DTYPE_NAMES else tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
