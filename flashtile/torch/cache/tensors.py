@@ -27,7 +27,7 @@ def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q
         if tensor.dim() != rank:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must be {meant}.")
         if tensor.dtype not in DTYPES:
-            raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+            raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
         if tensor.dtype != q.dtype:
             raise InvalidProblem(f"{called} is {tensor.dtype} and {name} is {q.dtype}; they must have one dtype.")
         if tensor.device != q.device:
