@@ -1,6 +1,7 @@
 """Trains a small GPT on one process, then on two that share every sequence, and compares.
 
-Run `python examples/context_parallel.py`. On GPUs it needs "nccl" for "gloo", a device, and `torchrun` in the place of `spawn`.
+Run `python examples/context_parallel.py`. On GPUs: `torchrun --nproc_per_node 2`, `torch.cuda.set_device` and "nccl" in the
+place of `spawn` and "gloo", and tensors on the device. No GPU has run it yet.
 """
 
 from __future__ import annotations

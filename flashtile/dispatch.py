@@ -7,7 +7,7 @@ from flashtile.kernels.cpu.backend import BACKEND as CPU
 from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.kernels.sm90.backend import BACKEND as HOPPER
 from flashtile.memory import remembered
-from flashtile.plan.backend import Backend, Gradients
+from flashtile.plan.backend import PASSES, Backend, Direction, Gradients
 from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
@@ -59,6 +59,18 @@ def plan_backward(
     variant: Variant = "auto",
 ) -> Plan:
     return select(problem, device, backend, variant).backward(problem, device, gradients, variant)
+
+
+@remembered(4096, "plans of other passes")
+def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: Direction, backend: str | None = None) -> Plan:
+    """The first backend's plan of one of PASSES, or the named one's. Raises NotSupported with everybody's reasons."""
+    (what, missing), reasons = PASSES[name], dict[str, list[str]]()
+    for candidate in BACKENDS if backend is None else (backend_named(backend),):
+        make = candidate.passes.get(name)
+        reasons[candidate.name] = candidate.unsupported(problem, device) + ([] if make else [missing])
+        if make and not reasons[candidate.name]:
+            return make(problem, device, direction)
+    raise NotSupported(f"{what} of {problem.spell()} on {device.target}", reasons)
 
 
 @remembered(4096, "plans over caches")

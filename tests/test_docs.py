@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import flashtile
-from flashtile.problem.attention import AttentionProblem
 from tools import evidence, goals
 
 ROOT = Path(__file__).parent.parent
@@ -49,11 +48,12 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     code = (
         "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
         "page = lambda name: (ROOT / 'docs' / name).read_text();"
-        "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'))"
+        "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'));"
+        "text = page('explanation/numerics.md'); print(numerics(text) == text); text = page('jax.md'); print(jax(text) == text)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True True\n", "run `make docs`"
+    assert done.stdout == "True True True\nTrue\nTrue\n", "run `make docs`"
 
 
 def test_a_goal_that_nobody_measured_is_not_reached(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ MEASURED = dict(
 
 def support_of_sinks(*rows: dict[str, str]) -> str:
     pytest.importorskip("triton")
-    problem = AttentionProblem.parse("attention(q=1x128x4x64,kv=128x4x64,bf16,sink=4:fp32:grad)")
+    problem = "attention(q=1x128x4x64,kv=128x4x64,bf16,sink=4:fp32:grad)"
     return evidence.cell(problem, "auto", "sm80", [seen for row in rows for seen in evidence.of_row(row, "features-a100")])
 
 
@@ -115,6 +115,20 @@ def test_a_feature_has_run_where_a_row_measured_it() -> None:
 )  # fmt: skip
 def test_other_rows_prove_nothing(change: dict[str, str]) -> None:
     assert support_of_sinks(MEASURED) != support_of_sinks(MEASURED | change) == "compiled for (triton)"
+
+
+def test_a_cache_has_run_where_a_row_of_pages_measured_it() -> None:
+    pytest.importorskip("triton")
+    decode = "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,used=k),pages=64x16x64,split=512)"
+    sizes = dict(batch="1", queries="1", keys="1024", heads_q="32", heads_kv="8", head_dim="128")
+    row = sizes | dict(provider="flashtile/16", device="NVIDIA H100 80GB HBM3")
+
+    def told(**change: str) -> str:
+        return evidence.cell(decode, "auto", "sm90", list(evidence.of_row(row | change, "cached-h100")))
+
+    assert told() == "run on (triton)"
+    for change in (dict(provider="flashtile/contiguous"), dict(provider="sdpa"), dict(failure="off by 1"), dict(device="L40S")):
+        assert told(**change) == "compiled for (triton)"
 
 
 def test_rows_of_scripts_speak_by_their_files_names() -> None:
@@ -208,6 +222,39 @@ def test_the_pictures_are_what_the_tool_draws() -> None:
         assert (folder / f"{name}.svg").read_text() == draw(), "run `python tools/pictures.py`"
 
 
+def links(page: str) -> set[str]:
+    """The pages that a page links to."""
+    home = (ROOT / page).parent
+    found = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    return {(home / target).resolve().relative_to(ROOT.resolve()).as_posix() for target in found}
+
+
+def test_a_reader_of_readme_reaches_every_page_of_the_menu() -> None:
+    """By links of README and of pages that it reaches; the pages that tools/site_pages.py writes are the menu's alone."""
+    menu = set(re.findall(r"[ :]([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {f"docs/{page}" for page in menu if (ROOT / "docs" / page).exists()}
+    assert pages == {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}, "every page is in the menu"
+    reached, new = set[str](), {"README.md"}
+    while new:
+        reached |= new
+        new = {target for page in new for target in links(page)} - reached
+    assert pages - reached == set()
+
+
+def test_what_a_page_of_the_site_loads_from_elsewhere_is_seen() -> None:
+    """`make site` fails on it."""
+    from tools.site_links import elsewhere
+
+    here = '<script src="assets/a.js"></script><a href="https://example.org/">x</a><link rel="stylesheet" href="../a.css">'
+    assert elsewhere(here) == []
+    for tag in (
+        '<script defer src="https://a.org/b.js">',
+        "<img src='//a.org/b.png'>",
+        '<link rel="x" href=http://a.org/c.css>',
+    ):
+        assert len(elsewhere(here + tag)) == 1
+
+
 PARTS = (r"\*\*Question\.\*\* ", r"\*\*Change\.\*\* ", r"\*\*Result[.,]", r"\*\*Commit\.\*\* Written down in [0-9a-f]{7}")
 ENTRY = re.compile(r"^### \d+\. .*\n\n" + r"[^#]*?\n\n".join(PARTS), re.MULTILINE)
 
@@ -224,7 +271,7 @@ def test_every_experiment_of_the_lab_has_its_four_parts() -> None:
 def test_files_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     home = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (home / target).exists(), f"{page} links to {target}"
     for name in re.findall(r"`((?:flashtile|tests|tools|benchmarks|docs)/[\w/.-]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"

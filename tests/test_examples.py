@@ -66,6 +66,17 @@ def test_huggingface() -> None:
     assert apart < 1e-3
 
 
+def test_generate() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    text = printed("generate", "--requests", "8", "--pages", "20")
+    (made,) = numbers(r"8 requests, (\d+) tokens in \d+ steps, \d+ tokens/s", text)
+    same, of, kinds = numbers(r"(\d+) of (\d+) tokens, of (\d+) kinds, are those of transformers' eager", text)
+    assert same == of == made > 60
+    assert kinds > 20, "it is no constant that is compared"
+    (again,) = numbers(r"(\d+) requests gave their pages back", text)
+    assert again >= 1
+
+
 def test_own_mask(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     text = printed("own_mask", "--output", str(tmp_path / "mask.png"))

@@ -32,7 +32,10 @@ def sentences(text: str) -> list[str]:
 def test_readme_is_one_page_that_begins_with_the_two_commands() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= LINES
-    assert lines[2:6] == ["```", "make demo", "make test", "```"]
+    first = lines.index("```")
+    assert lines[first : first + 4] == ["```", "make demo", "make test", "```"]
+    above = sentences("\n".join(lines[1:first]))
+    assert [sentence.strip().endswith(".") for sentence in above] == [True], "one sentence, that says what the library is"
 
 
 @pytest.mark.parametrize("page", PAGES)

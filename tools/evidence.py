@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 from flashtile import dispatch
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import CachedProblem, Pages
 from flashtile.problem.dtype import DType
 from flashtile.problem.options import Variant
 from tests import relative_bias  # noqa: F401 (its modifier is in rows of pairs: to be read it has to be known)
@@ -18,6 +20,7 @@ from tests import relative_bias  # noqa: F401 (its modifier is in rows of pairs:
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 SAME_CODE = {"sm90": ("H200",)}  # devices that run what is compiled for an architecture's named one
+CACHED = re.compile(r"cached\((attention\(.*\)),pages=(\d+)x(\d+)x(\d+)(?:,split=(\d+))?\)")
 ONLY_VARIANT = {"hopper": "fused", "cpu": "split", "triton": ""}  # the backward of rows that name none
 
 
@@ -63,6 +66,25 @@ def traits(p: AttentionProblem, direction: Direction, variant: str = "") -> froz
     return frozenset(name for name, has in found.items() if has)
 
 
+def problem_of(spelling: str) -> AttentionProblem | CachedProblem:
+    """What a spelling says; of a cache, one with a table of pages."""
+    if found := CACHED.fullmatch(spelling):
+        inner, *pages, split = found.groups()
+        return CachedProblem(AttentionProblem.parse(inner), Pages(*map(int, pages)), int(split or 0))
+    return AttentionProblem.parse(spelling)
+
+
+def of_pages(row: Mapping[str, str]) -> str:
+    """How a row of benchmarks/cached.py is spelled; "" where its keys lie in no pages."""
+    page = row["provider"].rpartition("/")[2]
+    if not page.isdigit():
+        return ""
+    sizes = ("batch", "queries", "keys", "heads_q", "heads_kv", "head_dim")
+    batch, queries, keys, heads_q, heads_kv, dim = (int(row[name]) for name in sizes)
+    inner = f"attention(q={batch}x{queries}x{heads_q}x{dim},kv={keys}x{heads_kv}x{dim},bf16,used=k)"
+    return f"cached({inner},pages={batch * keys // int(page)}x{page}x{keys // int(page)})"
+
+
 def read(folder: Path) -> Iterator[Evidence]:
     """The evidence of every result file in a folder."""
     for path in sorted(folder.glob("*.csv")):
@@ -77,11 +99,17 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     Rows of peers, of problems that are no attention, and of what was wrong, refused or not measured prove nothing.
     """
     spelling, provider, device = row.get("spelling") or row.get("problem", ""), row.get("provider", ""), row.get("device", "")
+    if source.startswith("cached-") and provider.startswith("flashtile/"):
+        spelling, provider = of_pages(row), "flashtile/triton"
     named = row.get("backend") or (provider.split("/")[1] if provider.startswith("flashtile/") else "")
     if not named and not provider.startswith(("sdpa", "flex", "base/", "flash_attn")):
         named = next((backend for backend in ONLY_VARIANT if source.startswith(f"{backend}-")), "")
     failed = row.get("breach") or row.get("failure") or row.get("status", "ok") != "ok"
-    if not spelling.startswith("attention(") or not device or named not in ONLY_VARIANT or failed:
+    cached = CACHED.fullmatch(spelling)
+    if not (cached or spelling.startswith("attention(")) or not device or named not in ONLY_VARIANT or failed:
+        return
+    if cached:
+        yield Evidence(device, named, "forward", traits(AttentionProblem.parse(cached[1]), "forward") | {"cached"})
         return
     problem = AttentionProblem.parse(spelling)
     variant = row.get("backward") or (provider.split("/")[2] if provider.count("/") > 1 else ONLY_VARIANT[named])
@@ -91,18 +119,23 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
         yield Evidence(device, named, direction, traits(problem, direction, variant) | also)
 
 
-def cell(problem: AttentionProblem, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
+def cell(spelling: str, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
     """Which backends run a problem on an architecture, and whether each was seen to. Raises NotSupported."""
-    device = named(target)
-    places = (device.name, *SAME_CODE.get(target, ()))
+    device, problem = named(target), problem_of(spelling)
+
+    def told(name: str, direction: Direction, needed: frozenset[str]) -> str:
+        places = (device.name, *SAME_CODE.get(target, ()))
+        seen = any(
+            any(place in row.device for place in places) and (row.backend, row.direction) == (name, direction)
+            and row.traits >= needed for row in proof
+        )  # fmt: skip
+        return "run on" if target == "cpu" or seen else "compiled for"
+
+    if isinstance(problem, CachedProblem):
+        name = dispatch.plan_cached(problem, device).backend
+        return f"{told(name, 'forward', traits(problem.attention, 'forward') | {'cached'})} ({name})"
     names = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
-    told = [
-        "run on" if target == "cpu" or any(
-            any(place in seen.device for place in places) and (seen.backend, seen.direction) == (name, direction)
-            and seen.traits >= traits(problem, direction, variant) for seen in proof
-        ) else "compiled for"
-        for direction, name in zip(DIRECTIONS, names, strict=True)
-    ]  # fmt: skip
-    if told[0] != told[1]:
-        return ", ".join(f"{way} {word} ({name})" for way, word, name in zip(DIRECTIONS, told, names, strict=True))
-    return f"{told[0]} ({names[0] if names[0] == names[1] else f'{names[0]}, backward {names[1]}'})"
+    words = [told(name, way, traits(problem, way, variant)) for way, name in zip(DIRECTIONS, names, strict=True)]
+    if words[0] != words[1]:
+        return ", ".join(f"{way} {word} ({name})" for way, word, name in zip(DIRECTIONS, words, names, strict=True))
+    return f"{words[0]} ({names[0] if names[0] == names[1] else f'{names[0]}, backward {names[1]}'})"

@@ -14,7 +14,6 @@ from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
 from flashtile.errors import NotSupported
-from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
 from tools import companion_tables
 from tools.companion_tables import Row, read
@@ -39,12 +38,13 @@ DEVICES = {
 FEATURES = {  # rows of docs/support.md -> what README calls them
     "bf16": "fp16, bf16",
     "fp32, tf32x3": "fp32",
-    "head_dim 512, 16 bits": "head_dim 512, 16 bits",
-    "head_dim 512, fp32": "head_dim 512, fp32",
+    "window": "sliding window",
+    "sinks": "sinks, their gradient",
     "varlen": "sequences of any lengths",
     "predicates": "masks of your own",
     "bias, its gradient": "bias, its gradient",
     "deterministic backward": "repeatable gradients",
+    "paged cache, forward": "decoding from a paged cache",
 }
 
 
@@ -52,20 +52,20 @@ FEATURES = {  # rows of docs/support.md -> what README calls them
 
 
 def support(features: Iterable[tuple[str, str, Variant]], proof: Sequence[Evidence]) -> str:
-    """Eight rows of the support matrix: run, built or refused."""
+    """Some rows of the support matrix: run, built or refused."""
     problems = {name: (spelling, variant) for name, spelling, variant in features}
     targets = ("cpu", *TARGETS)
     lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
     for feature, name in FEATURES.items():
         spelling, variant = problems[feature]
-        words = [_word(AttentionProblem.parse(spelling), variant, target, proof) for target in targets]
+        words = [_word(spelling, variant, target, proof) for target in targets]
         lines.append(f"| {name} | {' | '.join(words)} |")
     return "\n".join([*lines, ""])
 
 
-def _word(problem: AttentionProblem, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
+def _word(spelling: str, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
     try:
-        said = cell(problem, variant, target, proof)
+        said = cell(spelling, variant, target, proof)
     except NotSupported:
         return "refused"
     return "built" if "compiled for" in said else "run"
@@ -76,7 +76,7 @@ def _word(problem: AttentionProblem, variant: Variant, target: str, proof: Seque
 
 def speed(folder: Path) -> str:
     """Eight rows: geometric means of our speed over the fastest other's, on one card."""
-    lines = ["| what | beside the fastest of | forward | backward | measured |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| what | the competitors | forward | backward | measured |", "| --- | --- | --- | --- | --- |"]
     for stem, name in SUITES.items():
         results = read_bench(_path(folder, stem))
         peers = report.providers_of(r for r in results if r.side == "peer" and r.tflops is not None)
@@ -98,32 +98,44 @@ def speed(folder: Path) -> str:
 
 def slower(folder: Path) -> str:
     """Where we are slower than what stands beside it, and the table of `speed` does not say it."""
-    lines = ["| what | speed | beside |", "| --- | --- | --- |"]
-    portable = report.grouped(read_bench(_path(folder, "fa3-paper")))
-    both = [[r for row in portable if _direction(row) == way and (r := report.ratio(row))] for way in ("forward", "backward")]
-    lines.append(_line("the portable kernels, which run on other GPUs", f"forward {_mean(both[0])}, backward {_mean(both[1])}",
-                       "cuDNN, FlashAttention-2 on the H100"))  # fmt: skip
+    lines = ["| what | speed | beside | measured on |", "| --- | --- | --- | --- |"]
+
+    def add(what: str, speed: str, beside: str, rows: Sequence[Row] | Sequence[Result], device: str = "H100") -> None:
+        lines.append(_line(what, speed, beside, f"{device}, {_when(rows)}"))
+
+    results = read_bench(_path(folder, "fa3-paper"))
+    both = [[r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row))]
+            for way in ("forward", "backward")]  # fmt: skip
+    add("the portable kernels; other GPUs run these", f"forward {_mean(both[0])}, backward {_mean(both[1])}",
+        "cuDNN, FlashAttention-2", results)  # fmt: skip
     forward = {row["row"]: row for row in read(_path(folder, "hopper-forward"))}
-    shares = [float(forward[f"softcap-128-{mask}"]["of_base"]) for mask in ("full", "causal")]
-    lines.append(_line("forward, softcap", _range(shares), "the same without a softcap"))
-    costs = {(row["name"], row["causal"]): row for row in read(_path(folder, "features-hopper")) if row["section"] == "costs"}
-    shares = [1 / float(costs["dropout", causal]["forward_ratio"]) for causal in ("False", "True")]
-    lines.append(_line("forward, dropout", _range(shares), "the same without dropout"))
-    cpu = [row for row in read(folder / "cpu-epyc.csv") if (row["section"], row["what"]) == ("calls", "both")]
-    lines.append(_line("fp32 forward and backward on a CPU; small calls most", _mean([1 / float(row["ratio"]) for row in cpu]),
-                       "PyTorch's own"))  # fmt: skip
+    rows = [forward[f"softcap-{depth}-{mask}"] for depth in (64, 128) for mask in ("full", "causal")]
+    add("softcap, forward, head_dim 64 and 128", _range([float(row["of_base"]) for row in rows]), "no softcap", rows)
+    late = [forward["softcap-128-with-lse"]]
+    add("softcap and `return_lse`, forward, head_dim 128", _range([float(late[0]["of_base"])]), "neither of them", late)
+    costs = [row for row in read(_path(folder, "features-hopper")) if (row["section"], row["name"]) == ("costs", "dropout")]
+    add("dropout, forward, head_dim 128", _range([1 / float(row["forward_ratio"]) for row in costs]), "no dropout", costs)
+    rows = [row for row in read(folder / "cpu-epyc.csv") if (row["section"], row["what"]) == ("calls", "both")]
+    add("fp32 forward and backward on a CPU; small calls most", _mean([1 / float(row["ratio"]) for row in rows]),
+        "PyTorch's own", rows, "AMD EPYC")  # fmt: skip
+    results = [r for r in read_bench(folder / "cpu-xeon.csv") if r.direction == "backward" and r.dtype != "fp32"]
+    ratios = [r for row in report.grouped(results) if (r := report.ratio(row)) is not None]
+    add("16-bit backward on a CPU", _mean(ratios), "PyTorch's own", results, "Intel Xeon")
     return "\n".join([*lines, ""])
 
 
 def field_tests(folder: Path) -> str:
-    """What became of flash-attention's own tests, in one sentence."""
+    """What became of flash-attention's own tests, in a few words."""
     counts: dict[str, int] = {}
     for row in read(_path(folder, "field-tests")):
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + int(row["cases"])
     failed = sum(n for outcome, n in counts.items() if outcome not in ("passed", "refused", "skipped", "not reached"))
+    drawn = sum(counts.values())
     return (
-        f"{counts['passed']:,} passed, {failed} failed, {counts['refused']:,} were refused, {counts['skipped']:,} skipped "
-        f"themselves, {counts['not reached']:,} were not reached in the time given"
+        f"We ran {drawn - counts['not reached']:,} of {drawn:,} tests of flash-attention 2.8.4, drawn at random, on an H100: "
+        f"{counts['passed']:,} passed, "
+        f"{counts['refused']:,} asked for features that we refuse, {counts['skipped']:,} skipped themselves, "
+        f"{failed or 'none'} failed."
     )
 
 
@@ -150,7 +162,8 @@ def draw(folder: Path, path: Path) -> None:
         axes.margins(y=0.12)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-    figure.suptitle(f"{longest // 1024}k keys, bf16; {chosen[0].device}; {_when(chosen)}", fontsize=8, y=-0.01, va="top")
+    when = f"{_when(chosen)}, commit {', '.join(sorted({r.commit for r in chosen}))}"
+    figure.suptitle(f"{longest // 1024}k keys, bf16; {chosen[0].device}; {when}", fontsize=8, y=-0.01, va="top")
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
@@ -184,11 +197,9 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _when(rows: Sequence[Result] | Sequence[Row]) -> str:
-    """The days and commits of rows, the newest first."""
-    told = {(r["date"][:10], r["commit"]) if isinstance(r, dict) else (r.date[:10], r.commit) for r in rows}
-    days = sorted({day for day, _ in told}, reverse=True)
-    span = days[0] if len(days) == 1 else f"{days[-1]} to {days[0]}"
-    return f"{span}, {', '.join(sorted({commit for _, commit in told}))}"
+    """The day of rows, or the first and the last. docs/benchmarks.md has their commits."""
+    days = sorted({(r["date"] if isinstance(r, dict) else r.date)[:10] for r in rows})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _line(*cells: str) -> str:

@@ -17,10 +17,12 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import plot, report
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
+from flashtile.plan.backend import PASSES, Direction
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Variant
-from tools import companion_tables, evidence, front_page, goals
+from tools import cache_rows, companion_tables, error_table, evidence, front_page, goals, ranks_table, script_tables
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp32, tf32x3", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32x3)", "auto"),
     ("fp32, tf32", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32)", "auto"),
     ("fp32, ieee", "attention(q=1x128x2x64,kv=128x2x64,fp32,ieee)", "auto"),
+    ("fp64", "attention(q=1x128x2x64,kv=128x2x64,fp64)", "auto"),
     ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
     ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
     ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),
@@ -47,6 +50,8 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("softcap", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=softcap(30.0))", "auto"),
     ("ALiBi, gradient of slopes", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=alibi(1x2:fp32:grad))", "auto"),
     ("sinks", "attention(q=1x2048x2x64,kv=2048x2x64,bf16,sink=2:fp32:grad)", "auto"),
+    ("sinks, few scores", "attention(q=1x512x4x64,kv=512x4x64,bf16,sink=4:fp32:grad)", "auto"),
+    ("window beside sinks", "attention(q=1x2048x2x64,kv=2048x2x64,bf16,band=256:0,sink=2:fp32:grad)", "auto"),
     ("dropout", "attention(q=1x128x2x64,kv=128x2x64,bf16,dropout=0.1)", "auto"),
     ("bias, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x128x128:bf16:grad))", "auto"),
     ("bias of keys, its gradient", "attention(q=1x128x2x64,kv=128x2x64,bf16,score=bias(1x2x1x128:bf16:grad))", "auto"),
@@ -70,7 +75,13 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("backward split", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "split"),
     ("backward fused", "attention(q=1x128x2x64,kv=128x2x64,bf16)", "fused"),
     ("deterministic backward", "attention(q=1x128x2x64,kv=128x2x64,bf16,deterministic)", "auto"),
+    (
+        "paged cache, forward",
+        "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,used=k),pages=64x16x64,split=512)",
+        "auto",
+    ),
 )
+PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
 
 
 def support(proof: Iterable[Evidence]) -> str:
@@ -82,33 +93,69 @@ def support(proof: Iterable[Evidence]) -> str:
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
         "kernels compile there within their budgets (`make compile`); no such row exists. **refused**: with the reason below.",
-        "Forward and backward alike, where they are not told apart.",
+        "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
+        "[`flashtile.explain`](how-to/explain.md).",
+        "",
+        '`sm90` has two backends: *hopper* is its own kernels, *triton* the portable ones. "Few scores" means that a forward',
+        "has at most 10^9 floating-point operations, counted without the mask: batch x heads x queries x keys x 2 x (head_dim",
+        "+ head_dim_v).",
         "",
         "| feature | " + " | ".join(targets) + " |",
         "| --- |" + " --- |" * len(targets),
     ]
-    reasons, left = list[str](), list[str]()
+    reasons, left = dict[tuple[str, str], list[str]](), list[str]()
     for feature, spelling, variant in FEATURES:
-        problem, cells = AttentionProblem.parse(spelling), list[str]()
+        cells = list[str]()
         for target in targets:
             try:
-                cells.append(cell(problem, variant, target, proof))
+                cells.append(cell(spelling, variant, target, proof))
             except NotSupported as refusal:
-                told = "; ".join(f"{name}: {', '.join(why)}" for name, why in refusal.reasons.items())
-                reasons.append(f"- {feature} on {target}: {told}")
+                reasons.setdefault((feature, told_of(refusal, target)), []).append(target)
                 cells.append("refused")
             else:
-                left += [f"- {feature}, {why}" for why in left_by_hopper(problem, variant, target)]
+                left += [f"- {feature}, {why}" for why in left_by_hopper(evidence.problem_of(spelling), variant, target)]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    for title, told in (("Refusals:", reasons), ("What Hopper's kernels leave to the portable ones on sm90:", left)):
+    for name, (what, _) in PASSES.items():
+        cells = list[str]()
+        for target in targets:
+            try:
+                cells.append(f"run on ({dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset('qkv'))).backend})")
+            except NotSupported as refusal:
+                reasons.setdefault((what, told_of(refusal, target)), []).append(target)
+                cells.append("refused")
+        lines.append(f"| {what} | " + " | ".join(cells) + " |")
+    lines += ["", *cache_rows.table(RESULTS)]
+    refusals = [f"- {feature} on {', '.join(where)}: {told}" for (feature, told), where in reasons.items()]
+    for title, told in (
+        ("Refusals, without those of backends that are made for other devices:", refusals),
+        ("What Hopper's kernels leave to the portable ones on sm90:", left),
+    ):
         lines += ["", title, "", *told]
+    lines += ["", *ranks_table.table()]
     return "\n".join([*lines, ""])
 
 
-def left_by_hopper(problem: AttentionProblem, variant: Variant, target: str) -> list[str]:
+def told_of(refusal: NotSupported, target: str) -> str:
+    """The reasons of backends that are made for this architecture, without what they are not made for."""
+    elsewhere = foreign(target)
+    own = {name: [one for one in why if one not in elsewhere.get(name, ())] for name, why in refusal.reasons.items()}
+    return "; ".join(f"{name}: {', '.join(why)}" for name, why in own.items() if why and not elsewhere.get(name))
+
+
+def foreign(target: str) -> dict[str, list[str]]:
+    """Of backends that run nothing at all on an architecture, why: what they say to the plainest problem."""
+    plain = AttentionProblem.parse(FEATURES[0][1])
+    return {backend.name: backend.unsupported(plain, named(target)) for backend in dispatch.BACKENDS}
+
+
+def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, target: str) -> list[str]:
     """Why Hopper's kernels do not run what another backend runs on their architecture: in the forward, or else the backward."""
+    if isinstance(problem, CachedProblem):
+        why = dispatch.backend_named("hopper").unsupported_cached(problem, named(target)) if target == "sm90" else []
+        return [f"forward: {', '.join(why)}"] if why else []
     hopper = dispatch.backend_named("hopper")
-    for way, passes in ((None, "forward and backward"), (variant, "backward")) if target == "sm90" else ():
+    ways: tuple[tuple[Variant | None, str], ...] = ((None, "forward and backward"), (variant, "backward"))
+    for way, passes in ways if target == "sm90" else ():
         if refusals := hopper.unsupported(problem, named(target), way):
             return [f"{passes}: {', '.join(refusals)}"]
     return []
@@ -134,15 +181,38 @@ def readme(text: str) -> str:
 
 
 def full() -> str:
-    """docs/benchmarks.md: every row of every result file."""
-    parts = ["# Benchmarks", "", "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them.", ""]
-    for file in sorted(filter(is_bench, RESULTS.glob("*.csv"))):
-        parts += [f"## {file.stem}", "", report.markdown(read(file))]
+    """docs/benchmarks.md: every row of every file of times."""
+    suites, rows = sorted(filter(is_bench, RESULTS.glob("*.csv"))), companion_tables.read(COMPANIONS)
+    scripts = [RESULTS / f"{stem}.csv" for stem in script_tables.FILES]
+    parts = [
+        "# Benchmarks",
+        "",
+        "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them. First what each section is",
+        "and of which device, then all rows. [How to repeat them](how-to/benchmarks.md).",
+        "",
+        script_tables.contents(RESULTS, [*(file.stem for file in suites), COMPANIONS.stem, *script_tables.FILES]),
+        "",
+    ]
+    for file in suites:
+        parts += [f"## {file.stem}", ""]
+        parts += [script_tables.NOTES[file.stem], ""] if file.stem in script_tables.NOTES else []
+        parts += [report.markdown(read(file))]
         parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    rows = companion_tables.read(COMPANIONS)
     parts += [f"## {COMPANIONS.stem}", "", companion_tables.summary(rows), "", companion_tables.table(rows), ""]
     parts += [companion_tables.provenance(rows), ""]
+    for file in scripts:
+        parts += [f"## {file.stem}", "", script_tables.section(file), ""]
     return "\n".join(parts)
+
+
+def numerics(text: str) -> str:
+    """The page of numbers with the errors that were measured."""
+    return replaced(text, "errors", "\n" + error_table.table(RESULTS))
+
+
+def jax(text: str) -> str:
+    """The page of JAX with what was measured there."""
+    return replaced(text, "peers", "\n" + script_tables.jax(RESULTS))
 
 
 def is_shown(file: Path) -> bool:
@@ -166,8 +236,9 @@ def main() -> None:
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
-    page = ROOT / "README.md"
-    page.write_text(readme(page.read_text()))
+    for name, written in (("README.md", readme), ("docs/explanation/numerics.md", numerics), ("docs/jax.md", jax)):
+        page = ROOT / name
+        page.write_text(written(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Links of pages to files of the repository that are no pages: what they say stays, the link goes. mkdocs calls this."""
+"""What mkdocs calls for every page and in the end: links to files that are no pages, and what pages load from servers."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
+
+LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)""")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -13,3 +16,17 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     )
     return re.sub(r"\[([^]]*)\]\((?:\.\./)+(?:examples|tests|flashtile|benchmarks|tools)\b[^)]*\)|\[([^]]*)\]\(\.github[^)]*\)",
                   lambda link: link[1] or link[2], markdown)  # fmt: skip
+
+
+def on_post_build(*, config: Any) -> None:
+    """Raise where a page loads something from elsewhere: the site is read without a network, too."""
+    told = {
+        f"{page.name} loads {url}" for page in Path(config["site_dir"]).rglob("*.html") for url in elsewhere(page.read_text())
+    }
+    if told:
+        raise RuntimeError("; ".join(sorted(told)))
+
+
+def elsewhere(html: str) -> list[str]:
+    """Scripts, styles, pictures and frames that a page gets from a server. Links that a reader may follow are none."""
+    return LOADED.findall(html)

@@ -13,6 +13,9 @@ API = {
             "cache_info", "cache_clear")),
     "masks": ("Masks and score modifiers", "flashtile", ("Band", "Document", "Prefix", "Dilated", "TopLeft", "KeyPadding",
               "Stored", "Blocks", "Predicate", "Softcap", "Alibi", "Bias", "Score", "Captured", "Position")),
+    "caches": ("Caches and merging", "flashtile", ("attention_cached", "append_to_cache", "PagedCache", "merge")),
+    "ranks": ("Sequences that ranks share", "flashtile.distributed", ("attention", "Context", "shard", "unshard",
+              "position_ids", "document_ids", "padded_length")),
     "ops": ("Ops and modules", "flashtile", ("ops.layer_norm", "ops.rms_norm", "ops.rotary", "ops.softmax", "ops.cross_entropy",
             "ops.linear_cross_entropy", "ops.linear_act", "ops.mlp", "nn.Attention", "nn.LayerNorm", "nn.RMSNorm", "nn.MLP",
             "nn.CrossEntropyLoss")),
@@ -20,11 +23,13 @@ API = {
             "rotary", "cross_entropy", "linear_cross_entropy", "softmax", "target")),
     "compat": ("Other libraries' names", "flashtile.compat", ("install", "uninstall", "sdpa.scaled_dot_product_attention",
                "sdpa.Override", "flex.flex_attention", "xformers.memory_efficient_attention", "flash_attn.flash_attn_func",
-               "flash_attn.flash_attn_varlen_func")),
+               "flash_attn.flash_attn_varlen_func", "flash_attn_cache.flash_attn_with_kvcache")),
 }  # fmt: skip
 MEMBERS = {
     "Blocks": ("build", "from_block_mask", "from_flex", "padded", "density"),
     "Band": ("show",),
+    "PagedCache": ("append", "attention", "dense"),
+    "Context": ("explain",),
     "nn.Attention": ("forward",),
 }
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

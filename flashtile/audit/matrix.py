@@ -106,6 +106,9 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x{n}x10x{size},kv={n}x2x{size},{dtype},{asked})"
     yield "attention(q=3x90x4x64,kv=90x2x64,fp32,band=9:3,sink=4:fp32:grad,tf32x3,varlen=150x150)"
     yield "attention(q=2x2048x8x64,kv=2048x8x64,bf16,scale=-0.5)"
+    for head_dim in (64, 128, 256):  # the pass over queries walks the keys of a large problem twice
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,exact_delta)"
+    yield "attention(q=9x2048x8x64,kv=2048x2x64,fp16,band=:0,dropout=0.1,exact_delta,varlen=9000x9000)"
     for dims in ((512, 512), (320, 320), (512, 64), (64, 512)):
         yield f"attention(q=2x2048x8x{dims[0]},kv=2048x2x{dims[1]},bf16,band=:0)"
     yield "attention(q=2x2048x8x512,kv=2048x2x512,bf16,score=bias(1x8x2048x2048:bf16:grad),dropout=0.1)"

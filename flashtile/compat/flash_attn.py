@@ -1,8 +1,8 @@
 """flash-attention 2: the functions of `flash_attn` and `flash_attn.flash_attn_interface`.
 
 Its rules: positions aligned bottom-right, negative windows unbounded, softcap 0 none, lse +inf where a query sees no key.
-Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. Of these functions `flash_attn_with_kvcache`
-alone reads a `block_table`.
+Beyond it: fp32, softcap with dropout, gradients of lse and of ALiBi's slopes. `flash_attn_with_kvcache` and
+`flash_attn_varlen_func` read a `block_table`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest, refuse
+from flashtile.compat.flash_attn_cache import attend_packed
 from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from flashtile.compat.probabilities import dropout_signs
 from flashtile.torch.api.attention import attention
@@ -59,7 +60,10 @@ def flash_attn_varlen_func(
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q)."""
+    """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q).
+
+    block_table: int32 (batch, columns), of pages k, v (pages, page_size, heads_kv, head_dim); cu_seqlens_k says lengths alone.
+    """
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
     most = (max_seqlen_q, max_seqlen_k)
     return answer_varlen(asked, return_attn_probs, (q, k, v), (cu_seqlens_q, cu_seqlens_k), most, block_table)
@@ -71,7 +75,9 @@ def answer_varlen(
     sink: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """What `flash_attn_varlen_func` returns. tensors: q, k, v; starts: their cu_seqlens; lengths: their longest items."""
-    refuse_pages("flash_attn_varlen_func", block_table)
+    if block_table is not None:
+        out, lse = attend_packed(tensors, starts, block_table, asked, "block_table", sink=sink)
+        return (out, blind_rows_positive(lse), out.new_empty(0)) if return_attn_probs else out
     most = (longest(lengths[0]), longest(lengths[1]))
     return answer(
         asked, return_attn_probs,
@@ -115,10 +121,7 @@ def refuse_pages(name: str, table: Any) -> None:
     """Raise NotSupported where keys lie in pages."""
     refuse(
         name,
-        {
-            "a table of pages is given; this reads no paged key/value cache yet: flashtile.attention_cached does": table
-            is not None
-        },
+        {"a table of pages is given; flash_attn_varlen_func and flash_attn_with_kvcache read one": table is not None},
     )
 
 

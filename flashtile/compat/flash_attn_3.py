@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, longest, refuse
+from flashtile.compat.flash_attn_cache import Cache, Fresh, attend
 from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.attention import attention
@@ -81,7 +82,7 @@ def _flash_attn_forward(
         leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary,
         scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
-    refuse(name, {f"{key} is given; there are no kernels for decoding from a key/value cache yet": value is not None
+    refuse(name, {f"{key} is given; flash_attn_with_kvcache is what reads a cache": value is not None
                   for key, value in cached.items()})  # fmt: skip
     _refuse_mixed(name, cu_seqlens_q, cu_seqlens_k)
     asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap)
@@ -143,13 +144,22 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Raises NotSupported: there are no kernels for decoding from a cache yet."""
-    refuse("flash_attn_with_kvcache", {"there are no kernels for decoding from a key/value cache yet": True})
+    """out, or (out, lse, two empty tensors); k, v are written into the cache, in place, as version 2's function does.
+
+    q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim); k, v with cu_seqlens_k_new alike.
+    cache_batch_idx names rows of page_table where there is one. rotary_seqlens: positions begin there, not at cache_seqlens.
+    scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass.
+    """
+    _refuse("flash_attn_with_kvcache", qv, (q_descale, k_descale, v_descale), attention_chunk, 1, sm_margin)
+    cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
+    fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
+    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap), num_splits, cu_seqlens_q)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
-    """Raises NotSupported: it belongs to decoding."""
-    refuse("get_scheduler_metadata", {"there are no kernels for decoding from a key/value cache yet": True})
+def get_scheduler_metadata(batch_size: int, *args: Any, cache_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """An int32 tensor for `scheduler_metadata`, of zeros: nothing is scheduled ahead here, and nobody reads it."""
+    return torch.zeros(4 * -(-batch_size // 4), dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

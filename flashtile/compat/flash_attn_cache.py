@@ -1,16 +1,170 @@
-"""flash-attention 2's `flash_attn_with_kvcache`: lengths before the append, lse +inf where a query sees no key."""
+"""flash-attention's attention over a key/value cache: version 2's `flash_attn_with_kvcache`, and what version 3's shares.
+
+Their rules: lengths are those before the append; queries stand at the last keys; with rotary they are turned by their own
+positions under causal or a window, else all of them by that of the first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashtile.compat.asked import Asked, blind_rows_positive
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.ops.position import rotary
+from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache.tensors import check_kind, check_pools, int32
+from flashtile.torch.execute.plain import is_traced
+
+Maybe = torch.Tensor | None
+
+
+@dataclass
+class Cache:
+    """A cache as their arguments say it; table: the name of their table of pages."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: Maybe
+    called: str  # the table
+    seqlens: Any
+    batch_idx: Maybe
+    leftpad: Maybe
+
+    def names(self) -> dict[str, str]:
+        """Theirs, by ours."""
+        made = self.called if self.table is not None else "cache_batch_idx" if self.batch_idx is not None else "k_cache"
+        return {"page_table": made, "seqused_k": "cache_seqlens", "first_k": "cache_leftpad", "cu_seqlens": "cu_seqlens_k_new"}
+
+    def lengths(self, batch: int, device: torch.device) -> torch.Tensor:
+        """cache_seqlens of every item."""
+        columns = 1 if self.table is None else self.table.shape[1]
+        capacity, seqlens = self.k.shape[1] * columns, self.seqlens
+        if isinstance(seqlens, torch.Tensor):
+            return int32("cache_seqlens", seqlens, self.k, batch)
+        seqlens = capacity if seqlens is None else plain(seqlens)
+        if isinstance(seqlens, bool) or not isinstance(seqlens, int) or not 0 <= seqlens <= capacity:
+            raise InvalidProblem(
+                f"cache_seqlens is {told(seqlens)}; it must be an int from 0 to {capacity}, an int32 tensor (batch,), or None."
+            )
+        return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
+
+    def pages(self, batch: int) -> Maybe:
+        """The table of pages that our functions read."""
+        if self.table is not None:
+            check_kind(self.called, self.table)
+        if self.batch_idx is None:
+            if self.table is None and self.k.shape[0] < batch:
+                raise InvalidProblem(f"k_cache has {self.k.shape[0]} items and the batch {batch}; it must have as many.")
+            if self.table is not None or self.k.shape[0] == batch:
+                return self.table
+            return torch.arange(batch, dtype=torch.int32, device=self.k.device)[:, None]
+        rows = int32("cache_batch_idx", self.batch_idx, self.k, batch)
+        most = (self.k if self.table is None else self.table).shape[0]
+        if rows.device.type == "cpu" and not is_traced(rows) and bool(((rows < 0) | (rows >= most)).any()):
+            raise InvalidProblem(
+                f"cache_batch_idx holds {int(rows[(rows < 0) | (rows >= most)][0])}; it must be from 0 to {most - 1}."
+            )
+        return rows[:, None] if self.table is None else self.table[rows.clamp(0, most - 1).long()]
+
+
+@dataclass
+class Fresh:
+    """New keys and values, and the tables that rotate them and the queries."""
+
+    k: Maybe
+    v: Maybe
+    cos: Maybe
+    sin: Maybe
+    interleaved: bool
+    cu_seqlens: Maybe = None
+    seqlens: Maybe = None  # in whose place positions count from cache_seqlens
+
+    def check(self, seqlens: Any) -> None:
+        """Raise InvalidProblem for half of what belongs together."""
+        if (self.k is None) != (self.v is None):
+            raise InvalidProblem("one of k and v is None; both or neither must be given.")
+        if self.k is not None and seqlens is None:
+            raise InvalidProblem("k is given and cache_seqlens is None; it must say behind how many rows k is written.")
+        if self.cos is not None and self.k is None:
+            raise InvalidProblem("rotary_cos is given without k; it must be rotated beside k, or by flashtile.ops.rotary.")
+        if (self.cos is None) != (self.sin is None):
+            raise InvalidProblem("one of rotary_cos and rotary_sin is None; both or neither must be given.")
+
+    def turned(self, tensor: torch.Tensor, starts: torch.Tensor, cu: Maybe, moves: bool) -> torch.Tensor:
+        """The tensor rotated, item i's tokens by starts[i] and on, or where they do not move by starts[i]."""
+        assert self.cos is not None
+        assert self.sin is not None
+        step = torch.arange(tensor.shape[-3] if cu is None else tensor.shape[0], dtype=torch.int32, device=tensor.device)
+        if cu is None:
+            positions = starts[:, None] + step * int(moves)
+            return rotary(tensor, None, self.cos, self.sin, interleaved=self.interleaved, positions=positions)
+        item = torch.searchsorted(cu[1:].contiguous(), step, right=True).clamp(max=max(starts.shape[0] - 1, 0))
+        positions = torch.where(step < cu[-1], starts[item] + (step - cu[item]) * int(moves), 0)[None]
+        return rotary(tensor[None], None, self.cos, self.sin, interleaved=self.interleaved, positions=positions)[0]
+
+
+@contextmanager
+def saying(names: dict[str, str]) -> Generator[None]:
+    """Errors say their names of arguments."""
+    try:
+        yield
+    except InvalidProblem as error:
+        raise renamed(error, names) from None
+
+
+def attend(
+    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, cu_q: Maybe = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) after the append."""
+    fresh.check(cache.seqlens)
+    with saying(cache.names()):
+        check_pools(q, cache.k, cache.v, cu_q is not None)
+        cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
+        batch = q.shape[0] if cu is None else cu.shape[0] - 1
+        table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)
+        how = asked.arguments()
+        del how["dropout"]
+        if fresh.k is not None and fresh.v is not None:
+            fresh_cu = None if fresh.cu_seqlens is None else int32("cu_seqlens_k_new", fresh.cu_seqlens, q, batch + 1)
+            k, turn = fresh.k, None
+            if fresh.cos is not None:
+                turn = None if fresh.seqlens is not None else (fresh.cos, fresh.sin, fresh.interleaved)
+                starts = seqlens if fresh.seqlens is None else int32("rotary_seqlens", fresh.seqlens, q, batch)
+                if fresh.seqlens is not None:
+                    k = fresh.turned(k, starts, fresh_cu, True)
+                moves = bool(asked.causal) or how["window"] is not None
+                q = fresh.turned(q, starts, cu, moves)
+            append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn)
+            seqlens = seqlens + (k.shape[1] if fresh_cu is None else fresh_cu[1:] - fresh_cu[:-1])
+        split = 0 if num_splits == 1 else None  # of others the split is the library's, which changes no bits with the batch
+        return attention_cached(
+            q, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens_q=cu, first_k=cache.leftpad, split=split, return_lse=True,
+            **how,
+        )  # fmt: skip
+
+
+def attend_packed(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], starts: tuple[Any, Any], table: Any, asked: Asked, called: str,
+    used: Maybe = None, sink: Maybe = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of packed queries over keys in pages: items have `used` keys, or else those of cu_seqlens_k."""
+    if asked.dropout_p:
+        reason = f"dropout_p is {asked.dropout_p}; attention over pages has no dropout"
+        raise NotSupported("flash_attn_varlen_func", {"flashtile": [reason]})
+    how = asked.arguments()
+    del how["dropout"]
+    with saying({"page_table": called, "seqused_k": "seqused_k" if used is not None else "cu_seqlens_k"}):
+        if used is None:
+            ends = int32("cu_seqlens_k", starts[1], tensors[0])
+            used = ends[1:] - ends[:-1]
+        return attention_cached(*tensors, table, seqused_k=used, cu_seqlens_q=starts[0], sink=sink, return_lse=True, **how)
 
 
 def flash_attn_with_kvcache(
@@ -23,38 +177,11 @@ def flash_attn_with_kvcache(
     """out, or (out, lse). k, v are written into the cache behind cache_seqlens rows, in place; the caller advances those.
 
     Pages of any size. num_splits: 1 for one pass; other numbers leave the split to `attention_cached`, whose bits they do not
-    change. With rotary, queries stand at cache_seqlens + i under causal or a window, else all of them at cache_seqlens.
+    change. lse is +inf where a query sees no key.
     """
-    batch, table = q.shape[0], block_table
-    if (k is None) != (v is None):
-        raise InvalidProblem("one of k and v is None; both or neither must be given.")
-    if k is not None and cache_seqlens is None:
-        raise InvalidProblem("k is given and cache_seqlens is None; it must say behind how many rows k is written.")
-    if rotary_cos is not None and k is None:
-        raise InvalidProblem("rotary_cos is given without k; it must be rotated beside k, or by flashtile.ops.rotary.")
-    if table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         raise InvalidProblem("cache_batch_idx or cache_leftpad is given beside block_table; it must be None there.")
-    if table is None and (cache_batch_idx is not None or k_cache.shape[0] != batch):
-        rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        table = rows.to(torch.int32)[:, None]
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if not isinstance(cache_seqlens, torch.Tensor):
-        cache_seqlens = torch.full(
-            (batch,), capacity if cache_seqlens is None else int(cache_seqlens), dtype=torch.int32, device=q.device
-        )
-    asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    how = asked.arguments()
-    del how["dropout"]
-    if k is not None:
-        turn = None if rotary_cos is None else (rotary_cos, rotary_sin, rotary_interleaved)
-        append_to_cache(k, v, k_cache, v_cache, table, seqused_k=cache_seqlens, rotary=turn)
-        if rotary_cos is not None:
-            step = torch.arange(q.shape[1], device=q.device) * int(causal or how["window"] is not None)
-            positions = cache_seqlens[:, None] + step
-            q = rotary(q, None, rotary_cos, rotary_sin, interleaved=rotary_interleaved, positions=positions)
-        cache_seqlens = cache_seqlens + k.shape[1]
-    split = 0 if num_splits == 1 else None
-    out, lse = attention_cached(
-        q, k_cache, v_cache, table, seqused_k=cache_seqlens, first_k=cache_leftpad, split=split, return_lse=True, **how
-    )
+    cache = Cache(k_cache, v_cache, block_table, "block_table", cache_seqlens, cache_batch_idx, cache_leftpad)
+    fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap, alibi_slopes), num_splits)
     return (out, blind_rows_positive(lse)) if return_softmax_lse else out

@@ -27,7 +27,7 @@ def flash_attn_varlen_func(
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """As `flash_attn.flash_attn_varlen_func`. s_aux: as in `flash_attn_func`. Raises NotSupported for a block_table."""
+    """As `flash_attn.flash_attn_varlen_func`. s_aux: as in `flash_attn_func`."""
     asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, dropout_p)
     most = (max_seqlen_q, max_seqlen_k)
     return answer_varlen(asked, return_attn_probs, (q, k, v), (cu_seqlens_q, cu_seqlens_k), most, block_table, s_aux)

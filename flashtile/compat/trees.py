@@ -64,6 +64,12 @@ XFORMERS_BIASES = (
 XFORMERS_ITEMS = ("_SeqLenInfo", "_PaddedSeqLenInfo", "_GappySeqInfo")
 VERSION_3 = ("_flash_attn_forward", "_flash_attn_backward", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")
 VERSION_4 = ("flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata")
+RING = tuple(
+    f"{kind}{packed}_func"
+    for kind in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn", "ring_flash_attn_varlen",
+                 "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
+    for packed in ("", "_kvpacked", "_qkvpacked")
+)  # fmt: skip
 
 # Of each library its modules, and the names in each: (module of flashtile.compat, names). A name may be "theirs=ours".
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
@@ -116,8 +122,11 @@ TREES: dict[str, dict[str, Sources]] = {
     "flash_attn_interface": {
         "flash_attn_interface": (("flash_attn_3", (*VERSION_4, *VERSION_3)),),
     },
+    "ring_flash_attn": {
+        "ring_flash_attn": (("ring_flash_attn", (*RING, "llama3_flash_attn_prepare_cu_seqlens")),),
+    },
 }  # fmt: skip
-VERSIONS = {"flash_attn": "2.8.4", "flash_attn 1": "1.0.9"}  # whose names and signatures these are
+VERSIONS = {"flash_attn": "2.8.4", "flash_attn 1": "1.0.9", "ring_flash_attn": "0.1.8"}  # whose names and signatures these are
 
 _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modules that it stands in for
 
@@ -125,7 +134,8 @@ _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modu
 def install(library: str) -> None:
     """Make `import <library>` give flashtile's translation of it, until `uninstall`; a second time changes nothing.
 
-    library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers".
+    library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers",
+        "ring_flash_attn" (0.1.8).
     Only imports to come see it: what was imported from the library before stays what it was. Its distribution
     is not pretended: `importlib.metadata` knows nothing of it.
     Raises InvalidProblem for another library, and beside an installed one that has modules of the same names.

@@ -8,5 +8,6 @@ from __future__ import annotations
 from flashtile.torch.context.attention import attention
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.shards import document_ids, padded_length, position_ids, shard, unshard
+from flashtile.torch.context.varlen import attention_varlen
 
-__all__ = ["Context", "attention", "document_ids", "padded_length", "position_ids", "shard", "unshard"]
+__all__ = ["Context", "attention", "attention_varlen", "document_ids", "padded_length", "position_ids", "shard", "unshard"]

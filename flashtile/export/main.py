@@ -67,6 +67,7 @@ def name_of(p: AttentionProblem) -> str:
         word for word, there in (("sink", p.sink), ("dropout", p.dropout), ("lse", p.returns_lse or None)) if there is not None
     ]
     words += ["deterministic"] if p.deterministic else []
+    words += ["exact_delta"] if p.exact_delta else []
     words += [p.precision] if p.precision != "tf32x3" else []
     return "_".join(words)
 

@@ -2,6 +2,7 @@
 
 from flashtile.jax import flax
 from flashtile.jax.attention import dot_product_attention, dot_product_attention_varlen, mha
+from flashtile.jax.context import dot_product_attention_sharded, shard_order, shard_positions
 from flashtile.jax.head import linear_cross_entropy
 from flashtile.jax.ops import cross_entropy, layer_norm, rms_norm, rotary, softmax
 from flashtile.jax.run import target
@@ -9,6 +10,7 @@ from flashtile.jax.run import target
 __all__ = [
     "cross_entropy",
     "dot_product_attention",
+    "dot_product_attention_sharded",
     "dot_product_attention_varlen",
     "flax",
     "layer_norm",
@@ -16,6 +18,8 @@ __all__ = [
     "mha",
     "rms_norm",
     "rotary",
+    "shard_order",
+    "shard_positions",
     "softmax",
     "target",
 ]

@@ -45,7 +45,7 @@ from flashtile.problem.dropout import Dropout
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band, Joined
-from flashtile.problem.options import VARIANTS
+from flashtile.problem.options import DELTAS, VARIANTS, Delta
 from flashtile.problem.predicate import PredicateSpec, check_ends, normal_form
 from flashtile.problem.score import Score, ScoreSpec
 
@@ -76,6 +76,7 @@ class Extras(TypedDict, total=False):
         queries and keys and move none: positions that modifiers see stay those of T and S.
     backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
     deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
+    delta: "exact" lets what cancels in a 16-bit row cancel, see `flashtile.Options`.
     """
 
     softcap: float | None
@@ -87,6 +88,7 @@ class Extras(TypedDict, total=False):
     backward: str
     deterministic: bool
     precision: Precision
+    delta: Delta
 
 
 @promotes
@@ -276,6 +278,7 @@ class _Rest:
     backward: str = "auto"
     deterministic: bool = False
     precision: Precision = "tf32x3"
+    delta: Delta = "rounded"
 
     def __post_init__(self) -> None:
         for name, value in numbers(softcap=self.softcap, deterministic=self.deterministic).items():
@@ -290,6 +293,8 @@ class _Rest:
             raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.delta not in DELTAS:
+            raise InvalidProblem(f"delta is {self.delta!r}; it must be one of {', '.join(DELTAS)}.")
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
             raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
 
@@ -362,7 +367,7 @@ def _describe(
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DType(NAMES[q.dtype]), mask=band, score=tuple(modifiers),
         scale=scale, precision=rest.precision, deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known,
         where=where, sink=None if rest.sinks is None else described(arrays["sink"]),
-        dropout=None if rest.dropout is None else rest.dropout.p,
+        dropout=None if rest.dropout is None else rest.dropout.p, exact_delta=rest.delta == "exact",
     )  # fmt: skip
     check_ends(where, q.shape[1], k.shape[1], known)
     if problem.dropout is not None:

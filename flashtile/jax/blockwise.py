@@ -123,7 +123,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         keeps = scene.kept(at)
         return weight, jnp.where(keeps, weight * scale, 0.0), jnp.where(keeps, dweight * scale, 0.0)
 
-    if p.dtype is DType.FP32 or p.lone or p.shares_offset:
+    if p.dtype is DType.FP32 or p.lone or p.shares_offset or p.exact_delta:
         # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, of large
         # scores by more than log(sum), other programs add in other orders, and where one key has all the gradient is to be 0.
 

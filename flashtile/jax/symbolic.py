@@ -119,7 +119,7 @@ class SymbolicProblem(AttentionProblem):
         totals = known(self.lengths.total_q), known(self.lengths.total_k)
         given["lengths"] = Lengths(*totals, self.lengths.used_q, self.lengths.used_k)
         checked = AttentionProblem(**given)
-        for name in ("scale", "precision", "dropout"):
+        for name in ("scale", "precision", "dropout", "exact_delta"):
             object.__setattr__(self, name, getattr(checked, name))
 
     @cached_property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from flashtile.plan.call import Plan
@@ -24,10 +26,43 @@ class Gradients:
     dlse: bool = False
 
 
+@dataclass(frozen=True)
+class Direction:
+    """What a pass beyond the first derivative goes along, and from what, by the names of buffers.
+
+    moved: inputs that have a tangent, among "q", "k", "v", "score.I.J", "sink"; that of x is the buffer `tx`.
+    given: of a second derivative, which of "dout", "dlse" and their own tangents "tdout", "tdlse" there are; what is not there
+    is zero. wanted: of which of "q", "k", "v" it makes gradients.
+    """
+
+    moved: frozenset[str]
+    given: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+
+
+# Passes that a backend may offer beyond forward and backward, what they are for, and what is said where one is missing.
+PASSES = {
+    "tangent": (
+        "forward-mode differentiation",
+        "tangents are not implemented; use reverse mode, such as torch.autograd.grad or torch.func.vjp",
+    ),
+    "second": ("the second derivative", "gradients of gradients are not implemented"),
+}
+
+
+Passes = Mapping[str, Callable[[AttentionProblem, Device, Direction], Plan]]
+NO_PASSES: Passes = MappingProxyType({})
+
+
 class Backend(Protocol):
-    """A way to run problems. `unsupported` is read by dispatch, error texts, the support matrix and the tests."""
+    """A way to run problems. `unsupported` is read by dispatch, error texts, the support matrix and the tests.
+
+    passes: what makes the plans of those of PASSES that there are. "tangent" goes from inputs and tangents to `tout`, `tlse`;
+    "second" from these, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`).
+    """
 
     name: str
+    passes: Passes
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why this backend cannot run the problem there; empty when it can.

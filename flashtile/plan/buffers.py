@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import Direction, Gradients
 from flashtile.plan.call import Buffer
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
@@ -63,7 +63,7 @@ def block_shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     """The inputs, and the outputs out and lse."""
     out = Buffer("out", shapes(p)["out"], p.dtype.value, "output", like="q")
-    return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], "fp32", "output"))
+    return (*input_buffers(p), out, Buffer("lse", shapes(p)["lse"], p.sum_dtype, "output"))
 
 
 def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
@@ -93,18 +93,40 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
     """The inputs, out, dout, lse (dlse), and the wanted gradients; those named in `zeroed` start at zero."""
     size = shapes(p)
     given = [Buffer(n, size["out"], p.dtype.value, "input") for n in ("out", "dout")]
-    given += [Buffer(n, size["lse"], "fp32", "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
-    made = [
-        Buffer(f"d{n}", size[n], p.dtype.value, "output", like=n, zeroed=f"d{n}" in zeroed)
-        for n in "qkv"
-        if n in gradients.wanted
-    ]
+    given += [Buffer(n, size["lse"], p.sum_dtype, "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
+    return (*input_buffers(p), *given, *_gradients(p, gradients.wanted, zeroed))
+
+
+def tangent_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, their tangents, and those of out and lse."""
+    made = (
+        Buffer("tout", shapes(p)["out"], p.dtype.value, "output", like="q"),
+        Buffer("tlse", shapes(p)["lse"], p.sum_dtype, "output"),
+    )
+    return (*input_buffers(p), *_moved(p, direction), *made)
+
+
+def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, their tangents, the gradients that arrive with theirs, and the derivatives of the wanted gradients."""
+    kinds = {"out": p.dtype.value, "lse": p.sum_dtype}
+    arriving = [Buffer(n, shapes(p)[n[-3:]], kinds[n[-3:]], "input") for n in sorted(direction.given)]
+    return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted))
+
+
+def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:
+    return [replace(b, name=f"t{b.name}") for b in input_buffers(p) if b.name in direction.moved]
+
+
+def _gradients(p: AttentionProblem, wanted: Collection[str], zeroed: Collection[str] = ()) -> list[Buffer]:
+    """Those of q, k and v that are wanted, of captured tensors and sinks that say so."""
+    size = shapes(p)
+    made = [Buffer(f"d{n}", size[n], p.dtype.value, "output", like=n, zeroed=f"d{n}" in zeroed) for n in "qkv" if n in wanted]
     for i, spec in enumerate(p.score):
         for j, tensor in enumerate(spec.tensors):
             if tensor.grad:
                 name = f"dscore.{i}.{j}"
-                dtype = tensor.dtype if spec.kind.captured[j].broadcast else "fp32"
+                dtype = tensor.dtype if spec.kind.captured[j].broadcast else p.sum_dtype
                 made.append(Buffer(name, tensor.shape, dtype, "output", zeroed=name in zeroed))
     if p.sink is not None and p.sink.grad:
-        made.append(Buffer("dsink", p.sink.shape, "fp32", "output"))
-    return (*input_buffers(p), *given, *made)
+        made.append(Buffer("dsink", p.sink.shape, p.sum_dtype, "output"))
+    return made

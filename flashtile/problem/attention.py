@@ -32,9 +32,9 @@ FORMS = {  # how the parts of a spelling with a value are written
 DTYPES = tuple(dtype.value for dtype in DType)
 NUMBERS = (
     "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "scale", "deterministic", "returns_lse",
-    "dropout",
+    "dropout", "exact_delta",
 )  # fmt: skip
-WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse")
+WORDS = (*DTYPES, *PRECISIONS, "deterministic", "lse", "exact_delta")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class AttentionProblem:
     varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
-    probability is dropped; None for 0.
+    probability is dropped; None for 0. `exact_delta`: below float32's grade the backward forms delta of the probabilities
+    themselves, as `Options(delta="exact")` has it.
     """
 
     batch: int
@@ -72,6 +73,7 @@ class AttentionProblem:
     lengths: Lengths = ALIKE
     where: Where = ()
     blocks: BlockSpec | None = None
+    exact_delta: bool = False
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -100,20 +102,22 @@ class AttentionProblem:
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         scores = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
         for spec in self.score:
-            _check_tensors(spec, scores)
+            _check_tensors(spec, scores, self.dtype)
         for leaf in self.leaves:
             leaf.check(scores, self.lengths)
-        _check_sink(self.sink, self.heads_q)
+        _check_sink(self.sink, self.heads_q, self.dtype)
         if self.dropout is not None:
             check_chance(self.dropout)
             object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
-        for name in ("deterministic", "returns_lse"):
+        for name in ("deterministic", "returns_lse", "exact_delta"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "precision", "tf32x3")
+        if self.float32_grade:  # which has it by itself
+            object.__setattr__(self, "exact_delta", False)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise InvalidProblem(f"scale is {told(scale)}; it must be a number.")
@@ -132,6 +136,11 @@ class AttentionProblem:
     def shift(self) -> int:
         """Aligned position of query 0."""
         return self.seqlen_k - self.seqlen_q
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype of lse and of sums over scores, as plans name it: float32, or float64 beside float64."""
+        return "fp64" if self.dtype is DType.FP64 else "fp32"
 
     @property
     def float32_grade(self) -> bool:
@@ -254,6 +263,8 @@ class AttentionProblem:
             parts.append("deterministic")
         if self.returns_lse:
             parts.append("lse")
+        if self.exact_delta:
+            parts.append("exact_delta")
         parts += self.lengths.spell()
         if self.where:
             parts.append("where=" + spell_where(self.where))
@@ -325,6 +336,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(deterministic=True)
     if name == "lse" and not value:
         return dict(returns_lse=True)
+    if name == "exact_delta" and not value:
+        return dict(exact_delta=True)
     if name in PRECISIONS and not value:
         return dict(precision=name)
     if not value:
@@ -332,9 +345,11 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
     raise KeyError(name)
 
 
-def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
+def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int], dtype: DType) -> None:
     rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
+        if tensor.grad or not captured.exact:
+            _check_wide(f"{spec.kind.name}'s tensor", tensor, dtype)
         if captured.broadcast:
             if not broadcasts(tensor.shape, scores):
                 raise InvalidProblem(
@@ -348,12 +363,18 @@ def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int]) -> None:
             )
 
 
-def _check_sink(sink: object, heads_q: int) -> None:
+def _check_wide(name: str, tensor: TensorSpec, dtype: DType) -> None:
+    if tensor.dtype == DType.FP64 and dtype is not DType.FP64:
+        raise InvalidProblem(f"{name} is fp64 and q is {dtype}; float64 stands beside float64 alone.")
+
+
+def _check_sink(sink: object, heads_q: int, dtype: DType) -> None:
     if sink is None:
         return
     if not isinstance(sink, TensorSpec):
         raise InvalidProblem(f"sink is {sink!r}; it must be a TensorSpec or None.")
     sink.check_real()
+    _check_wide("sink", sink, dtype)
     if sink.shape != (heads_q,):
         raise InvalidProblem(f"sink has shape {sink.shape}; it must be (heads_q,) = ({heads_q},).")
 

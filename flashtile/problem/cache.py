@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
@@ -49,6 +50,23 @@ class Pages:
         return f"pages={shape}{'' if self.table else ':contiguous'}{':first' if self.first else ''}"
 
 
+def check_split(split: Any, pages: Pages) -> int:
+    """The keys of one part, 0 for one pass; InvalidProblem for what is no such number."""
+    if isinstance(split, bool) or not isinstance(split, int) or split < 0 or split % SPLIT_STEP:
+        raise InvalidProblem(f"split is {told(split)}; it must be None, 0 or a multiple of {SPLIT_STEP}, in keys.")
+    if parts_of(split, pages) > MOST_SPLITS:
+        raise InvalidProblem(
+            f"split is {split} of up to {pages.capacity} keys, which are {parts_of(split, pages)} parts; "
+            f"at most {MOST_SPLITS} are added up. Choose a larger split."
+        )
+    return split
+
+
+def parts_of(split: int, pages: Pages) -> int:
+    """Parts that an item's keys may have."""
+    return -(-pages.capacity // split) if split else 1
+
+
 @dataclass(frozen=True)
 class CachedProblem:
     """Attention of new queries over keys that lie in pages; holds no tensor, is hashable, and is the key of every cache.
@@ -64,19 +82,12 @@ class CachedProblem:
     split: int = 0
 
     def __post_init__(self) -> None:
-        split = self.split
-        if isinstance(split, bool) or not isinstance(split, int) or split < 0 or split % SPLIT_STEP:
-            raise InvalidProblem(f"split is {told(split)}; it must be None, 0 or a multiple of {SPLIT_STEP}, in keys.")
-        if self.splits > MOST_SPLITS:
-            raise InvalidProblem(
-                f"split is {split} of up to {self.pages.capacity} keys, which are {self.splits} parts; "
-                f"at most {MOST_SPLITS} are added up. Choose a larger split."
-            )
+        check_split(self.split, self.pages)
 
     @property
     def splits(self) -> int:
         """Parts that an item's keys may have."""
-        return -(-self.pages.capacity // self.split) if self.split else 1
+        return parts_of(self.split, self.pages)
 
     def spell(self) -> str:
         """One canonical string."""
@@ -87,13 +98,13 @@ class CachedProblem:
 def default_split(p: AttentionProblem, pages: Pages) -> int:
     """The split where the caller names none: of static facts alone, never of lengths or of the batch.
 
-    Up to 64 rows of queries per key/value head and more than 1,024 keys: parts of 512 keys, or of more where there would be too
-    many. Else, and where queries lie one after another (their longest item is not known), one pass.
+    Up to 64 rows of queries per key/value head and more than 512 keys: 256 keys, doubled until there are at most 32 parts.
+    Else, and where queries lie one after another (their longest item is not known), one pass.
     """
-    if p.lengths.varlen or p.seqlen_q * p.group > 64 or pages.capacity <= 1024:
+    if p.lengths.varlen or p.seqlen_q * p.group > 64 or pages.capacity <= 512:
         return 0
-    split = 512
-    while pages.capacity > split * 256:
+    split = 256
+    while pages.capacity > split * 32:
         split *= 2
     return split
 

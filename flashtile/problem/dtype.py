@@ -13,10 +13,16 @@ class DType(str, Enum):
     FP16 = "fp16"
     BF16 = "bf16"
     FP32 = "fp32"
+    FP64 = "fp64"
 
     @property
     def size_bytes(self) -> int:
         return SIZES_BYTES[self.value]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it has 16 bits."""
+        return self in (DType.FP16, DType.BF16)
 
     def __str__(self) -> str:
         return self.value

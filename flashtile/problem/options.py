@@ -11,6 +11,8 @@ from flashtile.problem.number import PLAIN, plain
 
 Variant = Literal["auto", "split", "fused"]
 VARIANTS: tuple[Variant, ...] = ("auto", "split", "fused")
+Delta = Literal["rounded", "exact"]
+DELTAS: tuple[Delta, ...] = ("rounded", "exact")
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,20 @@ class Options:
         and bf16. On a CPU, where PyTorch's own attention computes the same, it is what runs, with its sums and errors, unless
         "ieee" asks for stricter ones: few keys in float64, more in parts, at 2 to 5 times the time. `flashtile.explain`
         says which.
+    delta: of what a 16-bit backward forms delta, the mean that it takes from each row's gradients. "rounded": of out, whose 16
+        bits then show where gradients should cancel: in rows that see few keys, or of what shifts all scores of a row.
+        "exact": of the row's own probabilities, so that the gradients of a row's scores add up to less than 2^-12 of their
+        magnitudes, and those of a row with one key are 0. That takes no memory; on a GPU another walk over the keys, 9
+        products a tile instead of 7 (split) or 7 instead of 5 (fused), by the portable kernels, for Hopper's own have no such
+        walk. Small problems have it anyway, and float32 by itself. On a CPU it costs nothing where products are float32
+        anyway, and elsewhere makes them float32.
     """
 
     backend: str | None = None
     backward: Variant = "auto"
     deterministic: bool | None = None
     precision: Precision = "tf32x3"
+    delta: Delta = "rounded"
 
     def __post_init__(self) -> None:
         if type(self.deterministic) not in PLAIN:
@@ -47,6 +57,8 @@ class Options:
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
         if self.precision not in PRECISIONS:
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.delta not in DELTAS:
+            raise InvalidProblem(f"delta is {self.delta!r}; it must be one of {', '.join(DELTAS)}.")
 
 
 DEFAULT = Options()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         dict(DIMS=((16, 16),), MASKS={"full": {}, "causal": {"band": ":0"}},
              SIZES={"small": dict(batch=1, seqlen_q=20, seqlen_k=20, heads_q=2, heads_kv=2)}), 4,
     ),
+    "cached": (
+        ["--models", "tiny", "--batch", "2", "--keys", "32"],
+        dict(MODELS={"tiny": (2, 1, 16)}, PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured), 6,
+    ),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 
@@ -91,6 +96,30 @@ def test_a_script_runs_to_its_end(name, tmp_path, pretended, capsys) -> None:
     assert len(rows) >= least, said
     assert {row["commit"] for row in rows} == {"told"}
     assert not any(row.get("failure") for row in rows)
+
+
+def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
+    """In processes of its own, without the interpreter: two ranks over gloo compute what one does, and are timed."""
+    told = ["--ranks", "2", "--seqlens", "16", "--shape", "1x2x2x16", "--windows", "4", "--rounds", "1", "--dtype", "float32"]
+    told += ["--providers", "ulysses", "allgather", "ring", "--output", str(tmp_path / "rows.csv"), "--commit", "told"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    root = Path(record.__file__).parent.parent
+    command = [sys.executable, "-m", "benchmarks.context", *told]
+    done = subprocess.run(
+        command,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [(row["provider"], row["window"]) for row in rows] == [
+        (name, window) for window in ("", "4") for name in ("ulysses", "allgather", "ring")
+    ]
+    assert all(float(row["ranks_ms"]) > 0 and float(row["error_dk"]) < 1e-6 for row in rows)
 
 
 def raising(*_: Any) -> Any:

@@ -12,6 +12,7 @@ import flashtile
 from flashtile.reference.cached import cached_plain, cached_reference
 from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
 
+CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 RUBBISH = (-1, 0, 2147480000, -(2**31))
 
@@ -35,7 +36,7 @@ def pool(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype, layout
     return torch.full((pages, size, heads, dim), torch.nan, dtype=dtype)
 
 
-def draw(seed: int, small: bool = False) -> Drawn:
+def draw(seed: int, small: bool = False, device: torch.device = CPU) -> Drawn:
     """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted."""
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -73,11 +74,11 @@ def draw(seed: int, small: bool = False) -> Drawn:
     q = normal(*((cu[-1] + tail,) if packed else (batch, seqlen_q)), heads, dim).to(dtype)
     if packed and tail:
         q[cu[-1] :] = torch.nan
-    arguments: dict[str, Any] = {"seqused_k": torch.tensor(used, dtype=torch.int32)}
+    arguments: dict[str, Any] = {"seqused_k": torch.tensor(used, dtype=torch.int32, device=device)}
     if packed:
-        arguments["cu_seqlens_q"] = torch.tensor(cu, dtype=torch.int32)
+        arguments["cu_seqlens_q"] = torch.tensor(cu, dtype=torch.int32, device=device)
     if padded_left:
-        arguments["first_k"] = torch.tensor(first, dtype=torch.int32)
+        arguments["first_k"] = torch.tensor(first, dtype=torch.int32, device=device)
     arguments["causal"] = r.random() < 0.5
     if r.random() < 0.3:
         arguments["window"] = (r.choice((0, 5, 60, None)), r.choice((0, 3, None)))
@@ -85,25 +86,27 @@ def draw(seed: int, small: bool = False) -> Drawn:
     if predicate == "dilated":
         arguments["mask"] = flashtile.Dilated(r.choice((2, 3)))
     elif predicate == "prefix":
-        lengths = torch.tensor([r.randint(0, 20) for _ in range(batch)], dtype=torch.int32)
+        lengths = torch.tensor([r.randint(0, 20) for _ in range(batch)], dtype=torch.int32, device=device)
         arguments["mask"] = flashtile.Prefix(lengths) | flashtile.Band(right=0)
     modifiers = r.choice(((), (), ("softcap",), ("alibi",), ("bias",), ("softcap", "alibi")))
     made = {
         "softcap": lambda: flashtile.Softcap(5.0),
-        "alibi": lambda: flashtile.Alibi(torch.rand(heads, generator=generator)),
-        "bias": lambda: flashtile.Bias(normal(batch, heads, 1, 1) if packed else normal(1, heads, seqlen_q, columns * size)),
+        "alibi": lambda: flashtile.Alibi(torch.rand(heads, generator=generator).to(device)),
+        "bias": lambda: flashtile.Bias(
+            (normal(batch, heads, 1, 1) if packed else normal(1, heads, seqlen_q, columns * size)).to(device)
+        ),
     }
     arguments["score"] = tuple(made[name]() for name in modifiers)
     if r.random() < 0.3:
-        arguments["sink"] = normal(heads)
+        arguments["sink"] = normal(heads).to(device)
     if r.random() < 0.2:
         arguments["scale"] = 0.3
     split = r.choice((None, 0, 128, 128, 256))
     about = (
         f"seed {seed}: {dtype}, page {size}, {layout}, used {used}, first {first}, {sorted(arguments)}, {modifiers}, {split}"
     )
-    tables = () if contiguous else (table,)
-    return Drawn((q, k_cache, v_cache, *tables), arguments, split, about)
+    tensors = (q, k_cache, v_cache, *(() if contiguous else (table,)))
+    return Drawn(tuple(t.to(device) for t in tensors), arguments, split, about)
 
 
 def check(drawn: Drawn, backend: str) -> None:

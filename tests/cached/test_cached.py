@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import dispatch
+from flashtile.kernels.portable import cached
+from flashtile.torch.cache import operator
 from tests.cached.draw import check, draw
 
 
@@ -21,9 +24,7 @@ def test_random_calls_on_the_cpu(first: int) -> None:
 def test_random_calls_of_the_portable_kernels(first: int, device: torch.device) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     for seed in range(first, first + 16):
-        drawn = draw(seed, small=True)
-        if device.type == "cpu":
-            check(drawn, "triton")
+        check(draw(seed, True, device), "triton")
 
 
 def batch_of(places: list[int], columns: int) -> dict[str, Any]:
@@ -110,14 +111,17 @@ def test_bad_input_is_named(change: dict[str, Any], says: str) -> None:
     assert says in str(error.value)
 
 
-def test_gradients_and_graphs_are_refused_with_a_remedy() -> None:
-    with pytest.raises(flashtile.NotSupported, match=r"q requires a gradient.*torch\.no_grad"):
-        flashtile.attention_cached(**{**GOOD, "q": GOOD["q"].clone().requires_grad_()})
+def test_a_cache_has_no_gradient_and_says_so() -> None:
+    with pytest.raises(flashtile.NotSupported, match=r"k_cache requires a gradient.*torch\.no_grad.*cache\.first_k"):
+        flashtile.attention_cached(**{**GOOD, "k_cache": GOOD["k_cache"].clone().requires_grad_()})
     with torch.no_grad():
-        flashtile.attention_cached(**{**GOOD, "q": GOOD["q"].clone().requires_grad_()})
-    compiled = torch.compile(lambda q: flashtile.attention_cached(**{**GOOD, "q": q}), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="within a graph"):
-        compiled(GOOD["q"])
+        flashtile.attention_cached(**{**GOOD, "k_cache": GOOD["k_cache"].clone().requires_grad_()})
+    with pytest.raises(flashtile.NotSupported, match=r"attention_cached within torch\.func"):
+        torch.func.vmap(lambda q: flashtile.attention_cached(**{**GOOD, "q": q}))(GOOD["q"][None])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(GOOD["q"].clone(), torch.ones_like(GOOD["q"]))
+        with pytest.raises(flashtile.NotSupported, match="attention_cached by q"):
+            flashtile.attention_cached(**{**GOOD, "q": dual})
 
 
 def test_hopper_says_that_it_reads_no_cache() -> None:
@@ -125,3 +129,19 @@ def test_hopper_says_that_it_reads_no_cache() -> None:
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
     with pytest.raises(TypeError, match="did you mean"):
         flashtile.attention_cached(**GOOD, softcap=3.0)
+
+
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device, window: Any) -> None:
+    given = {name: tensor.to(device) for name, tensor in batch_of([0, 1, 2, 3, 4], 19).items()}
+    how: dict[str, Any] = dict(causal=True, window=window, split=128, options=flashtile.Options(backend="triton"))
+    made: list[tuple[torch.Tensor, ...]] = []
+    for parts in (1, 2, 4):
+        planned: list[int] = []
+        monkeypatch.setattr(cached, "parts_of", lambda *_, n=parts, planned=planned: planned.append(n) or n)
+        dispatch.plan_cached.cache_clear()
+        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        made.append(flashtile.attention_cached(**given, **how, return_lse=True))
+        assert planned == [parts]
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))

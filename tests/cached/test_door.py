@@ -1,11 +1,15 @@
-"""flash-attention 2's flash_attn_with_kvcache, by its own rules."""
+"""flash-attention's flash_attn_with_kvcache and its tables of pages, by the rules of versions 2 and 3."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 import flashtile
 from flashtile.compat import flash_attn as fa
+from flashtile.compat import flash_attn_3 as fa3
 
 
 def test_append_rotary_and_pages_as_flash_attention_has_them() -> None:
@@ -49,3 +53,99 @@ def test_contiguous_caches_rows_left_padding_and_blind_rows() -> None:
     whole = fa.flash_attn_with_kvcache(q, k_cache, v_cache, softcap=3.0, num_splits=1)
     want = flashtile.attention(q, k_cache, v_cache, score=(flashtile.Softcap(3.0),))
     torch.testing.assert_close(whole, want)
+
+
+TABLE = torch.tensor([[1, 0, 3], [5, 2, 4]], dtype=torch.int32)
+LENGTHS = torch.tensor([2, 7], dtype=torch.int32)
+
+
+def some_pools() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)
+
+
+def test_version_2_reads_pages_in_its_packed_function() -> None:
+    pools, q = some_pools(), torch.randn(4, 4, 16)
+    starts, ends = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
+    leaf = q.clone().requires_grad_()
+    out, lse, _ = fa.flash_attn_varlen_func(
+        leaf, *pools, starts, ends, 3, 7, causal=True, block_table=TABLE, return_attn_probs=True
+    )
+    keys = [torch.cat([pool[TABLE[i].long()].flatten(0, 1)[:n] for i, n in enumerate((5, 7))]) for pool in pools]
+    other = q.clone().requires_grad_()
+    want, sums, _ = fa.flash_attn_varlen_func(other, keys[0], keys[1], starts, ends, 3, 7, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, sums)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), t)[0] for o, t in ((out, leaf), (want, other))))
+    with pytest.raises(flashtile.NotSupported, match=r"dropout_p is 0\.1"):
+        fa.flash_attn_varlen_func(q, *pools, starts, ends, 3, 7, dropout_p=0.1, block_table=TABLE)
+
+
+def test_version_3_packs_queries_and_new_keys_apart() -> None:
+    """Items of 3 and 1 queries, 2 and 1 new keys, rows of the table by number, positions that begin elsewhere."""
+    pools, q, k, v = some_pools(), torch.randn(4, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    cu_q, cu_new = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    rows, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32)
+    angle = torch.rand(12, 8)
+    cos, sin = angle.cos(), angle.sin()
+    made = pools[0].clone(), pools[1].clone()
+    out, lse, *rest = fa3.flash_attn_with_kvcache(
+        q, *made, k, v, None, cos, sin, LENGTHS, rows, page_table=TABLE, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
+        rotary_seqlens=starts, causal=True, return_softmax_lse=True,
+        scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, cache_seqlens=LENGTHS),
+    )  # fmt: skip
+    assert [t.numel() for t in rest] == [0, 0]
+    for i, (row, n) in enumerate(zip(rows.tolist(), LENGTHS.tolist(), strict=True)):
+        mine, new = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_new[i]), int(cu_new[i + 1]))
+        begin = int(starts[i])
+        turn = flashtile.ops.rotary(k[None, new], None, cos, sin, interleaved=True, offset=begin)
+        query = flashtile.ops.rotary(q[None, mine], None, cos, sin, interleaved=True, offset=begin)
+        keys, values = (pool[TABLE[row].long()].flatten(0, 1)[None, :n] for pool in pools)
+        keys, values = torch.cat([keys, turn], 1), torch.cat([values, v[None, new]], 1)
+        want, sums = flashtile.attention(query, keys, values, causal=True, return_lse=True)
+        torch.testing.assert_close(out[None, mine], want)
+        torch.testing.assert_close(lse[None, :, mine], sums)
+        held = made[0][TABLE[row].long()].flatten(0, 1)[n : n + turn.shape[1]]
+        torch.testing.assert_close(held, turn[0])
+
+
+def test_version_3_is_minus_inf_where_no_key_is_seen_and_counts_left_padding_within_pages() -> None:
+    pools, q = some_pools(), torch.randn(2, 3, 2, 16)
+    left = torch.tensor([1, 7], dtype=torch.int32)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, *pools, cache_seqlens=LENGTHS, cache_leftpad=left, page_table=TABLE, causal=True, return_softmax_lse=True
+    )
+    keys = [pool[TABLE[0].long()].flatten(0, 1)[None, 1:2] for pool in pools]
+    torch.testing.assert_close(out[:1], flashtile.attention(q[:1], *keys, causal=True))
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"cache_seqlens": 4.7}, "cache_seqlens is 4.7; it must be an int from 0 to 12"),
+    ({"cache_seqlens": True}, "cache_seqlens is True"),
+    ({"cache_seqlens": 13}, "cache_seqlens is 13"),
+    ({"cache_seqlens": [5, 7]}, "cache_seqlens is [5, 7]"),
+    ({"cache_seqlens": LENGTHS[:1]}, "cache_seqlens has 1 elements and the batch 2"),
+    ({"cache_seqlens": LENGTHS + 6}, "cache_seqlens[1] is 13; it must be from 0 to 12"),
+    ({"cache_seqlens": LENGTHS.float()}, "cache_seqlens is torch.float32"),
+    ({"block_table": TABLE.long()}, "block_table is torch.int64; it must be int32: block_table.int()"),
+    ({"block_table": TABLE[:1]}, "block_table has shape (1, 3)"),
+    ({"block_table": TABLE + 3}, "block_table[1] names page 8"),
+    ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 2**32 + 1])},
+     "cache_batch_idx holds 4294967297"),
+    ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 6])}, "cache_batch_idx holds 6"),
+    ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1])}, "cache_batch_idx has 1 elements"),
+    ({"block_table": None, "cache_seqlens": 3, "k_cache": torch.randn(1, 4, 2, 16), "v_cache": torch.randn(1, 4, 2, 16)},
+     "k_cache has 1 items and the batch 2"),
+    ({"block_table": None, "cache_seqlens": 3, "cache_leftpad": torch.tensor([5, 0])}, "cache_leftpad[0] is 5"),
+    ({"k_cache": torch.randn(6, 4, 2)}, "k_cache has shape (6, 4, 2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_errors_say_what_the_caller_gave(change: dict[str, Any], says: str) -> None:
+    k_cache, v_cache = some_pools()
+    given = {"k_cache": k_cache, "v_cache": v_cache, "block_table": TABLE, "cache_seqlens": LENGTHS, **change}
+    with pytest.raises(flashtile.InvalidProblem) as error:
+        fa.flash_attn_with_kvcache(torch.randn(2, 1, 2, 16), **given)
+    assert says in str(error.value)

@@ -255,8 +255,8 @@ def test_extension(place: torch.device) -> None:
 def test_refusals(place: torch.device) -> None:
     q, k, v = (torch.randn(1, 5, 2, 16).to(place) for _ in range(3))
     cu = torch.tensor([0, 5], dtype=torch.int32, device=place)
-    with pytest.raises(NotSupported, match="reads no paged key/value cache"):
-        fa.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, block_table=cu)
+    with pytest.raises(InvalidProblem, match=r"block_table has shape \(2,\)"):
+        fa.flash_attn_varlen_func(q[0], k, v, cu, cu, 5, 5, block_table=cu)
     with pytest.raises(InvalidProblem, match="k is given and cache_seqlens is None"):
         fa.flash_attn_with_kvcache(q, k, v, k, v)
     with pytest.raises(InvalidProblem, match=r"window_size is 3; it must be a pair"):

@@ -166,17 +166,15 @@ def test_refusals(place: torch.device) -> None:
         with pytest.raises(NotSupported, match=reason):
             fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, **arguments)
     for name in ("k_new", "page_table", "leftpad_k", "rotary_cos", "scheduler_metadata"):
-        with pytest.raises(NotSupported, match=f"{name} is given; there are no kernels for decoding"):
+        with pytest.raises(NotSupported, match=f"{name} is given; flash_attn_with_kvcache"):
             fa3._flash_attn_forward(q, k, v, **{name: cu})
     for call in (lambda: fa3._flash_attn_forward(q, k, v, cu_seqlens_q=cu), lambda: fa3._flash_attn_backward(*[q] * 6, cu)):
         with pytest.raises(NotSupported, match="queries and keys must lie alike"):
             call()
     with pytest.raises(NotSupported, match="there is no fp8"):
         fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), v_descale=scale)
-    with pytest.raises(NotSupported, match="decoding"):
-        fa3.flash_attn_with_kvcache(q, k, v)
-    with pytest.raises(NotSupported, match="decoding"):
-        fa3.get_scheduler_metadata(1, 2)
+    with pytest.raises(NotSupported, match="attention_chunk is 4"):
+        fa3.flash_attn_with_kvcache(q, k, v, attention_chunk=4)
     dense = ("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
              "block_sparse_tensors", "block_sparse_tensors_bwd")  # fmt: skip
     for name in dense:

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
-from flashtile import Dilated, Document, Dropout, InvalidProblem, NotSupported, Predicate
-from flashtile.distributed import Context, attention, document_ids, padded_length, position_ids, shard, unshard
+from flashtile import Alibi, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Predicate, Prefix
+from flashtile.distributed import (
+    Context,
+    attention,
+    attention_varlen,
+    document_ids,
+    padded_length,
+    position_ids,
+    shard,
+    unshard,
+)
 from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks
 
 METHODS: tuple[Any, ...] = ("ulysses", "allgather", "ring")
 LAYOUTS: tuple[Any, ...] = ("contiguous", "zigzag", "striped")
 
 
-def shards(n: int = 4, heads_q: int = 8, heads_kv: int = 8, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(1, n, heads, 16, dtype=dtype) for heads in (heads_q, heads_kv, heads_kv)]
+def shards(
+    n: int = 4, heads_q: int = 8, heads_kv: int = 8, dtype: torch.dtype = torch.float32, batch: int = 1
+) -> list[torch.Tensor]:
+    return [torch.randn(batch, n, heads, 16, dtype=dtype) for heads in (heads_q, heads_kv, heads_kv)]
 
 
 def ranks_that_differ_refuse_together() -> None:
@@ -39,8 +52,156 @@ def ranks_that_differ_refuse_together() -> None:
             attention(*shards(n, dtype=dtype), context=context, **arguments)
     with pytest.raises(InvalidProblem, match="layout is"):
         attention(*shards(), context=Context(layout="zigzag" if rank else "contiguous"))
-    with pytest.raises(InvalidProblem, match="the wish for gradients is"):
+    with pytest.raises(InvalidProblem, match="check is always on rank 0 and first on rank 1"):
+        attention(*shards(), context=Context(check="first" if rank == 1 else "always"))
+    with pytest.raises(InvalidProblem, match=r"q is .*, with a gradient on rank 0"):
         attention(*(t.requires_grad_(rank == 0) for t in shards()), context=context)
+    with pytest.raises((TypeError, InvalidProblem), match=r"rank 1 refuses the call. TypeError|did you mean causal"):
+        attention(*shards(), context=context, **({"is_causal": True} if rank == 1 else {}))  # pyright: ignore[reportArgumentType]
+
+
+def tensors_that_differ_refuse_together() -> None:
+    """Kinds, shapes, dtypes and numbers of what a call brings besides q, k and v, by each method, in one message for all."""
+    odd = dist.get_rank() == 1
+    ids, used, slopes = torch.zeros(4, dtype=torch.int32), torch.tensor([7], dtype=torch.int32), torch.ones(8)
+    keep, many = torch.ones(2, 4, dtype=torch.bool), torch.arange(40).float()
+    laws: list[tuple[Any, Any, str]] = [
+        ({"seqused_q": used, "seqused_k": used}, {}, r"seqused_q is int32 \(1,\) on cpu on rank 0 and None on rank 1"),
+        (dict.fromkeys(("seqused_q", "seqused_k"), used), dict.fromkeys(("seqused_q", "seqused_k"), used - 1),
+         r"what seqused_q holds is \[7\] on rank 0 and \[6\] on rank 1"),
+        ({"mask": KeyPadding(keep)}, {"mask": KeyPadding(keep[:1])}, "the mask is"),
+        ({"mask": KeyPadding(keep)}, {"mask": KeyPadding(keep.int())}, "the mask is"),
+        ({"mask": Document(ids)}, {"mask": Document(ids.long())}, "the mask is"),
+        ({"mask": Document(ids)}, {"mask": Document(ids.expand(2, 4))}, "the mask is"),
+        ({"mask": Document(ids)}, {"mask": Document(ids, ids.clone())}, "the mask is"),
+        ({"mask": Prefix(torch.tensor([3, 4]))}, {"mask": Prefix(torch.tensor([3, 5]))}, "what lengths of mask prefix 0 holds"),
+        ({"score": Alibi(slopes)}, {"score": Alibi(slopes * 2)}, "what slopes of alibi 0 holds"),
+        ({"score": Alibi(slopes)}, {"score": Alibi(slopes.half())}, "score is"),
+        ({"score": Bias(torch.zeros(1, 8, 1, 8))}, {"score": Bias(torch.zeros(1, 1, 1, 8))}, "score is"),
+        ({"score": Bias(many[:8])}, {"score": Bias(many[:8].flip(0))}, "what bias of bias 0 holds"),
+        (dict.fromkeys(("seqused_q", "seqused_k"), many.int() % 7), dict.fromkeys(("seqused_q", "seqused_k"), many.int() % 6),
+         "numbers of checksum"),
+        ({"sink": slopes}, {"sink": slopes + 1}, "what sink holds"),
+        ({"sink": slopes}, {"sink": slopes.clone().requires_grad_()}, "sink is"),
+        ({}, {"options": flashtile.Options(deterministic=True)}, "options is"),
+    ]  # fmt: skip
+    for one, other, words in laws:
+        batch = len(one["seqused_q"]) if "seqused_q" in one else 2
+        for method in METHODS:
+            with pytest.raises(InvalidProblem, match=words):
+                attention(*shards(batch=batch), context=Context(method=method), causal=True, **(other if odd else one))
+
+
+def what_has_no_meaning_is_refused_on_every_rank() -> None:
+    ranks = dist.get_world_size()
+    whole = 4 * ranks
+    for method in METHODS:
+        context = Context(method=method)
+        laws: list[tuple[dict[str, Any], str]] = [
+            ({"sink": torch.zeros(9)}, "sink has shape"),
+            ({"sink": torch.zeros(3)}, "sink has shape"),
+            ({"seqused_q": (used := torch.tensor([whole + 1])), "seqused_k": used}, f"seqused_q\\[0\\] is {whole + 1}"),
+            ({"seqused_q": (fewer := torch.tensor([-1])), "seqused_k": fewer}, r"seqused_q\[0\] is -1"),
+            ({"options": 3}, "options is a int"),
+            ({"scale": "2"}, "scale is"),
+            ({"score": (3,)}, "score holds a int"),
+        ]
+        for arguments, words in laws:
+            with pytest.raises(InvalidProblem, match=words):
+                attention(*shards(), context=context, **arguments)
+        with pytest.raises(NotSupported, match=r"triton: "):
+            attention(*shards(), context=context, options=flashtile.Options(backend="triton"))
+        with pytest.raises(NotSupported, match="tensors on meta"):
+            attention(*(t.to("meta") for t in shards()), context=context)
+        for transform in (torch.func.grad(lambda q, k, v, c=context: attention(q, k, v, context=c).sum()),
+                          torch.func.vmap(lambda q, k, v, c=context: attention(q, k, v, context=c))):  # fmt: skip
+            with pytest.raises(NotSupported, match=r"torch.func's transforms"):
+                transform(*(t[None] for t in shards()))
+        with forward_ad.dual_level():
+            q, k, v = shards()
+            q = forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises(NotSupported, match="forward-mode"):
+                attention(q, k, v, context=context)
+        q, k, v = (t.requires_grad_() for t in shards())
+        out = attention(q, k, v, context=context, causal=True)
+        (dk,) = torch.autograd.grad(out.sum(), k, create_graph=True)
+        for leaf in (q, k, v):
+            with pytest.raises(NotSupported, match="second derivative"):
+                torch.autograd.grad(dk.square().sum(), leaf, retain_graph=True)
+    laid = [distribute_tensor(t, init_device_mesh("cpu", (ranks,)), [Shard(1)]) for t in shards()]
+    with pytest.raises(InvalidProblem, match=r"hold a DTensor; .* flashtile\.attention"):
+        attention(*laid, context=Context())
+
+
+def helpers_refuse_what_has_no_meaning() -> None:
+    rank, context = dist.get_rank(), Context()
+    laws: list[tuple[Any, str]] = [
+        (lambda: unshard(torch.zeros(2, 3 + (rank == 1)), context), "tensor is torch.float32"),
+        (lambda: unshard(torch.zeros(2, 3, dtype=torch.int64 if rank else torch.int32), context), "tensor is torch.int32"),
+        (lambda: unshard(torch.zeros(2, 3), context, seqlen=1.5), "seqlen is 1.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: unshard(torch.zeros(2, 3), context, dim=2 if rank == 1 else 1), "dim is 2"),
+        (lambda: shard(torch.zeros(2, 8), context, dim=2), "dim is 2"),
+        (lambda: document_ids([0, 4], context), "cu_seqlens is a list"),  # pyright: ignore[reportArgumentType]
+        (lambda: document_ids(torch.zeros(0, dtype=torch.int32), context), r"cu_seqlens is torch.int32 \(0,\)"),
+        (lambda: position_ids(-8, context), "seqlen is -8"),
+        (lambda: position_ids(8.0, context), "seqlen is 8.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: padded_length(1.5, context), "seqlen is 1.5"),  # pyright: ignore[reportArgumentType]
+    ]
+    for call, words in laws:
+        with pytest.raises(InvalidProblem, match=words):
+            call()
+    for layout in LAYOUTS:
+        nothing = shard(torch.zeros(1, 0), Context(layout=layout))
+        assert unshard(nothing, Context(layout=layout)).shape == (1, 0)
+    others = dist.new_group([1])
+    if rank != 1:
+        with pytest.raises(InvalidProblem, match="no member"):
+            Context(others)
+
+
+def a_query_for_each_rank_has_its_own_bias() -> None:
+    """A bias of one row a rank is its shard, and not one for all queries."""
+    ranks, d = dist.get_world_size(), data(torch.float32, 4)
+    whole, bias = [t[:, : dist.get_world_size()] for t in (d.q, d.k, d.v)], d.bias[..., :ranks, :ranks]
+    expected = flashtile.attention(*whole, score=(Bias(bias),))
+    for method in ("auto", "allgather", "ring"):
+        context = Context(method=method)
+        local = [shard(t, context) for t in whole]
+        out = attention(*local, context=context, score=(Bias(shard(bias, context, 2)),))
+        torch.testing.assert_close(out, shard(expected, context), rtol=1e-5, atol=1e-5)
+    context = Context(method="ulysses")
+    with pytest.raises(NotSupported, match="a bias with an axis of queries"):
+        attention(*(shard(t, context) for t in whole), context=context, score=(Bias(shard(bias, context, 2)),))
+
+
+def autocast_counts_as_it_does_on_one_process() -> None:
+    for method in METHODS:
+        context = Context(method=method)
+        q, k, v = (t.requires_grad_() for t in shards())
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(q, k, v, context=context, causal=True)
+            assert attention(q.bfloat16(), k.bfloat16(), v, context=context).dtype is torch.bfloat16
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert out.dtype is torch.bfloat16
+        assert all(g.dtype is torch.float32 for g in grads)
+        torch.testing.assert_close(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), context=context, causal=True))
+
+
+def a_compiled_module_breaks_its_graph_in_front() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.context = Context()
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q * 2, k, v, context=self.context, causal=True) + 1
+
+    given = shards()
+    made = torch.compile(Module(), backend="eager")(*given)
+    torch.testing.assert_close(made, Module()(*given))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="attention over ranks runs eagerly"):
+        torch.compile(Module(), backend="eager", fullgraph=True)(*given)
 
 
 def what_is_not_done_is_refused() -> None:
@@ -111,6 +272,8 @@ def shards_come_back() -> None:
         assert torch.equal(unshard(part, context, seqlen=29), tokens)
         assert torch.equal(unshard(position_ids(SEQLEN, context), context, 0), torch.arange(SEQLEN))
         assert torch.equal(document_ids(CU, context), shard(IDS, context, 0))
+        within = torch.cat([torch.arange(b - a) for a, b in pairwise(CU.tolist())])
+        assert torch.equal(position_ids(SEQLEN, context, cu_seqlens=CU), shard(within, context, 0))
         assert torch.equal(unshard(shard(tokens > 9, context, 1, False), context, seqlen=29), tokens > 9)
         with pytest.raises(InvalidProblem, match="must be a multiple of"):
             shard(tokens, context)
@@ -138,8 +301,39 @@ def bits_repeat() -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def documents_that_cannot_be_are_refused() -> None:
+    rank, total = dist.get_rank(), 4 * dist.get_world_size()
+    given, cu = [t[0] for t in shards()], torch.tensor([0, 3, total], dtype=torch.int32)
+    laws: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((cu + (rank == 1) * torch.tensor([0, 1, 0], dtype=torch.int32),), {}, r"what cu_seqlens_q holds is \[0, 3"),
+        ((None,), {}, "cu_seqlens_q is None"),
+        ((torch.tensor([0, 5, 3]),), {}, "it must start with 0, never fall"),
+        ((torch.tensor([0, total + 1]),), {}, f"end with at most {total}"),
+        ((cu,), {"max_seqlen_q": 2}, "max_seqlen_q is 2"),
+        ((cu, cu[:2]), {}, "cu_seqlens_k that is not cu_seqlens_q"),
+        ((cu,), {"mask": KeyPadding(torch.ones(1, 4, dtype=torch.bool))}, "a mask beside cu_seqlens"),
+        ((cu,), {"score": (Bias(torch.ones(total)),)}, "score modifier bias beside cu_seqlens"),
+        ((cu,), {"dropout": Dropout(0.1)}, "dropout, whose bits"),
+    ]
+    for starts, arguments, words in laws:
+        with pytest.raises((InvalidProblem, NotSupported), match=words):
+            attention_varlen(*given, *starts, context=Context(), **arguments)
+    with pytest.raises((InvalidProblem, NotSupported), match=r"q has shape .* \(total / ranks, heads, head_dim\)"):
+        attention_varlen(*shards(), cu, context=Context())
+
+
 def padding_may_hold_nan() -> None:
     d = data(torch.float32, 4)
+    starts = torch.tensor([0, 7, 7, 20])
+    packed = [t[0].masked_fill((torch.arange(SEQLEN) >= 20)[:, None, None], torch.nan) for t in (d.q, d.k, d.v)]
+    for window in ((9, 0), (9, 2)):
+        expected = flashtile.attention_varlen(d.q[0], d.k[0], d.v[0], starts, window=window)
+        for method in METHODS:
+            context = Context(method=method, layout="zigzag")
+            local = [shard(t, context, 0).requires_grad_() for t in packed]
+            out = attention_varlen(*local, starts, context=context, window=window)
+            torch.testing.assert_close(unshard(out, context, 0), expected)
+            assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), local))
     used = torch.tensor([29, 10], dtype=torch.int32)
     beyond = (torch.arange(SEQLEN) >= used[:, None])[..., None, None]
     holed = [t.masked_fill(beyond, torch.nan) for t in (d.q, d.k, d.v)]
@@ -202,6 +396,9 @@ def dtensors_of_positions_need_no_other_word() -> None:
             torch.testing.assert_close(a.full_tensor(), b, rtol=1e-5, atol=1e-5)
         alone = flashtile.attention(*laid, **arguments).full_tensor()
         torch.testing.assert_close(alone, expected[0], rtol=1e-5, atol=1e-5)
+    unnamed = [distribute_tensor(t, init_device_mesh("cpu", (ranks // 2, 2)), [Shard(0), Shard(1)]) for t in (d.q, d.k, d.v)]
+    expected = flashtile.attention(d.q, d.k, d.v, causal=True)
+    torch.testing.assert_close(flashtile.attention(*unnamed, causal=True).full_tensor(), expected, rtol=1e-5, atol=1e-5)
     laid = [distribute_tensor(t, mesh, [Replicate(), Shard(1)]) for t in (d.q, d.k, d.v)]
     with pytest.raises(NotSupported, match=r"flashtile\.distributed\.attention"):
         flashtile.attention(*laid, sink=d.sink)
@@ -210,8 +407,13 @@ def dtensors_of_positions_need_no_other_word() -> None:
         flashtile.attention(*odd)
 
 
+OF_TWO = (
+    tensors_that_differ_refuse_together, documents_that_cannot_be_are_refused, gathered_keys_give_one_process_bits,
+    bits_repeat, padding_may_hold_nan, agreed_once_is_enough_where_asked, autocast_counts_as_it_does_on_one_process,
+    what_has_no_meaning_is_refused_on_every_rank, a_compiled_module_breaks_its_graph_in_front,
+)  # fmt: skip
+OF_FOUR = (a_mesh_beside_another_axis, dtensors_of_positions_need_no_other_word)  # two axes of two
 CHECKS = (
-    ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, a_mesh_beside_another_axis,
-    shards_come_back, gathered_keys_give_one_process_bits, bits_repeat, padding_may_hold_nan,
-    the_text_says_which_method_and_what_it_sends, agreed_once_is_enough_where_asked, dtensors_of_positions_need_no_other_word,
+    ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
+    the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning, a_query_for_each_rank_has_its_own_bias,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-DEVICES = 4  # simulated
+DEVICES = 8  # simulated
 
 if find_spec("jax") is None:
     collect_ignore_glob = ["*.py"]

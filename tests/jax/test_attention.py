@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import Alibi, Band, Document, Dropout, KeyPadding, Prefix
+from flashtile import Alibi, Band, Document, Dropout, InvalidProblem, KeyPadding, Prefix
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.dropout import keep, seed_words
 from flashtile.problem.dropout import keep as spec_keep
@@ -284,3 +284,20 @@ def test_nothing_to_do(sizes: tuple[int, int, int], scores: str) -> None:
     assert (got["lse"] == -np.inf).all()
     assert not got["dq"].any()
     assert not got["dv"].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_exact_delta_lets_the_gradients_of_a_row_s_scores_cancel(dtype: str) -> None:
+    """A bias of queries alone has their sum for its gradient."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dout = (jax.random.normal(key, (1, 40, 2, 16)).astype(dtype) for key in keys)
+
+    def loss(bias: Any, delta: Any) -> Any:
+        out = dot_product_attention(q, k, v + 4, bias, is_causal=True, delta=delta, implementation="xla")
+        return (out * dout).astype(jnp.float32).sum()
+
+    every, row = jnp.zeros((1, 2, 40, 40)), jnp.zeros((1, 2, 40, 1))
+    sizes = jnp.abs(jax.grad(loss)(every, "exact")).sum(3, keepdims=True)
+    assert (jnp.abs(jax.grad(loss)(row, "exact")) <= 2.0**-12 * sizes + 1e-6).all()
+    with pytest.raises(InvalidProblem, match="delta is 'none'"):
+        loss(row, "none")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +52,17 @@ def test_clipped_shows_the_same_with_no_idle_bound(band: Band, seqlen_q: int, se
     assert -seqlen_k <= (clipped.right or 0) < max(seqlen_q, 1)
     for side in (Band(left=clipped.left), Band(right=clipped.right)):
         assert side == FULL or len(pairs(side, seqlen_q, seqlen_k)) < seqlen_q * seqlen_k
+
+
+def test_a_bound_that_hides_one_pair_is_kept() -> None:
+    for seqlen_q, seqlen_k in itertools.product(range(1, 5), repeat=2):
+        everything = seqlen_q * seqlen_k
+        for clipped, wider in (
+            (Band(left=seqlen_k - 2).clipped(seqlen_q, seqlen_k), Band(left=seqlen_k - 1).clipped(seqlen_q, seqlen_k)),
+            (Band(right=seqlen_q - 2).clipped(seqlen_q, seqlen_k), Band(right=seqlen_q - 1).clipped(seqlen_q, seqlen_k)),
+        ):
+            assert clipped.count_visible(seqlen_q, seqlen_k) == everything - 1
+            assert wider == FULL
 
 
 @settings(max_examples=500)

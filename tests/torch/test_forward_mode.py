@@ -1,9 +1,10 @@
-"""Tangents of forward-mode differentiation are refused, whichever tensor brings them: kernels would drop them."""
+"""Tangents of forward-mode differentiation, whichever tensor brings them: the CPU computes them, kernels refuse by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import Alibi, NotSupported
+from flashtile import NotSupported, Options
+from flashtile.reference.attention import attention_reference
 from tests.cases import MODIFIERS, Case, Tensors
-from tests.torch.test_packed import FORMS, make, packed_call
+from tests.torch.test_packed import ENDS, FORMS, make, packed_call
 
 REFUSED = r"(?s)forward-mode differentiation of .* not implemented.*torch.func.vjp"
 VARLEN = dict(heads_q=1, seqlen_q=40, seqlen_k=40, cu_q=(0, 17, 40), cu_k=(0, 17, 40))
@@ -50,16 +52,36 @@ def dual(tensor: torch.Tensor) -> torch.Tensor:
     [(case, name) for case in CASES for name in inputs(case)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_every_input_refuses(case: Case, name: str, backend: str, place: torch.device, wanted: bool) -> None:
+def test_every_input_has_its_tangent_or_refuses(case: Case, name: str, place: torch.device, wanted: bool, backend: str) -> None:
     tensors = {n: t.requires_grad_(wanted) for n, t in case.tensors(place).items()}
     with forward_ad.dual_level():
         call(case, tensors, backend)  # without tangents it runs
-        tensors[name] = dual(tensors[name])
+        duals = {**tensors, name: dual(tensors[name])}
+        expected = None if backend != "cpu" else exactly(case, tensors, name)
         for context in (torch.enable_grad, torch.no_grad):
-            with context(), pytest.raises(NotSupported, match=REFUSED):
-                call(case, tensors, backend)
-            with context(), FlopCounterMode(display=False), pytest.raises(NotSupported, match=REFUSED):  # the operator
-                call(case, tensors, backend)
+            for watch in (nullcontext, lambda: FlopCounterMode(display=False)):
+                with context(), watch():
+                    if expected is None:
+                        with pytest.raises(NotSupported, match=REFUSED):
+                            call(case, duals, backend)
+                        continue
+                    found = call(case, duals, backend, return_lse=True)
+                for one, exact in zip(found, expected, strict=True):
+                    tangent = forward_ad.unpack_dual(one).tangent
+                    assert tangent is not None, "a tangent was dropped"
+                    assert tangent.dtype is one.dtype
+                    error = (tangent.double() - exact).abs().max()
+                    assert error <= (2**-7 if case.dtype == "bf16" else 1e-5) * (1.0 + exact.abs().max())
+
+
+def exactly(case: Case, tensors: Tensors, name: str) -> list[torch.Tensor]:
+    """The tangents in float64, by autograd through the definition."""
+    place = tensors["q"].device
+    wide = {n: t.detach().double() for n, t in tensors.items()}
+    wide[name] = dual(wide[name])
+    made = attention_reference(*(wide[n] for n in "qkv"), **case.given(wide), **case.masks(place), **case.lengths(place))
+    duals = [forward_ad.unpack_dual(one) for one in made]
+    return [torch.zeros_like(d.primal) if d.tangent is None else d.tangent.nan_to_num() for d in duals]
 
 
 def test_every_parameter_that_is_a_tensor_is_among_them() -> None:
@@ -77,18 +99,31 @@ def test_every_parameter_that_is_a_tensor_is_among_them() -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "expanded"])  # which no dual tensor is made of
-def test_packed_tensors_refuse(form: str) -> None:
-    packs, _ = make(form, torch.device("cpu"), torch.float32)
-    with forward_ad.dual_level():
-        for i in range(len(packs)):
+def test_packed_tensors(form: str) -> None:
+    """Their tangents are those of q, k and v apart."""
+    packs, parts = make(form, torch.device("cpu"), torch.float32)
+    for i in range(len(packs)):
+        with forward_ad.dual_level():
             given = [dual(t.detach()) if i == j else t.detach() for j, t in enumerate(packs)]
-            with pytest.raises(NotSupported, match=REFUSED):
-                packed_call(form, given)
+            out, lse = packed_call(form, given, return_lse=True, options=Options(backend="cpu"))
+            found = [forward_ad.unpack_dual(one).tangent for one in (out, lse)]
+        moves = [True] * 3 if len(packs) == 1 else [i == 0, i == 1, i == 1]
+        names = {"cu_seqlens_q": torch.tensor(ENDS, dtype=torch.int32)} if form.endswith("varlen") else {}
+        function = flashtile.attention_varlen if names else flashtile.attention
+        with forward_ad.dual_level():
+            given = [dual(t.detach()) if moved else t.detach() for t, moved in zip(parts, moves, strict=True)]
+            apart = function(*given, **names, return_lse=True, options=Options(backend="cpu"))
+            expected = [forward_ad.unpack_dual(one).tangent for one in apart]
+        for one, other in zip(found, expected, strict=True):
+            assert one is not None
+            assert other is not None
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", ARRIVING)
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "operator"])
-def test_gradients_with_tangents_refuse(name: str, traced: bool, backend: str, place: torch.device) -> None:
+def test_gradients_with_tangents(name: str, traced: bool, backend: str, place: torch.device) -> None:
+    """A backward is linear in what arrives: its tangent is the gradient of the tangent. Kernels and the operator refuse."""
     case = CASES[0]
     tensors = {n: t.requires_grad_(n == "q") for n, t in case.tensors(place).items()}
     if traced:
@@ -97,24 +132,17 @@ def test_gradients_with_tangents_refuse(name: str, traced: bool, backend: str, p
     else:
         outputs = call(case, tensors, backend, return_lse=True)
     output = outputs[ARRIVING.index(name)]
-    with forward_ad.dual_level(), pytest.raises(NotSupported, match=REFUSED):
-        (output * dual(tensors[name].detach())).sum().backward()
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "slopes"])
-def test_torch_func_refuses(name: str) -> None:
-    """jvp, and jvp of grad."""
-    tensors = Case("forward-mode-func", score=("alibi",)).tensors(torch.device("cpu"))
-    given = {"slopes": tensors["score.0"], **{n: tensors[n] for n in "qkv"}}
-
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        t = {**given, name: x}
-        return flashtile.attention(t["q"], t["k"], t["v"], score=(Alibi(t["slopes"]),))
-
-    functions: list[Callable[..., Any]] = [attend, torch.func.grad(lambda x: attend(x).sum())]
-    for function in functions:
-        with pytest.raises(NotSupported, match=REFUSED):
-            torch.func.jvp(function, (given[name],), (given[name],))
+    (expected,) = torch.autograd.grad(output.sum(), tensors["q"], retain_graph=True)
+    with forward_ad.dual_level():
+        loss = (output * dual(tensors[name].detach())).sum()
+        if traced or backend != "cpu":
+            with pytest.raises(NotSupported, match=r"second derivative|forward-mode"):
+                torch.autograd.grad(loss, tensors["q"])
+            return
+        (found,) = torch.autograd.grad(loss, tensors["q"])
+        tangent = forward_ad.unpack_dual(found).tangent
+        assert tangent is not None
+        torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["eager", "aot_eager"])
@@ -125,3 +153,19 @@ def test_compiled_calls_refuse(engine: str) -> None:
     compiled(*given)
     with forward_ad.dual_level(), pytest.raises(Exception, match=REFUSED):
         compiled(dual(given[0]), *given[1:])
+
+
+@pytest.mark.parametrize("engine", ["eager", "aot_eager"])
+def test_a_jvp_that_is_compiled_refuses_or_is_right(engine: str) -> None:
+    """torch.func.jvp in a compiled function: torch.compile drops custom tangents silently where it can. Here it must not."""
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+
+    def step(x: torch.Tensor) -> Any:
+        return torch.func.jvp(lambda x: flashtile.attention(x, k, v), (x,), (torch.ones_like(x),))[1]
+
+    try:
+        found = torch.compile(step, backend=engine, fullgraph=True)(q)
+    except Exception as error:
+        assert re.search("forward-mode differentiation|jvp", str(error)), error  # noqa: PT017
+        return
+    torch.testing.assert_close(found, step(q))

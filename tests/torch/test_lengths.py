@@ -214,6 +214,10 @@ VARLEN: dict[str, tuple[dict[str, Any], str]] = {
         "it must start with 0, never fall, and end with at most 8",
     ),
     "used-beyond": ({"seqused_q": ints(7)}, "seqused_q[0] is 7; it must be from 0 to 6, the item's tokens"),
+    "used-beyond-item": (
+        {"cu_seqlens_q": ints(0, 2, 6), "cu_seqlens_k": ints(0, 4, 8), "seqused_q": ints(3, 4)},
+        "seqused_q[0] is 3; it must be from 0 to 2, the item's tokens",
+    ),
     "used-negative": ({"seqused_k": ints(-1)}, "seqused_k[0] is -1; it must be from 0 to 8"),
     "longest": ({"max_seqlen_q": 5}, "max_seqlen_q is 5; it must be at least 6, the longest item"),
     "longest-text": ({"max_seqlen_k": "8"}, "max_seqlen_k is '8'; it must be an int, at least 0, or None"),

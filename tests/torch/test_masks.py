@@ -31,8 +31,9 @@ from flashtile.problem.mask import FULL, Predicate
 from flashtile.problem.options import Variant
 from flashtile.problem.predicate import normal_form
 from flashtile.reference.attention import attention_plain, attention_reference, holds, positions, visible
+from flashtile.torch.api.blocks import MOST_CALLS
 from flashtile.torch.api.blocks import Blocks as BlocksOfTorch
-from flashtile.torch.call.masks import MOST_REMEMBERED, call_mask, predicates_of
+from flashtile.torch.call.masks import call_mask, predicates_of
 from tests.backends import OF_KERNELS
 from tests.cases import MASKS, Case
 from tests.judge import run
@@ -411,9 +412,9 @@ def test_blocks_remember_what_calls_found_of_them() -> None:
     assert len(mask.calls or ()) == 3
     with pytest.raises(InvalidProblem, match="causal is 1"):  # which equals True
         flashtile.attention(q[:1], k[:1], v[:1], causal=1, mask=mask)  # type: ignore[arg-type]
-    for batch in range(4, 4 + MOST_REMEMBERED):
+    for batch in range(4, 4 + MOST_CALLS):
         call_mask(False, None, mask, batch, 2)
-    assert len(mask.calls or ()) <= MOST_REMEMBERED
+    assert len(mask.calls or ()) <= MOST_CALLS
 
 
 def test_what_may_change_is_not_remembered() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import InvalidProblem, NotSupported, Options
+from flashtile import InvalidProblem, Options
 from flashtile.problem.options import Variant
 
 ENDS = (0, 17, 17, 40)
@@ -183,18 +183,25 @@ def test_unknown_arguments_are_those_of_the_function_that_was_called() -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "varlen", "holes"])
-def test_second_derivatives_refuse(form: str) -> None:
-    """To torch.autograd.grad, for a factor of what is attended to."""
+def test_second_derivatives(form: str) -> None:
+    """By torch.autograd.grad, for a factor of what is attended to: what differences of first derivatives come to."""
     layout = {"varlen": "grouped-varlen", "holes": "grouped"}.get(form, form)
-    packs, _ = make(layout, torch.device("cpu"), torch.float32)
-    leaf, factor = packs[0].detach().requires_grad_(), torch.ones((), requires_grad=True)
-    if form in FORMS:
-        out = packed_call(form, [leaf * factor, *packs[1:]])
-    elif form == "varlen":
-        out = flashtile.attention_varlen(*(leaf * factor).split((4, 2, 2), -2), torch.tensor(ENDS, dtype=torch.int32))
-    else:
-        seen = torch.arange(48).view(2, 24) % 5 != 1
-        out = flashtile.attention(*(leaf * factor).split((4, 2, 2), -2), seqused_k=seen)
-    (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
-    with pytest.raises(NotSupported, match="gradients of gradients"):
-        torch.autograd.grad(grad.square().sum(), factor)
+    packs, _ = make(layout, torch.device("cpu"), torch.float64)
+    leaf = packs[0].detach().requires_grad_()
+
+    def squares(factor: torch.Tensor) -> torch.Tensor:
+        if form in FORMS:
+            out = packed_call(form, [leaf * factor, *packs[1:]])
+        elif form == "varlen":
+            out = flashtile.attention_varlen(*(leaf * factor).split((4, 2, 2), -2), torch.tensor(ENDS, dtype=torch.int32))
+        else:
+            seen = torch.arange(48).view(2, 24) % 5 != 1
+            out = flashtile.attention(*(leaf * factor).split((4, 2, 2), -2), seqused_k=seen)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        return grad.square().sum()
+
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (second,) = torch.autograd.grad(squares(factor), factor)
+    step = 1e-5
+    differences = (squares(factor.detach() + step) - squares(factor.detach() - step)) / (2 * step)
+    torch.testing.assert_close(second, differences.detach(), rtol=1e-5, atol=0.0)

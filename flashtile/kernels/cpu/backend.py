@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from flashtile.kernels.cpu import ways
-from flashtile.plan.backend import Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.backend import Direction, Gradients, Passes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, second_buffers, shapes, tangent_buffers
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
@@ -20,12 +20,34 @@ from flashtile.problem.score import Score
 
 EACH = "cpu: each item by itself, by torch's flash attention or tiles"
 LOW = "lse_low"  # buffer: what lse is short of, being float32
+WIDE = "out_wide"  # buffer: out before it was rounded to 16 bits
+
+
+def plan_tangent(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call."""
+    from flashtile.kernels.cpu import items, tangent
+
+    function = items.tangent if problem.lengths.ragged else tangent.forward
+    call = HostCall(function, ("tout", "tlse"))
+    return Plan(problem, "cpu", "", tangent_buffers(problem, direction), (call,), ("cpu: tangents by tiles",))
+
+
+def plan_second(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call; of none where no gradient is wanted."""
+    from flashtile.kernels.cpu import items, second
+
+    buffers = second_buffers(problem, direction)
+    outputs = tuple(b.name for b in buffers if b.role == "output")
+    function = items.second if problem.lengths.ragged else second.backward
+    calls = (HostCall(function, outputs),) if outputs else ()
+    return Plan(problem, "cpu", "", buffers, calls, ("cpu: second derivatives by tiles",))
 
 
 class CpuBackend:
     """Everything, on the CPU. Its one backward, "split", sums in a fixed order and so is always deterministic."""
 
     name = "cpu"
+    passes: Passes = MappingProxyType({"tangent": plan_tangent, "second": plan_second})
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""
@@ -53,6 +75,9 @@ class CpuBackend:
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):
             buffers, names = (*buffers, replace(buffers[-1], name=LOW)), [*names, LOW]
+        if _keeps_wide(problem):
+            buffers = (*buffers, Buffer(WIDE, shapes(problem)["out"], "fp32", "output", like="q"))
+            names.append(WIDE)
         call = HostCall(module.forward, tuple(names), getattr(module, "bind_forward", None))
         optional = frozenset(() if problem.returns_lse else ("lse",))
         return Plan(problem, self.name, "", buffers, (call,), (note,), optional)
@@ -63,6 +88,8 @@ class CpuBackend:
         buffers = backward_buffers(problem, gradients)
         if _keeps_low(problem):
             buffers = (Buffer(LOW, shapes(problem)["lse"], "fp32", "input"), *buffers)
+        if _keeps_wide(problem):
+            buffers = (Buffer(WIDE, shapes(problem)["out"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
         calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
@@ -95,6 +122,11 @@ def _each() -> tuple[ModuleType, str]:
     from flashtile.kernels.cpu import items  # which asks `ways` of every item
 
     return items, EACH
+
+
+def _keeps_wide(p: AttentionProblem) -> bool:
+    """Whether the forward hands the backward its out in float32, for delta, which would compute it again otherwise."""
+    return not p.lengths.ragged and ways.keeps_wide(p)
 
 
 def _keeps_low(p: AttentionProblem) -> bool:

@@ -33,7 +33,7 @@ import torch
 from flashtile.kernels.cpu import tiled
 from flashtile.kernels.cpu.lse import mend_lse
 from flashtile.kernels.cpu.peaked import Rows, mend_peaked
-from flashtile.kernels.cpu.products import FEW_KEYS, mends, strict
+from flashtile.kernels.cpu.products import FEW_KEYS, mends, strict, widens
 from flashtile.kernels.cpu.region import region_of
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
@@ -53,7 +53,9 @@ REGISTER_KEYS = 16  # float32 numbers in the widest vector register
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """The outputs out, lse and, if named, lse_low; lse, float32, is coarse for 16-bit inputs unless the problem returns it.
+    """The outputs out, lse and, if named, lse_low and out_wide, which is out in float32.
+
+    lse, float32, is coarse for 16-bit inputs unless the problem returns it.
 
     `first_batch` as in `tiled.forward`.
     """
@@ -74,6 +76,8 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         "out": embedded(out.transpose(1, 2), 1, rows, p.seqlen_q, 0.0),
         "lse": embedded(lse, 2, rows, p.seqlen_q, -math.inf),
     }
+    if "out_wide" in outputs:
+        made["out_wide"] = made["out"]
     if low is not None:
         made["lse_low"] = embedded(low, 2, rows, p.seqlen_q, 0.0)
     if p.returns_lse and q.dtype.itemsize == 2:
@@ -116,7 +120,13 @@ def _dtype(p: AttentionProblem) -> torch.dtype:
         return torch.float64
     if p.dtype is DType.FP32:
         return torch.float32
-    return torch.float32 if p.returns_lse and not mends(p) else torch.bfloat16 if p.dtype is DType.BF16 else torch.float16
+    return (
+        torch.float32
+        if widens(p) or (p.returns_lse and not mends(p))
+        else torch.bfloat16
+        if p.dtype is DType.BF16
+        else torch.float16
+    )
 
 
 def _attend(
@@ -155,7 +165,13 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     if p.dtype is not DType.FP32:  # delta of an out that was rounded to 16 bits would leave what cancels to that rounding
         if region.causal:  # the first row sees one key: with a score of 0 its probability is 1, and its part of dk 0, exactly
             q[:, :, 0] *= 0.0
-        out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale)
+        if "out_wide" in tensors:
+            out = heads_first(tensors["out_wide"], rows, dtype)
+            if region.causal:
+                lse = lse.clone()
+                lse[:, :, 0] *= 0.0
+        else:
+            out, lse = FLASH(q, k, v, 0.0, not region.full, scale=p.scale)
     dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, not region.full, scale=p.scale_value)
     if p.dtype is not DType.FP32 and region.causal:
         dq[:, :, 0] *= 0.0

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from flashtile.kernels.cpu import tiled, ways
+from flashtile.kernels.cpu.products import lse_dtype
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.predicate import PredicateSpec
 from flashtile.problem.score import ScoreSpec
 
 Tensors = dict[str, torch.Tensor]
-PER_ROW = ("lse", "lse_low", "dlse")  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)
+PER_ROW = ("lse", "lse_low", "dlse", "tlse", "tdlse")  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Item:
         """The item's part of a tensor: of a captured one and of what holds lengths, all of it."""
         if name in PER_ROW:
             return tensor[self.slab, :, self.rows]
-        part = {"q": self.rows, "out": self.rows, "k": self.keys, "v": self.keys}.get(name.removeprefix("d"))
+        part = {"q": self.rows, "out": self.rows, "k": self.keys, "v": self.keys}.get(name.removeprefix("t").removeprefix("d"))
         return tensor if part is None else tensor[self.slab, part]
 
 
@@ -85,7 +86,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], til
     """The outputs named; 0, and -inf in lse, in rows that belong to no item. tiles: of items too that PyTorch could compute."""
     q = tensors["q"]
     made = {"out": q.new_zeros((*q.shape[:3], p.head_dim_v))}
-    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=lse_dtype(p))
     if "lse_low" in outputs:
         made["lse_low"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
@@ -96,10 +97,32 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], til
 
 def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
     """The gradients named; 0 in rows that belong to no item. Those of captured tensors are summed over items, in order."""
-    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float32) for name in outputs}
+    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=lse_dtype(p)) for name in outputs}
     for item in items(p, tensors):
         module, _ = ways.backward_way(item.problem, "dlse" in tensors)
         _embed(item, made, _call(module.backward, item, tensors, outputs))
+    return made
+
+
+def tangent(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """tout and tlse; 0 in rows that belong to no item."""
+    from flashtile.kernels.cpu import tangent
+
+    q = tensors["q"]
+    made = {"tout": q.new_zeros((*q.shape[:3], p.head_dim_v))}
+    made["tlse"] = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(p))
+    for item in items(p, tensors):
+        _embed(item, made, _call(tangent.forward, item, tensors, outputs))
+    return made
+
+
+def second(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The derivatives of the gradients named, as `backward` has these."""
+    from flashtile.kernels.cpu import second
+
+    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float64) for name in outputs}
+    for item in items(p, tensors):
+        _embed(item, made, _call(second.backward, item, tensors, outputs))
     return made
 
 

@@ -49,8 +49,15 @@ def strict(p: AttentionProblem) -> bool:
     return p.dtype is DType.FP32 and (p.precision == "ieee" or (p.returns_lse and region_of(p).keys <= FEW_KEYS))
 
 
+def lse_dtype(p: AttentionProblem) -> torch.dtype:
+    """The dtype of lse."""
+    return torch.float64 if p.dtype is DType.FP64 else torch.float32
+
+
 def score_dtype(p: AttentionProblem) -> torch.dtype:
     """The dtype of scores and sums."""
+    if p.dtype is DType.FP64:
+        return torch.float64
     if p.dtype is not DType.FP32:
         return torch.float32
     region = region_of(p)
@@ -75,6 +82,7 @@ def product_dtype(p: AttentionProblem) -> torch.dtype:
     if (
         region.rows == 0
         or captured  # a gradient of single scores, or of sums that cancel: dp's 16 bits would show
+        or p.exact_delta  # formed of dp before it is rounded
         or p.dropout is not None  # fewer terms, each larger: so would those of what is kept
         or p.head_dim_v % NARROW_LENGTH
         or tiling_of(p, region).rows * p.group < NARROW_ROWS
@@ -88,6 +96,16 @@ def mends(p: AttentionProblem) -> bool:
     """Whether a 16-bit forward that returns lse is torch's, its lse mended, rather than tiles or float32 (`lse.py`)."""
     region = region_of(p)
     return region.rows > 0 and tiling_of(p, region).rows * p.group >= NARROW_ROWS and multiplies(p.dtype)
+
+
+# From so many keys on PyTorch's forward takes less time in float32, widened, than in 16 bits which are not multiplied faster:
+# 1 x 1024, 8 heads of 64, causal, fp16 176 ms, bf16 107, float32 90 to 105 (one core of an EPYC without AVX-512, torch 2.13.0).
+MANY_KEYS = 256
+
+
+def widens(p: AttentionProblem) -> bool:
+    """Whether PyTorch computes a 16-bit problem's forward in float32, so that its out, not rounded yet, serves the backward."""
+    return p.dtype is not DType.FP32 and region_of(p).keys >= MANY_KEYS and not multiplies(p.dtype)
 
 
 @cache

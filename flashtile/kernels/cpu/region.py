@@ -9,7 +9,6 @@ from itertools import pairwise
 
 from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.dtype import DType
 from flashtile.problem.mask import FULL, Band, key_range
 
 
@@ -148,6 +147,6 @@ class Tiling:
 
 def tiling_of(p: AttentionProblem, region: Region) -> Tiling:
     """Tiles of ROWS x WIDTH scores per item; where the rows are few, as in decoding, they are wider."""
-    rows = min(max(1, (ROWS if p.dtype is DType.FP32 else ROWS_16_BIT) // p.group), region.rows)
+    rows = min(max(1, (ROWS_16_BIT if p.dtype.is_narrow else ROWS) // p.group), region.rows)
     width = min(max(WIDTH, ELEMENTS // (p.group * rows)), region.keys)
     return Tiling(rows, width, p.group * rows * width)

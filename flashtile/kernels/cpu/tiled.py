@@ -23,6 +23,7 @@ from flashtile.kernels.cpu.products import (
     Scratch,
     dtypes_of_rows,
     headroom,
+    lse_dtype,
     product_dtype,
     score_dtype,
 )
@@ -40,7 +41,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
     `first_batch` is what modifiers take the first batch entry for.
     """
     out = tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))
-    lse = out.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=torch.float32)
+    lse = out.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=lse_dtype(p))
     made, sink = {"out": out, "lse": lse}, _sink(p, tensors)
     if sink is not None:
         lse.copy_(sink[:, None])  # what rows have that see nothing
@@ -59,7 +60,7 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
             last, most = None if sink is None else rows.per_head(sink), longest_k * reach.bound(q)
             values, sums = _attend(rows, modifiers, drop, scratch, reach, most, q, k, v, last)
             rows.of(out).copy_(rows.by_head(values))
-            rounded = sums.float()
+            rounded = sums.to(lse.dtype)
             rows.of(_column(lse)).copy_(rows.by_head(rounded))
             if "lse_low" in made:
                 low = torch.where(rounded.isfinite(), sums - rounded, 0.0)
@@ -134,10 +135,10 @@ def backward(
             wide, dtype = dtypes_of_rows(p, rows.first, rows.stop)
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
-            sums = p.dtype is not DType.FP32 and dtype is wide and not whole
+            sums = p.dtype.is_narrow and dtype is wide and not whole
             given = _load(p, rows, tensors, whole, sums, sink)
             cancels = whole and "dlse" not in tensors  # in a row of one key by itself
-            lone = None if cancels or p.dtype is DType.FP32 or p.sink is not None else rows.lone()
+            lone = None if cancels or not p.dtype.is_narrow or p.sink is not None else rows.lone()
             most = longest_k * reach.bound(given.scaled_q, given.dout)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
             total = torch.zeros_like(given.delta) if rough_lse and dq is not None and not whole else None

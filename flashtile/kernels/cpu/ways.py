@@ -19,7 +19,7 @@ LEAST_KEYS = 16  # beside a mask; `delegate.py` says what torch's flash attentio
 def delegates(p: AttentionProblem) -> bool:
     """Whether torch's flash attention knows this problem: `delegate.py` says what it does not know."""
     region = region_of(p)
-    if p.score or p.where or p.sink is not None or p.dropout is not None:
+    if p.score or p.where or p.sink is not None or p.dropout is not None or p.dtype is DType.FP64:
         return False
     if p.head_dim != p.head_dim_v or region.rows == 0 or region.keys == 1:  # of one key dq and dk are 0, and tiles make them so
         return False
@@ -29,9 +29,16 @@ def delegates(p: AttentionProblem) -> bool:
 def takes_mask(p: AttentionProblem) -> bool:
     """Whether torch's flash attention computes this 16-bit forward, if with a float32 mask: `masked.py` and `scored.py`."""
     region = region_of(p)
-    if p.dtype is DType.FP32 or p.where or p.sink is not None or p.dropout is not None:
+    if not p.dtype.is_narrow or p.where or p.sink is not None or p.dropout is not None:
         return False
     return p.head_dim == p.head_dim_v and region.rows > 0 and region.keys >= LEAST_KEYS
+
+
+def keeps_wide(p: AttentionProblem) -> bool:
+    """Whether the forward hands the backward its out in float32, for delta, which would compute it again otherwise."""
+    from flashtile.kernels.cpu.products import widens
+
+    return delegates(p) and widens(p)
 
 
 def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
@@ -49,7 +56,7 @@ def forward_way(p: AttentionProblem) -> tuple[ModuleType, str]:
         if not strict(p):
             return delegate, f"{DELEGATED}{PLAIN_SUMS}"
         return delegate, f"{DELEGATED} in fp64" if _few_keys(p) else f"{DELEGATED}, rows that few keys decide again"
-    if not p.returns_lse or _mends(p):
+    if not keeps_wide(p) and (not p.returns_lse or _mends(p)):
         return delegate, f"{DELEGATED} in {p.dtype}{otherwise}"
     return delegate, f"{DELEGATED}, {p.dtype} widened to fp32"
 

@@ -31,9 +31,10 @@ from flashtile.kernels.portable.tile import (
     make_tile,
     products,
     reads_bytes_and_joins,
+    tells_sizes,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -52,6 +53,7 @@ class TritonBackend:
     """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
 
     name = "triton"
+    passes: Passes = NO_PASSES
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons = unavailable(device, "matrix units")
@@ -64,6 +66,8 @@ class TritonBackend:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
+        if problem.dtype is DType.FP64:
+            reasons.append("dtype is fp64; supported are fp16, bf16 and fp32 (fp64 runs on the CPU)")
         reasons += uneven_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
@@ -240,7 +244,7 @@ def _call(
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     tile = make_tile(p, launch, which, slots, correction)
-    constants: tuple[tuple[str, Any], ...] = (("T", tile if score else replace(tile, lonely=False)),)
+    constants: tuple[tuple[str, Any], ...] = (("T", tile),)
     if score:
         constants += (("SCORE", chain(p, device, form_in(p, which))),)
     if "MASK" in kernel.arg_names:
@@ -404,6 +408,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if p.float32_grade else ()
-    count = 4 if p.float32_grade else 3 if p.shares_offset else 2
+    count = 4 if p.float32_grade or tells_sizes(p) else 3 if p.shares_offset else 2
     rows = Buffer("rows", (p.slabs, p.heads_q, count, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

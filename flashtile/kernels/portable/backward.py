@@ -44,9 +44,10 @@ WHOLE_PER_LEVEL = constexpr(2.0**-22)
 
 
 @jit
-def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
+def beyond_mean(dout, v, delta, rest, keep, factor, T: tl.constexpr):
     """The gradient of p, less its mean over the row: dp - delta, from parts of dout and v in either order.
 
+    rest: slip where T.exact, where T.lonely the size of what delta adds up (`rows.py`).
     Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
     Both may be ten times their difference, so of aligned parts neither dp's rounding nor delta's is let into it.
@@ -54,13 +55,13 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
     alone, or one that outweighs the others: plain PyTorch gets 0 there, and so do we where the two agree but for T.noise.
     """
     if T.parts and not T.cut:
-        dp, rest = product_and_rest(dout, v, T)
+        dp, low = product_and_rest(dout, v, T)
         if T.lone:
-            dp, rest = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
+            dp, low = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
         if T.dropout:
             factors = tl.where(keep, factor, 0.0)
-            return tl.fma(dp, factors, tl.zeros_like(dp) - delta) + tl.fma(rest, factors, tl.zeros_like(dp) - slip)
-        return (dp - delta) + (rest - slip)
+            return tl.fma(dp, factors, tl.zeros_like(dp) - delta) + tl.fma(low, factors, tl.zeros_like(dp) - rest)
+        return (dp - delta) + (low - rest)
     else:
         dp = product(dout, v, T)
         if T.lone:
@@ -69,8 +70,10 @@ def beyond_mean(dout, v, delta, slip, keep, factor, T: tl.constexpr):
             dp *= tl.where(keep, factor, 0.0)
         dp -= delta
         if T.exact:
-            dp -= slip
-        if T.noise > 0.0:
+            dp -= rest
+        if T.lonely:
+            dp = tl.where(tl.abs(dp) < rest * T.noise, 0.0, dp)
+        elif T.noise > 0.0:
             dp = tl.where(tl.abs(dp) < tl.abs(delta) * T.noise, 0.0, dp)
         return dp
 
@@ -229,8 +232,8 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
 def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
                score_args, grad_args, MASKED: tl.constexpr, FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
                CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to dq of a query tile; queries = (q, dout), in parts; row = (level, delta,
-    norm, slip) as columns.
+    """Add the key tile at `start` to dq of a query tile; queries = (q, dout), in parts; row = (level, delta, norm, slip, and
+    what `beyond_mean` calls rest) as columns.
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
     totals; the sum of p, where T.wide or not T.exact and FINDS). FINDS: it alone is formed, its first and last.
@@ -249,7 +252,7 @@ def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, pla
     k = aligned_parts(k, T)
     raw = score_product(queries[0], transposed(k, T), T)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    dp = beyond_mean(queries[1], transposed(aligned_parts(v, T), T), row[1], row[3], survives, place[4].factor, T)
+    dp = beyond_mean(queries[1], transposed(aligned_parts(v, T), T), row[1], row[4], survives, place[4].factor, T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0 and not FINDS:
         totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)
@@ -357,6 +360,9 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     index = row + tl.arange(0, BLOCK_Q)
     rows_ptr += rows_offset(item, head, strides[5], T)
     level, delta, norm, slip = load_rows(rows_ptr, strides[5], row, T)
+    size = slip
+    if T.lonely:
+        slip = tl.zeros_like(size)
     totals = tl.zeros([BLOCK_Q, WIDTH], WIDE)
     none = tl.zeros([BLOCK_Q], WIDE)
     off = (none, none, totals, none)
@@ -378,7 +384,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             slip = -load_dlse(dlse_ptr, strides[6], batch, head, item.first_q + index, index < item.q)
             mean = delta - slip
         off = (tl.where(sunk == 0.0, 0.0, -sunk * mean), off[1], totals, sunk)  # delta may be NaN where nothing is seen
-    row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
+    row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
     walk = (lo, full_lo, full_hi, hi, region[2], row, ends)
@@ -395,7 +401,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             norm, sunk = lacks, sunk * share
             found = (found[0] * share, found[1], found[2], found[3] * share)
             tl.store(rows_ptr + 2 * strides[5][2] + index, norm, mask=index < item.q)
-            row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
+            row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
     elif T.twice:
         _, _, found = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
                                 score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
@@ -417,9 +423,9 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             tl.store(rows_ptr + 3 * strides[5][2] + index, slip, mask=index < item.q)
         else:
             delta += excess
-            place_of_delta = index + strides[5][2] if T.offset else 2 * index + 1
+            place_of_delta = index + strides[5][2] if T.apart else 2 * index + 1
             tl.store(rows_ptr + place_of_delta, delta, mask=index < item.q)
-        row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None])
+        row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
     dq, totals, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
                                 score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
     if T.corrects:

@@ -309,8 +309,8 @@ def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch |
         return None
     if problem.where and which == "queries" and is_mended(problem):
         return None  # the dense problem's tile, walked twice, spills 1 KB a thread at head_dim 256
-    if problem.lengths.ragged and which == "keys" and max(padded(problem)) == 256:
-        return None  # the dense problem's tile, of 4 warps, spills 540 bytes a thread where items differ in length
+    if (problem.lengths.ragged or problem.exact_delta) and which == "keys" and max(padded(problem)) == 256:
+        return None  # the plain problem's tile, of 4 warps, spills 540 bytes a thread where items differ in length, 590 else
     tuned = tiles_of(device.target)
     own = tuned.get(family(problem, which))
     return tuned.get(plain_family(problem, which)) if own is None and not problem.score and room is None else own

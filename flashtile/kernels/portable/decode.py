@@ -1,7 +1,7 @@
 """Attention over a cache in pages: a tile of queries packed with the heads that share keys, parts of keys, and their sum.
 
 Parts begin at multiples of `split` keys, and are added up in order (Flash-Decoding's split and combine): what an item's sum
-looks like depends on the item alone.
+looks like depends on the item alone. A program forms a few parts, one after another: how many follows from the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
 from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.triton_glue.language import jit, tl
 
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
@@ -23,13 +24,16 @@ UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "rig
 @dataclass(frozen=True)
 class Packing:
     """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
-    page, keys of a part (0 for one pass).
+    page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
+    begins early.
     """
 
     heads: int
     chunks: int
     page: int
     split: int
+    parts: int
+    early: bool
 
 
 class Seat(NamedTuple):
@@ -106,22 +110,25 @@ def cache_tile(ptr, strides, table_ptr, table_strides, item, position, exists, h
 @jit(do_not_specialize=UNSPECIALIZED)
 def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, capacity, pages, left, right, extra,
                    PACK: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and one part of the keys.
+    """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and PARTS parts of the keys.
 
-    Grid (tiles, heads_kv * CHUNKS, parts). in_ptrs = (q, k pool, v pool, table or None, sink or None); out_ptrs = (out, lse),
-    or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others (parts, tokens, heads).
-    strides of q, k, v, table, out, sink; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
+    Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool, table or None, sink or None);
+    out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others
+    (parts, tokens, heads). strides of q, k, v, table, out, sink; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
     extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
     PAGE: tl.constexpr = PACK.page
     SPLIT: tl.constexpr = PACK.split
+    SPAN: tl.constexpr = PACK.split * PACK.parts
     TOKENS: tl.constexpr = T.block_q // HEADS
     BLOCK_K: tl.constexpr = T.block_k
     heads, scale = tl.num_programs(1) // CHUNKS * group, extra[2]
+    if PACK.early:
+        let_next()
     seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
-    head_kv, chunk, part = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2)
+    head_kv, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     packed = tl.arange(0, T.block_q)
     row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
     exists = (row < seat.span) & (member < group)
@@ -130,8 +137,8 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     band = (left, right, extra[1])
     lo, _, _, hi, ends = tiles_seen(seat.token, seat.q, seat.k, left, right, T.left, T.right, TOKENS, BLOCK_K, T)
     if SPLIT > 0:
-        lo = tl.maximum(lo, part * SPLIT)
-        hi = tl.minimum(hi, (part + 1) * SPLIT)
+        lo = tl.maximum(lo, tl.program_id(2) * SPAN)
+        hi = tl.minimum(hi, (tl.program_id(2) + 1) * SPAN)
     column = tl.arange(0, T.columns)
     q_at = seat.slab.to(tl.int64) * strides[0][0] + (seat.first_q + row).to(tl.int64) * strides[0][1]
     q_at += head.to(tl.int64) * strides[0][2]
@@ -140,6 +147,7 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
                      mask=counts[:, None] & (column < T.head_dim)[None, :], other=0.0)  # fmt: skip
     q = aligned_parts(q_tile, T)
     rows = empty_rows(T.block_q, T.columns_v, T)
+    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
     for start in tl.range(lo, hi, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
         there = (key >= ends[0]) & (key < tl.minimum(ends[1], hi))
@@ -154,45 +162,58 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
             v = zero_unseen(v, keep, 0)
         score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, extra[0], T, SCORE)
         rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE)
-    rows = scored(rows, T)
-    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
-    if SPLIT > 0:
-        if part * SPLIT < seat.k:
-            place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
-            value = tl.arange(0, T.columns_v)
-            tl.store(out_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :], rows.acc,
-                     mask=counts[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
-            tl.store(out_ptrs[1] + place, rows.top, mask=counts)
-            tl.store(out_ptrs[2] + place, rows.total, mask=counts)
-    else:
-        write(rows, out_ptrs, in_ptrs[4], strides[4], strides[5], seat, row, head, heads, seqlen_q, exists, counts, T)
+        if PACK.parts > 1:
+            ends_here = ((start + BLOCK_K) % SPLIT == 0) | (start + BLOCK_K >= hi)
+            if ends_here:
+                store_part(out_ptrs, rows, start // SPLIT, token, head, heads, counts, lengths[0], seqlen_q, batch, T)
+            rows = Rows(tl.where(ends_here, 0.0, rows.acc), tl.where(ends_here, float("-inf"), rows.top),
+                        tl.where(ends_here, 0.0, rows.total))  # fmt: skip
+    if PACK.parts == 1 and SPLIT > 0:
+        if tl.program_id(2) * SPLIT < seat.k:
+            store_part(out_ptrs, rows, tl.program_id(2), token, head, heads, counts, lengths[0], seqlen_q, batch, T)
+    if SPLIT == 0:
+        rows = scored(rows, T)
+        write(rows, out_ptrs, in_ptrs[4], strides[4], strides[5], seat, row, head, heads, seqlen_q, exists, counts, 0,
+              T.columns_v, T)  # fmt: skip
 
 
 @jit
-def write(
-    rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, T: tl.constexpr
-):
-    """out and lse of finished rows; 0 and -inf of those that do not count."""
+def store_part(part_ptrs, rows, part, token, head, heads, counts, cu_ptr, seqlen_q, batch, T: tl.constexpr):
+    """(acc, top, total) of one part, for the rows that count."""
+    rows = scored(rows, T)
+    place = (tl.cast(part, tl.int64) * tokens_of(cu_ptr, seqlen_q, batch) + token) * heads + head
+    value = tl.arange(0, T.columns_v)
+    tl.store(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :], rows.acc,
+             mask=counts[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
+    tl.store(part_ptrs[1] + place, rows.top, mask=counts)
+    tl.store(part_ptrs[2] + place, rows.total, mask=counts)
+
+
+@jit
+def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, first,
+          COLUMNS: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count."""
     if T.sink:
         sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
         rows = add_sink(rows, sink.to(rows.top.dtype), T)
     out, lse = finish(rows, T)
     out, lse = tl.where(counts[:, None], out, 0.0), tl.where(counts, lse, float("-inf"))
-    value = tl.arange(0, T.columns_v)
+    value = first + tl.arange(0, COLUMNS)
     at = seat.slab.to(tl.int64) * out_strides[0] + (seat.first_q + row).to(tl.int64) * out_strides[1]
     at += head.to(tl.int64) * out_strides[2]
     tl.store(out_ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(out_ptrs[0].dtype.element_ty),
              mask=exists[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
     lse_at = (seat.slab.to(tl.int64) * heads + head) * seqlen_q + seat.first_q + row
-    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists)
+    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists & (first == 0))
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
-def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, PACK: tl.constexpr,
-                   T: tl.constexpr):  # fmt: skip
-    """The sum of an item's parts, in order; parts behind its keys were never written, and are not read.
+def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
+                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The sum of an item's parts, PARTS at a time, in order; parts without a key in the band were never written, nor are read.
 
-    Grid (tiles, heads_kv * CHUNKS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of out, sink.
+    Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
+    out, sink.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
@@ -200,23 +221,29 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     TOKENS: tl.constexpr = T.block_q // HEADS
     heads = tl.num_programs(1) // CHUNKS * group
     seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
-    head_kv, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    head_kv, chunk, first = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2) * COLUMNS
     packed = tl.arange(0, T.block_q)
     row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
     exists = (row < seat.span) & (member < group)
     head = head_kv * group + tl.minimum(member, group - 1)
     counts = exists & (row < seat.q)
     token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
-    value = tl.arange(0, T.columns_v)
-    rows = empty_rows(T.block_q, T.columns_v, T)
-    for part in tl.range(0, tl.cdiv(seat.k, SPLIT)):
-        place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
-        top = tl.load(part_ptrs[1] + place, mask=counts, other=float("-inf"))
-        total = tl.load(part_ptrs[2] + place, mask=counts, other=0.0)
-        acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
-                      mask=counts[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
-        level = tl.maximum(rows.top, top)
+    value = first + tl.arange(0, COLUMNS)
+    lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.left, T.right, TOKENS, T.block_k, T)
+    rows = empty_rows(T.block_q, COLUMNS, T)
+    if PACK.early:
+        await_stream()
+    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = ((part >= lo // SPLIT) & (part * SPLIT < hi))[:, None] & counts[None, :]
+        place = (part.to(tl.int64)[:, None] * tokens_of(lengths[0], seqlen_q, batch) + token[None, :]) * heads + head[None, :]
+        top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
+        total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
+        acc = tl.load(part_ptrs[0] + place[:, :, None] * T.head_dim_v + value[None, None, :],
+                      mask=there[:, :, None] & (value < T.head_dim_v)[None, None, :], other=0.0)  # fmt: skip
+        level = tl.maximum(rows.top, tl.max(top, 0))
         pivot = tl.where(level == float("-inf"), 0.0, level)
-        old, new = exp(rows.top - pivot, T), exp(top - pivot, T)
-        rows = Rows(rows.acc * old[:, None] + acc * new[:, None], level, rows.total * old + total * new)
-    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, T)
+        old, new = exp(rows.top - pivot, T), exp(top - pivot[None, :], T)
+        acc = rows.acc * old[:, None] + tl.sum(acc * new[:, :, None], 0)
+        rows = Rows(acc, level, rows.total * old + tl.sum(total * new, 0))
+    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, first, COLUMNS, T)

@@ -11,12 +11,13 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta), where T.exact (maximum, delta, 1 / sum, slip), where T.offset
-    (lse, delta, 0, which the pass over queries replaces by what lse lacks).
+    (lse, delta, 0, which the pass over queries replaces by what lse lacks), where T.lonely (lse, delta, either, size).
 
     delta = sum(out * dout, head_dim_v) - dlse. Where T.exact the sum is formed in float64 and dlse left to slip = -dlse,
     which the pass over queries corrects. Where T.lone there is no sum. rows is float32 (batch, heads_q, 2 to 4, padded),
     padded to whole tiles by item, so that the passes load it unmasked and aligned; queries that do not exist or saw nothing get
-    +inf first, hence p = 0. lse and delta alternate, and lse counts in powers of two; the others lie in rows of their own.
+    +inf first, hence p = 0. lse and delta alternate, but lie in rows of their own where T.apart; unless T.exact or T.offset lse
+    counts in powers of two. size: the sum of the magnitudes that delta adds up.
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -26,10 +27,12 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(item.first_q + row, strides[1])
     WIDE: tl.constexpr = tl.float64 if T.exact else tl.float32
     COLUMNS: tl.constexpr = min(T.columns_v, 256)  # at a time: more would not fit into registers
-    wide_delta = tl.zeros([BLOCK_Q], WIDE)
+    wide_delta, size = tl.zeros([BLOCK_Q], WIDE), tl.zeros([BLOCK_Q], WIDE)
     END: tl.constexpr = T.columns_v
     for column in tl.static_range(0, END, COLUMNS):
-        wide_delta += row_products(out_head, dout_head, strides, item.q - row, column, COLUMNS, WIDE, T)
+        total, magnitudes = row_products(out_head, dout_head, strides, item.q - row, column, COLUMNS, WIDE, T)
+        wide_delta += total
+        size += magnitudes
     delta = wide_delta.to(tl.float32)
     if T.lone:
         delta = tl.zeros([BLOCK_Q], tl.float32)
@@ -53,10 +56,13 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
         delta -= dlse
         level = tl.load(in_ptrs[2] + per_head * seqlen_q + token, mask=here, other=float("-inf"))
         level = tl.where(level == float("-inf"), float("inf"), level)
-        if T.offset:
-            tl.store(rows + index, level, mask=written)
+        if T.apart:
+            tl.store(rows + index, level if T.offset else level * LOG2E, mask=written)
             tl.store(rows + index + strides[3][2], delta, mask=written)
-            tl.store(rows + index + 2 * strides[3][2], tl.zeros_like(delta), mask=written)
+            if T.offset:
+                tl.store(rows + index + 2 * strides[3][2], tl.zeros_like(delta), mask=written)
+            if T.lonely:
+                tl.store(rows + index + 3 * strides[3][2], size, mask=written)
         else:
             tl.store(rows + 2 * index, level * LOG2E, mask=written)
             tl.store(rows + 2 * index + 1, delta, mask=written)
@@ -74,12 +80,13 @@ def by_head(tile, head, item, unit, seqlen_q, heads, T: tl.constexpr):
 
 @jit
 def row_products(a_ptr, b_ptr, strides, end, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr):
-    """The sum over COLUMNS of head_dim_v, from FIRST on, of a * b, per row of a tile; in type WIDE."""
+    """The sums over COLUMNS of head_dim_v, from FIRST on, of a * b and of its magnitude, per row of a tile; in type WIDE."""
     BLOCK_Q: tl.constexpr = T.block_q
     WIDTH: tl.constexpr = T.head_dim_v - FIRST
     a = load_tile(a_ptr + FIRST * strides[0][3], strides[0], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
     b = load_tile(b_ptr + FIRST * strides[1][3], strides[1], 0, end, WIDTH, BLOCK_Q, COLUMNS, True)
-    return tl.sum(a.to(WIDE) * b.to(WIDE), 1)
+    products = a.to(WIDE) * b.to(WIDE)
+    return tl.sum(products, 1), tl.sum(tl.abs(products), 1)
 
 
 @jit
@@ -96,14 +103,15 @@ def load_dlse(ptr, strides, batch, head, token, here):
 def rows_offset(item, head, strides, T: tl.constexpr):
     """Elements from the start of `rows` to those of an item and head; strides of rows."""
     padded = first_padded(item, T).to(tl.int64)
-    if not (T.exact or T.offset):
+    if not T.apart:
         padded = 2 * padded
     return slab(item, T).to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + padded
 
 
 @jit
 def load_rows(rows_ptr, strides, start, T: tl.constexpr):
-    """(lse or maximum, delta, 1 / sum or what lse lacks or 1, slip or 0) of the queries from `start`, a multiple of block_q.
+    """(lse or maximum, delta, 1 / sum or what lse lacks or 1, slip or size or 0) of the queries from `start`, a multiple of
+    block_q.
 
     rows_ptr: those of an item and head; strides of rows.
     """
@@ -114,10 +122,15 @@ def load_rows(rows_ptr, strides, start, T: tl.constexpr):
         level, delta = tl.load(rows), tl.load(rows + strides[2])
         norm, slip = tl.load(rows + 2 * strides[2]), tl.load(rows + 3 * strides[2])
         return level, delta, norm, slip
-    elif T.offset:
+    elif T.apart:
         rows = rows_ptr + start + index
-        level, delta, lacks = tl.load(rows), tl.load(rows + strides[2]), tl.load(rows + 2 * strides[2])
-        return level, delta, lacks, tl.zeros_like(level)
+        level, delta = tl.load(rows), tl.load(rows + strides[2])
+        norm, size = tl.full(level.shape, 1.0, tl.float32), tl.zeros_like(level)
+        if T.offset:
+            norm = tl.load(rows + 2 * strides[2])
+        if T.lonely:
+            size = tl.load(rows + 3 * strides[2])
+        return level, delta, norm, size
     else:
         # The hint is what lets a thread's neighbouring rows come in one load: `start` counts a loop and carries none.
         rows = tl.multiple_of(rows_ptr + 2 * start, 16)

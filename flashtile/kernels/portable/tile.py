@@ -109,8 +109,16 @@ class Tile:
 
     @property
     def noise(self) -> float:
-        """What is smaller, of dp - delta in units of delta, is rounding and counts as 0; 0 where delta is not known so well."""
-        return 2.0**-40 if self.wide else 2.0**-18 if self.lonely else 0.0
+        """What is smaller, of dp - delta, is rounding and counts as 0; 0 where delta is not known so well.
+
+        In units of delta where `wide`, else of the sum of the magnitudes that delta adds up.
+        """
+        return 2.0**-40 if self.wide else 2.0**-20 if self.lonely else 0.0
+
+    @property
+    def apart(self) -> bool:
+        """What is known of queries lies in rows of its own; otherwise lse and delta alternate (`rows.py`)."""
+        return self.exact or self.offset or self.lonely
 
     @property
     def parts(self) -> bool:
@@ -179,7 +187,7 @@ def correction_of(problem: AttentionProblem, launch: Launch) -> Correction:
     Before: elements of captured tensors, which are added up in memory; small float64 problems whose masks may leave every
     query one key, at run time alone: plain PyTorch's dq and dk are 0 there; and small problems below float32's grade: where few
     keys decide a row, out is rounded by more than dp and delta differ by. Of large ones what is summed over a whole head is
-    corrected, and nothing else.
+    corrected, and nothing else, unless `exact_delta` asks for all of it.
     """
     mended = is_mended(problem)
     if not mended and (problem.lone or not (problem.float32_grade or sums_per_head(problem))):
@@ -191,12 +199,17 @@ def correction_of(problem: AttentionProblem, launch: Launch) -> Correction:
 
 def is_mended(problem: AttentionProblem) -> bool:
     """Whether delta is corrected before all else, though float32's grade is not asked for."""
-    return is_small(problem) and not problem.float32_grade
+    return problem.exact_delta or (is_small(problem) and not problem.float32_grade)
 
 
 def may_leave_one(problem: AttentionProblem) -> bool:
     """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
     return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
+
+
+def tells_sizes(problem: AttentionProblem) -> bool:
+    """Whether a backward knows, of each query, the sum of the magnitudes that delta adds up."""
+    return is_mended(problem) and (problem.exact_delta or may_leave_one(problem))
 
 
 def forms_captured(problem: AttentionProblem, which: Pass) -> bool:
@@ -271,7 +284,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         last_first=band.right is not None and which in ("forward", "queries"),
         adds_dq=which == "fused",
         correction=correction,
-        lonely=backward and is_mended(problem) and may_leave_one(problem),
+        lonely=backward and tells_sizes(problem),
         held=launch.held,
         ragged=lengths.ragged,
         varlen=lengths.varlen,

@@ -35,13 +35,12 @@ from flashtile.kernels.sm90.host.tile_forward import (
     make_queries_tile,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
-from flashtile.problem.dtype import DType
 from flashtile.problem.options import Variant
 from flashtile.triton_glue import language as _triton
 from flashtile.triton_glue.language import JitTuple
@@ -63,6 +62,7 @@ class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
+    passes: Passes = NO_PASSES
     repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
@@ -76,8 +76,8 @@ class HopperBackend:
             reasons.append(NO_TRITON)
         elif reason := gluon_refusal():
             return [reason]
-        if p.dtype is DType.FP32:
-            reasons.append("dtype is fp32; supported are fp16 and bf16")
+        if not p.dtype.is_narrow:
+            reasons.append(f"dtype is {p.dtype}; supported are fp16 and bf16")
         for name in ("head_dim", "head_dim_v"):
             size = getattr(p, name)
             if size > MAX_HEAD_DIM:
@@ -107,6 +107,8 @@ class HopperBackend:
                 f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
                 "which more would average"
             )
+        if p.exact_delta:
+            reasons.append("delta is to be exact; here it is of the rounded out, and no pass walks the keys before it is used")
         if p.sink is not None and p.sink.grad and is_small(p):
             reasons.append(
                 "the sink's gradient in a small problem is formed by the portable kernels: here delta is of the rounded out"

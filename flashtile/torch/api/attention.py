@@ -18,10 +18,8 @@ from flashtile.torch.call.describe import ARGUMENTS
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.execute.plain import is_traced
-from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import attend, prepare
-from flashtile.torch.routes.traced import autocast, is_plain
+from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 
 def attention(
@@ -45,7 +43,8 @@ def attention(
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
     q: (batch, seqlen_q, heads_q, head_dim); k: (batch, seqlen_k, heads_kv, head_dim);
-    v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16 or fp32, any strides; heads_q a multiple of heads_kv.
+    v: (batch, seqlen_k, heads_kv, head_dim_v); fp16, bf16, fp32 or, on the CPU, fp64, any strides; heads_q a
+        multiple of heads_kv.
     causal, window = (left, right), mask: which keys a query sees, together by `&`. Positions are aligned bottom-right:
         query i stands at i + seqlen_k - seqlen_q. Window distances are inclusive, None is unbounded. A mask is a `Band` or
         a predicate such as `Document(ids)`, or several joined by `&` and `|`.
@@ -59,7 +58,8 @@ def attention(
         looked at. Positions are aligned by what counts. Padded queries give out 0, lse -inf; gradients of padding are 0.
         Or which of them, bool (batch, seqlen): those that count are moved together first, at the price of a copy, and
         positions (causal, window, score, dropout) count them alone. `KeyPadding` hides keys where they stand instead.
-    return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q).
+    return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q); float64
+        beside float64.
     options: backend, backward variant, determinism, fp32 precision (`Options`).
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
@@ -68,7 +68,8 @@ def attention(
     which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
 
     Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
-    here can run, such as forward-mode differentiation; both before any launch.
+    here can run; both before any launch. On the CPU tangents (forward mode) and second derivatives are computed too, in
+    O(seqlen) memory; elsewhere they are refused so.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
@@ -78,8 +79,6 @@ def attention(
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
-            if not torch.compiler.is_compiling() and is_dual_level():
-                refuse_tangents("attention", "torch", zip("qkv", (q, k, v), strict=True))
             result = attention(
                 *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
                 dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse,

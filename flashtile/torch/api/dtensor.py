@@ -17,6 +17,7 @@ from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.context.attention import attention
 from flashtile.torch.context.context import Context
+from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.execute.packing import APART, KV, QKV, Packing
 from flashtile.torch.execute.plain import is_distributed
 from flashtile.torch.routes.operator import ATTENTION, dense_strides, spread
@@ -109,6 +110,7 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
     return out, joined(lse, (*rows[:-3], rows[-2], rows[-3]), {"batch": 0, "heads": lse.dim() - 2})
 
 
+@eagerly
 def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict[str, Any]) -> Any:
     """The same where one axis of the mesh shards positions: `flashtile.distributed.attention` over that axis."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -130,7 +132,7 @@ def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict
         if not isinstance(tensor, DTensor):
             _refuse("tensors of which one is none; q, k and v must all be")
         locals_.append(tensor.redistribute(mesh, placements).to_local(grad_placements=placements))
-    context = Context(mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]])
+    context = Context(mesh.get_group(axis))
     made = attention(*locals_, context=context, **{name: value for name, value in arguments.items() if value is not None})
     if not arguments.get("return_lse"):
         return DTensor.from_local(made, mesh, placements, run_check=False)

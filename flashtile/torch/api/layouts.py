@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashtile.errors import InvalidProblem, check_names
 from flashtile.problem.number import plain, told
 from flashtile.torch.api.dtensor import attend_watched
+from flashtile.torch.call.describe import Arguments
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
-from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.eager import attend, prepare
-from flashtile.torch.routes.traced import autocast, is_plain
+from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import Unpack
-
-    from flashtile.problem.dropout import Dropout
-    from flashtile.problem.mask import Band, Joined
-    from flashtile.problem.options import Options
-    from flashtile.problem.score import Score
-
-
-class Arguments(TypedDict, total=False):
-    """What every form of `attention` takes by name, with the meaning that it has there."""
-
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    mask: Band | Joined | None
-    score: Sequence[Score]
-    scale: float | None
-    sink: torch.Tensor | None
-    dropout: Dropout | None
-    return_lse: bool
-    options: Options | None
-
 
 NAMES = Arguments.__optional_keys__
 OF_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")

@@ -6,22 +6,21 @@ from typing import Any
 
 import torch
 
-from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported, check_names, renamed
-from flashtile.memory import Memory
-from flashtile.plan.buffers import cached_buffers
-from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import CachedProblem, Pages, default_split
+from flashtile.problem.cache import Pages, check_split
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
-from flashtile.problem.options import Options
-from flashtile.torch.cache.tensors import CALLED, check_pools, check_table, int32
-from flashtile.torch.call.describe import capture, make_problem
-from flashtile.torch.call.inputs import modifiers
+from flashtile.problem.options import DEFAULT, Options
+from flashtile.torch.cache.append import PAIR, check_pair, prepare
+from flashtile.torch.cache.gradient import attend_gathered
+from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
+from flashtile.torch.cache.tensors import CALLED, check_lengths, check_pools, check_table, int32, refuse_transforms
+from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
-from flashtile.torch.call.masks import call_mask, mask_of_call
-from flashtile.torch.execute.bound import Bound, device_of
-from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.call.masks import mask_of_call
+from flashtile.torch.execute.packing import APART
+from flashtile.torch.execute.plain import is_watched
+from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
     "q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "first_k", "append", "rotary", "causal", "window",
@@ -57,119 +56,78 @@ def attention_cached(
 
     Returns out, or (out, lse); out 0 and lse -inf (without a sink) where a query sees no key. What no query of an item sees,
     unused rows and pages among it, may hold NaN: it reaches nothing. Pages and lengths that point out of the pools raise
-    InvalidProblem on the CPU; on a GPU they are clamped into them. No gradients: NotSupported where one is wanted.
+    InvalidProblem on the CPU; on a GPU they are clamped into them. Nothing is cast, under autocast neither.
+
+    Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
+    gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
     if not changes.keys() <= {"score", "scale", "sink"}:
         check_names("attention_cached", changes, ARGUMENTS)
-    changes = {"causal": causal, "window": window, "mask": mask, "score": (), "scale": None, "sink": None, **changes}
     packed = cu_seqlens_q is not None
     check_pools(q, k_cache, v_cache, packed)
-    _refuse(q, k_cache, v_cache, append, changes["sink"])
-    used = int32("seqused_k", seqused_k, q)
-    cu_q = None if cu_seqlens_q is None else int32("cu_seqlens_q", cu_seqlens_q, q)
-    first = None if first_k is None else int32("first_k", first_k, q)
+    pair = None if append is None else check_pair(append, k_cache, v_cache, packed)
     if append is None and rotary is not None:
         raise InvalidProblem("rotary is given without append; rotate q by flashtile.ops.rotary.")
-    batch = len(cu_q) - 1 if cu_q is not None else q.shape[0]
+    cu_q = None if cu_seqlens_q is None else int32("cu_seqlens_q", cu_seqlens_q, q)
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     if batch < 0:
         raise InvalidProblem("cu_seqlens_q has 0 elements; it must have batch + 1.")
-    for name, tensor in (("seqused_k", used), ("first_k", first)):
-        if tensor is not None and len(tensor) != batch:
-            raise InvalidProblem(f"{name} has {len(tensor)} elements and the batch {batch} items; it must have {batch}.")
+    used = int32("seqused_k", seqused_k, q, batch)
+    first = None if first_k is None else int32("first_k", first_k, q, batch)
     pages = check_table(k_cache, page_table, batch, first is not None)
-    problem, options, captured = _describe((q, k_cache, v_cache), pages, used, cu_q, changes, options, return_lse)
-    split = plain(split)
-    wanted = CachedProblem(problem, pages, default_split(problem, pages) if split is None else split)
-    place = device_of(q.device)
-    plan = dispatch.plan_cached(wanted, place, options.backend)
-    if append is not None:
-        from flashtile.torch.cache.append import append_pair
+    options = DEFAULT if options is None else options
+    asked = {"causal": causal, "window": window, "mask": mask, "score": modifiers(changes.get("score", ()))}
+    asked |= {"scale": changes.get("scale"), "sink": changes.get("sink"), "return_lse": return_lse, "options": options}
+    text, floats, ints, captured, others = _write((q, k_cache, v_cache), pages, used, cu_q, asked)
+    chosen = -1 if split is None else check_split(plain(split), pages)
+    _refuse((q, k_cache, v_cache), pair, captured)
+    new = None
+    if pair is not None:
+        if pair[0].shape[0] != q.shape[0]:
+            raise InvalidProblem(
+                f"append's k has shape {tuple(pair[0].shape)} and q {tuple(q.shape)}; they must have as many "
+                f"{'tokens' if packed else 'items'}."
+            )
+        new = prepare(q, pair, k_cache, page_table, used, cu_q, rotary, options.backend)
+        if not is_watched(q, k_cache, v_cache):  # nothing is written for a call that fails
+            layout_of(q, k_cache, v_cache, page_table, first, [*captured, *others], chosen, text, floats, ints)
+            if q.device.type == "cpu":
+                slots_of(new.k, k_cache, page_table, used, cu_q, new.rotary_rows)
+                check_lengths(pages, new.used, first, page_table)
+        new.write(k_cache, v_cache)
+        q, used = new.q, new.used
+        others[-1] = used
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(pair or ()), *captured)):
+        pools = (k_cache.detach(), v_cache.detach())
+        return attend_gathered(q, pools, pages, page_table, used, first, cu_q, new, asked)
+    out, lse = attend(q, k_cache, v_cache, page_table, first, [*captured, *others], chosen, text, floats, ints)
+    return (out, lse) if return_lse else out
 
-        q, used = append_pair(q, append, k_cache, v_cache, page_table, used, cu_q, rotary, options.backend)
-    wide = q[None] if packed else q
-    tensors = {"q": wide, "k": k_cache, "v": v_cache, **captured, "seqused_k": used}
-    for name, tensor in (("cu_seqlens_q", cu_q), ("page_table", page_table), ("first_k", first)):
-        if tensor is not None:
-            tensors[name] = tensor
-    if q.device.type == "cpu":
-        _check_values(wanted, tensors)
-    inputs = {b.name: tensors[b.name] for b in cached_buffers(wanted) if b.role == "input"}
-    key = (wanted, options.backend, q.device, *((t.stride(), t.data_ptr() & 15) for t in inputs.values()))
-    bound = _BOUND.get(key)
-    if bound is None:
-        bound = _BOUND[key] = Bound(plan, inputs, q.device)
-    made = bound.run(inputs)
-    out, lse = (made["out"][0], made["lse"][0]) if packed else (made["out"], made["lse"])
-    return (out, lse) if problem.returns_lse else out
 
-
-_BOUND = Memory[Any, Bound](1024, "calls over caches")
-
-
-def _describe(
+def _write(
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: Pages, used: torch.Tensor, cu_q: torch.Tensor | None,
-    changes: dict[str, Any], options: Any, return_lse: Any,
-) -> tuple[AttentionProblem, Options, dict[str, torch.Tensor]]:  # fmt: skip
-    """(the problem as if pages lay side by side, options, captured tensors by their buffers' names)."""
-    causal, window, mask, score, scale, sink = changes.values()
-    q, batch = three[0], len(used)
-    wide = q if cu_q is None else q[None]
-    rows = (batch, pages.capacity) if cu_q is None else (1, batch * pages.capacity)
-    k, v = (t[:1, :1].expand(*rows, *t.shape[2:]) for t in three[1:])
+    asked: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What `routes/request.py` makes of the call, as if pages lay side by side. The last of the others is seqused_k."""
+    packed, batch = cu_q is not None, used.shape[0]
     lengths = {"seqused_k": used} if cu_q is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q, "seqused_k": used}
     given = Given(lengths, None, pages.capacity)
+    wide, k, v = (t[None] if packed else t for t in side_by_side(*three, pages, batch, packed))
     try:
-        mask = mask_of_call(mask, wide, k, True)
-        problem, options = make_problem(wide, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink)
+        check_tensors(wide, k, v, given)
+        return write(APART, wide, given, **{**asked, "mask": mask_of_call(asked["mask"], wide, k, True)})
     except InvalidProblem as error:
         raise renamed(error, CALLED) from None
-    tensors, _ = capture(modifiers(score), batch, q.shape[-2])
-    tensors += () if sink is None else (sink,)
-    if isinstance(mask, Joined):
-        tensors += call_mask(causal, window, mask, batch, q.shape[-2]).flat
-    names = [f"score.{i}.{j}" for i, spec in enumerate(problem.score) for j in range(len(spec.tensors))]
-    names += [] if sink is None else ["sink"]
-    names += [f"mask.{i}.{j}" for i, leaf in enumerate(problem.leaves) for j in range(len(leaf.tensors))]
-    return problem, options, dict(zip(names, tensors, strict=True))
 
 
-def _refuse(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, append: Any, sink: Any) -> None:
+def _refuse(three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pair: Any, captured: list[torch.Tensor]) -> None:
     """Raise NotSupported for who wants what a cached call has not."""
-    pair = tuple(append) if isinstance(append, (tuple, list)) else ()
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(("append's k", "append's v"), pair, strict=False))}
-    if is_traced(*(t for t in tensors.values() if isinstance(t, torch.Tensor))):
-        reason = "there is no operator of it for torch.compile, torch.func and dispatch modes yet; call it outside of them"
-        raise NotSupported("attention_cached within a graph", {"torch": [reason]})
-    if torch.is_grad_enabled():
-        named = {**tensors, "sink": sink}
-        wants = [name for name, t in named.items() if isinstance(t, torch.Tensor) and t.requires_grad]
-        if wants:
-            reason = (
-                f"{wants[0]} requires a gradient, and a cached call has none; call it under torch.no_grad(), or attend to "
-                "gathered keys: flashtile.attention(q, *cache.dense(), seqused_k=...)"
-            )
-            raise NotSupported("attention_cached", {"flashtile": [reason]})
-
-
-def _check_values(problem: CachedProblem, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise InvalidProblem for numbers without meaning, asked on the CPU alone, where looking costs nothing."""
-    p, pages = problem.attention, problem.pages
-    if "cu_seqlens_q" in tensors:
-        Given({"cu_seqlens_q": tensors["cu_seqlens_q"]}).check_values({"q": p.span_q})
-    used = tensors["seqused_k"].tolist()
-    firsts = tensors["first_k"].tolist() if pages.first else [0] * len(used)
-    for i, (first, end) in enumerate(zip(firsts, used, strict=True)):
-        if not 0 <= end <= pages.capacity:
-            raise InvalidProblem(
-                f"seqused_k[{i}] is {end}; it must be from 0 to {pages.capacity}, the rows of its {pages.columns} pages "
-                f"of {pages.page_size}."
-            )
-        if first < 0 or (first > end and end > 0):
-            raise InvalidProblem(f"first_k[{i}] is {first}; it must be from 0 to seqused_k[{i}], which is {end}.")
-        if pages.table and first < end:
-            entries = tensors["page_table"][i, first // pages.page_size : -(-end // pages.page_size)]
-            if bool(((entries < 0) | (entries >= pages.pages)).any()):
-                raise InvalidProblem(
-                    f"page_table[{i}] names page {int(entries[(entries < 0) | (entries >= pages.pages)][0])} among those "
-                    f"of its {end} rows; it must be from 0 to {pages.pages - 1}."
-                )
+    named = {**dict(zip(("q", "k_cache", "v_cache"), three, strict=True)), **dict(zip(PAIR, pair or (), strict=False))}
+    refuse_transforms("attention_cached", {**named, **{f"captured tensor {i}": t for i, t in enumerate(captured)}})
+    wants = [n for n in ("k_cache", "v_cache") if torch.is_grad_enabled() and named[n].requires_grad]
+    if wants:
+        reason = (
+            f"{wants[0]} requires a gradient, and a cache has none; call it under torch.no_grad(), or attend to gathered keys: "
+            "flashtile.attention(q, *cache.dense(), seqused_k=cache.seqused), less cache.first_k where there is one"
+        )
+        raise NotSupported("attention_cached", {"flashtile": [reason]})

@@ -9,7 +9,8 @@ import torch
 
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.tensors import check_pools, check_table, int32
+from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
+from flashtile.torch.execute.plain import is_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +29,20 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         check_pools(self.k, self.k, self.v, False, "k")
-        check_table(self.k, self.page_table, len(int32("seqused", self.seqused, self.k)), self.first_k is not None)
+        batch = self.k.shape[0] if self.page_table is None else len(self.page_table)
+        check_table(self.k, self.page_table, batch, False)
+        int32("seqused", self.seqused, self.k, batch)
+        if self.first_k is not None:
+            int32("first_k", self.first_k, self.k, batch)
 
     def append(
         self, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, rotary: Any = None,
         backend: str | None = None,
     ) -> PagedCache:  # fmt: skip
-        """The cache with k, v behind each item's rows: the pools are written in place, the lengths are new."""
+        """The cache with k, v behind each item's rows: the pools are written in place, the lengths are new.
+
+        rotary rotates k; its tables must have a row for each new key (`append_to_cache`).
+        """
         append_to_cache(
             k, v, self.k, self.v, self.page_table, seqused_k=self.seqused, cu_seqlens=cu_seqlens, rotary=rotary, backend=backend
         )
@@ -42,21 +50,21 @@ class PagedCache:
         return replace(self, seqused=self.seqused + added)
 
     def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
-        """`attention_cached` of q over it; arguments: those that say nothing of the cache."""
+        """`attention_cached` of q over it; arguments: those that say nothing of the cache. append=(k, v) leaves `seqused`."""
         return attention_cached(q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, **arguments)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) copied side by side, (batch, columns * page_size, heads_kv, head_dim), an item's first key in row 0.
 
-        Rows that are no keys are 0; entries of the table that belong to none are not followed.
+        Rows that are no keys are 0; entries of the table that belong to none are not followed. To attend to them say
+        seqused_k=cache.seqused, or, where there is a first_k, cache.seqused - cache.first_k. Lengths and pages that point out
+        of the pools raise InvalidProblem on the CPU; on a GPU they are clamped into them.
         """
-        pages = check_table(self.k, self.page_table, len(self.seqused), self.first_k is not None)
-        first = self.first_k[:, None] if self.first_k is not None else 0
-        row = torch.arange(pages.capacity, device=self.k.device)[None] + first
-        exists = row < self.seqused[:, None]
-        row = row.expand(exists.shape).where(exists, 0).long()
-        item = torch.arange(len(self.seqused), device=self.k.device)[:, None].expand(exists.shape)
-        page = item if self.page_table is None else self.page_table[item, row // pages.page_size].long()
-        page = page.where(exists, 0)
-        k, v = (t[page, row % pages.page_size].masked_fill(~exists[:, :, None, None], 0.0) for t in (self.k, self.v))
+        batch = len(self.seqused)
+        pages = check_table(self.k, self.page_table, batch, self.first_k is not None)
+        used = int32("seqused", self.seqused, self.k)
+        first = None if self.first_k is None else int32("first_k", self.first_k, self.k)
+        if self.k.device.type == "cpu" and not is_traced(self.k, used):
+            check_lengths(pages, used, first, self.page_table, "seqused")
+        k, v = gather((self.k, self.v), pages, self.page_table, used, first)
         return k, v

@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages
+from flashtile.torch.call.lengths import Given
 from flashtile.torch.execute.bound import DTYPES
+from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
+from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
+LEAST, MOST = -(2**31), 2**31 - 1
 CALLED = {"k": "k_cache", "v": "v_cache"}  # what errors of the dense problem call them
 
 
 def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q") -> None:
     """Raise InvalidProblem unless these are dense tensors of the right ranks, of one dtype and device."""
     for called, tensor in ((name, q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidProblem(f"{called} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+        check_kind(called, tensor)
         rank, meant = 4, "(pages, page_size, heads_kv, head_dim)"
         if called == name:
             rank, meant = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
@@ -59,12 +62,83 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
     return Pages(count, size, page_table.shape[1], True, first)
 
 
-def int32(name: str, tensor: Any, q: torch.Tensor) -> torch.Tensor:
-    """A tensor of lengths as kernels read it; InvalidProblem for what is none."""
+def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
+    """Raise NotSupported within torch.func's grad, vmap and the like, and for tangents."""
+    if not is_compiling() and transforms():
+        reason = "it has no rule for torch.func's transforms; call it outside of them"
+        raise NotSupported(f"{what} within torch.func", {"torch": [reason]})
+    if is_dual_level():
+        refuse_tangents(what, "autograd", tensors.items())
+
+
+def check_kind(name: str, tensor: Any) -> None:
+    """Raise InvalidProblem for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
+
+
+def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
+    """A tensor of lengths as kernels read it; InvalidProblem for what is none, or has not `size` elements, one an item."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be an int32 tensor.")
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be int32 of one axis.")
-    if tensor.device != q.device:
-        raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
+    if tensor.device != like.device:
+        raise InvalidProblem(f"{name} is on {tensor.device} and q is on {like.device}; they must be on one device.")
+    if size is not None and tensor.shape[0] != size:
+        raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and the batch {size} items; it must have {size}.")
+    if tensor.dtype is torch.int64:
+        if tensor.device.type == "cpu" and not is_traced(tensor) and bool((tensor.clamp(LEAST, MOST) != tensor).any()):
+            wide = tensor[tensor.clamp(LEAST, MOST) != tensor]
+            raise InvalidProblem(f"{name} holds {int(wide[0])}; it must be int32, from {LEAST} to {MOST}.")
+        tensor = tensor.clamp(LEAST, MOST)  # where nobody looks, what is too large stays too large
     return tensor.to(torch.int32).contiguous()
+
+
+def check_lengths(
+    pages: Pages, used: torch.Tensor, first: torch.Tensor | None, page_table: torch.Tensor | None, called: str = "seqused_k"
+) -> None:
+    """Raise InvalidProblem for numbers without meaning, asked on the CPU alone, where looking costs nothing."""
+    firsts = [0] * len(used) if first is None else first.tolist()
+    for i, (begin, end) in enumerate(zip(firsts, used.tolist(), strict=True)):
+        if not 0 <= end <= pages.capacity:
+            raise InvalidProblem(
+                f"{called}[{i}] is {end}; it must be from 0 to {pages.capacity}, the rows of its {pages.columns} pages "
+                f"of {pages.page_size}."
+            )
+        if begin < 0 or (begin > end and end > 0):
+            raise InvalidProblem(f"first_k[{i}] is {begin}; it must be from 0 to {called}[{i}], which is {end}.")
+        if page_table is not None and begin < end:
+            entries = page_table[i, begin // pages.page_size : -(-end // pages.page_size)]
+            if bool(((entries < 0) | (entries >= pages.pages)).any()):
+                raise InvalidProblem(
+                    f"page_table[{i}] names page {int(entries[(entries < 0) | (entries >= pages.pages)][0])} among those "
+                    f"of its {end} rows; it must be from 0 to {pages.pages - 1}."
+                )
+
+
+def check_starts(name: str, cu: torch.Tensor, tokens: int) -> None:
+    """Raise InvalidProblem for starts of packed items that are none, asked on the CPU alone."""
+    try:
+        Given({"cu_seqlens_q": cu}).check_values({"q": tokens})
+    except InvalidProblem as error:
+        raise renamed(error, {"cu_seqlens_q": name}) from None
+
+
+def gather(
+    pools: tuple[torch.Tensor, ...], pages: Pages, page_table: torch.Tensor | None, used: torch.Tensor,
+    first: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Of every pool (batch, capacity, heads_kv, head_dim), copied: an item's keys side by side, from row 0; zeros behind them.
+
+    Entries of the table that belong to no key are not followed.
+    """
+    row = torch.arange(pages.capacity, device=used.device)[None] + (0 if first is None else first[:, None])
+    exists = row < used[:, None].clamp(max=pages.capacity)
+    row = row.expand(exists.shape).where(exists, 0).long()
+    item = torch.arange(len(used), device=used.device)[:, None].expand(exists.shape)
+    page = item if page_table is None else page_table[item, row // pages.page_size].long()
+    page = page.where(exists, 0).clamp(0, pages.pages - 1)
+    return tuple(t[page, row % pages.page_size].masked_fill(~exists[:, :, None, None], 0.0) for t in pools)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dropout import Dropout
 from flashtile.problem.lengths import ALIKE
-from flashtile.problem.mask import Joined, make_mask
+from flashtile.problem.mask import Band, Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.predicate import check_ends
@@ -25,6 +26,20 @@ ARGUMENTS = (
     "q", "k", "v", "causal", "window", "mask", "score", "scale", "sink", "dropout", "seqused_q", "seqused_k", "return_lse",
     "options",
 )  # fmt: skip
+
+
+class Arguments(TypedDict, total=False):
+    """What every form of `attention` takes by name, with the meaning that it has there."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    mask: Band | Joined | None
+    score: Sequence[Score]
+    scale: float | None
+    sink: torch.Tensor | None
+    dropout: Dropout | None
+    return_lse: bool
+    options: Options | None
 
 
 def make_problem(
@@ -58,7 +73,7 @@ def make_problem(
         head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
         score=score_specs(score, q, batch), scale=scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
-        sink=sink_spec(sink, q), dropout=_chance(dropout, q),
+        sink=sink_spec(sink, q), dropout=_chance(dropout, q), exact_delta=options.delta == "exact",
     )  # fmt: skip
     return problem, options
 

@@ -28,11 +28,16 @@ class Order:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x (batch, seqlen, ...) with the tokens that count first."""
-        return _Move.apply(x, self.token, self.place)  # pyright: ignore[reportReturnType]
+        return _move(x, self.token, self.place)  # pyright: ignore[reportReturnType]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `gather`."""
-        return _Move.apply(x, self.place, self.token)  # pyright: ignore[reportReturnType]
+        return _move(x, self.place, self.token)  # pyright: ignore[reportReturnType]
+
+
+def _move(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> Any:
+    """x's tokens by a permutation. A compiler traces no Function with tangents; there is none to be had in its graphs."""
+    return (_Move if torch.compiler.is_compiling() else _Dual).apply(x, index, inverse)
 
 
 class _Move(torch.autograd.Function):
@@ -51,7 +56,20 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         index, inverse = ctx.saved_tensors
-        return _Move.apply(grads[0], inverse, index), None, None
+        return _move(grads[0], inverse, index), None, None
+
+
+class _Dual(_Move):
+    """The same with tangents."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> Any:
+        return _move(tangents[0], *ctx.saved_tensors)
 
 
 @dataclass(frozen=True)

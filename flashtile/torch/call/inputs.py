@@ -59,9 +59,11 @@ def check_sink(sink: Any, q: torch.Tensor) -> None:
 
 
 def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor, exact: bool = False) -> None:
-    if tensor.dtype not in DTYPES and (not exact or tensor.requires_grad or tensor.dtype not in DTYPE_NAMES):
+    real = tensor.dtype in DTYPES and (tensor.dtype is not torch.float64 or q.dtype is torch.float64)
+    if not real and (not exact or tensor.requires_grad or tensor.dtype not in DTYPE_NAMES):
+        wide = ", or float64 beside such a q"
         others = ", or without a gradient float64, bool, uint8, int8, int32 or int64" if exact else ""
-        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32{others}.")
+        raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32{wide}{others}.")
     if tensor.device != q.device:
         raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; they must be on one device.")
 
@@ -88,7 +90,7 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
             shape = tuple(tensor.shape[given is not None and given.varlen :])
             raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
         if tensor.dtype not in DTYPES:
-            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16 or float32.")
+            raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
         if tensor.device.type not in DEVICES:
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
         if tensor.dtype != q.dtype:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
 from flashtile.torch.context.context import Context
 
+Told = dict[str, str]
 _AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
 
 
-def agree(context: Context, call: dict[str, Any], error: Exception | None) -> None:
-    """Raise on every rank what any of them has against its call, or InvalidProblem where their calls differ."""
+def agree(context: Context, call: Told, error: Exception | None, values: Callable[[], Told] = dict) -> None:
+    """Raise on every rank what any of them has against its call, or InvalidProblem where their calls differ.
+
+    call: what decides what is exchanged. values: what numbers ranks must have alike besides, asked where ranks do agree.
+    """
     key = context, tuple(call.items())
     if context.check == "first" and error is None and key in _AGREED:
         return
     said: list[Any] = [None] * context.ranks
     told = error if error is None or isinstance(error, NotSupported) else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(said, (call, told), group=context.group)
+    own = {"check": context.check, "layout": context.layout, **call, **({} if error else values())}
+    with torch._C._DisableFuncTorch():  # within whose transforms tensors made here would have no memory
+        dist.all_gather_object(said, (own, told), group=context.group)
     if error is not None:
         raise error
     for rank, (_, other) in enumerate(said):
@@ -28,11 +36,11 @@ def agree(context: Context, call: dict[str, Any], error: Exception | None) -> No
             raise other
         if other is not None:
             raise InvalidProblem(f"rank {rank} refuses the call. {other}")
+    first: Told = said[0][0]
     for rank, (other, _) in enumerate(said):
-        for name, value in other.items():
-            if value != call[name]:
-                raise InvalidProblem(
-                    f"{name} is {call[name]} on rank {context.rank} and {value} on rank {rank}; ranks must call alike."
-                )
+        for name in (*first, *(name for name in other if name not in first)):
+            here, there = first.get(name, "not given"), other.get(name, "not given")
+            if here != there:
+                raise InvalidProblem(f"{name} is {here} on rank 0 and {there} on rank {rank}; ranks must call alike.")
     if context.check == "first":
         _AGREED[key] = None

@@ -11,21 +11,29 @@ from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.features.masks.prefix import Prefix
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import Band, Joined, Predicate
-from flashtile.problem.options import Options
+from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.score import Score
-from flashtile.torch.call.describe import ARGUMENTS, make_problem
-from flashtile.torch.call.inputs import check_sink, check_tensors, modifiers
+from flashtile.torch.call.describe import ARGUMENTS
+from flashtile.torch.call.dropout import check_dropout
+from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree
 from flashtile.torch.context.calls import call
 from flashtile.torch.context.collectives import Exchange, Gather, dealt, ordered
 from flashtile.torch.context.context import METHODS, Context, refusals
+from flashtile.torch.context.described import described, numbers
+from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
+from flashtile.torch.execute.plain import is_distributed, transforms
+from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
+from flashtile.torch.routes.eager import prepare
+from flashtile.torch.routes.traced import autocast
 
 
+@eagerly
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,24 +63,39 @@ def attention(
     seqused_q, seqused_k: of the whole, on every rank; both, and alike, unless the method is "ulysses".
 
     Every rank must call it alike, the backward included. Raises InvalidProblem and NotSupported, on every rank and before
-    anything of q, k or v is sent, for what one call or the calls together cannot mean, and for dropout.
+    anything of q, k or v is sent, for what one call or the calls together cannot mean, for dropout, and where ranks differ in
+    arguments, shapes, dtypes, options, or in what a tensor that they have alike holds; the latter on the CPU alone. A
+    gradient cannot be differentiated again.
     """
-    if unknown:
-        check_names("attention", unknown, (*ARGUMENTS, "context"))
-    if not isinstance(context, Context):
-        raise InvalidProblem(f"context is a {type(context).__name__}; it must be a flashtile.distributed.Context.")
+    check_context(context)
     error, want, method, used = None, None, "", None
     try:
-        used = _used(q, k, v, seqused_q, seqused_k)
-        want, method = _checked(q, k, v, context, causal, window, mask, modifiers(score), scale, sink, dropout, options)
+        if unknown:
+            check_names("attention", unknown, (*ARGUMENTS, "context"))
+        q, k, v = plain(q, k, v)
+        used = _used(q, k, v, seqused_q, seqused_k, context)
+        want, method = checked(
+            q, k, v, context, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, dropout=dropout,
+            options=options, return_lse=return_lse,
+        )  # fmt: skip
     except Exception as refused:  # whatever it is: the other ranks must not wait
         error = refused
-    agree(context, _described(q, k, v, want, method, return_lse, context), error)
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    told = described(want, method=method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
+    agree(context, told, error, lambda: numbers(want, q.shape[1], **lengths))
     assert want is not None
-    if context.ranks == 1:
-        method = "ulysses"
     if method == "ulysses":
-        return _ulysses(q, k, v, context, want, return_lse, used)
+        lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
+        made = by_heads(q, k, v, context, want, return_lse, lengths)
+    else:
+        made = by_positions(q, k, v, context, want, method, return_lse, used)
+    return made if return_lse else made[0]
+
+
+def by_positions(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, method: str, return_lse: bool, used: Any
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None), each rank of its own queries; of each item's first `used` tokens."""
     rows = None
     if used is not None:
         rows, keys = (
@@ -90,7 +113,7 @@ def attention(
     if rows is not None:
         out = out.where(rows[..., None, None], 0.0)
         lse = None if lse is None else lse.where(rows[:, None], -torch.inf)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
@@ -107,27 +130,28 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
 
 
-def _ulysses(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, used: Any
-) -> Any:
-    """Each rank attends its heads of the whole. Fewer heads of keys than ranks are sent to as many as need them."""
+def by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, lengths: dict[str, Any]
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): each rank attends its heads of the whole. Fewer heads of keys than ranks go to all that need them.
+
+    lengths: what a local call is told of the whole's.
+    """
     ranks, heads = context.ranks, q.shape[2] // context.ranks
     copies, wire = max(ranks // k.shape[2], 1), k.dtype
     if copies > 1:  # gradients of copies are summed, and travel, in float32
         k, v = (t.float().repeat_interleave(copies, 2) for t in (k, v))
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
     arguments = want.whole(context, slice(context.rank * heads, (context.rank + 1) * heads))
-    if used is not None:
-        arguments |= {"seqused_q": used, "seqused_k": used}
-    made = call(q, k, v, return_lse, **arguments)
+    made = call(q, k, v, return_lse, **arguments, **lengths)
     out, lse = made if return_lse else (made, None)
     out = Exchange.apply(dealt(out, context, 1), context, 1, 2)
     if lse is None:
-        return out
+        return out, None
     return out, Exchange.apply(dealt(lse, context, 2), context, 2, 1)
 
 
-def _used(q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any) -> Any:
+def _used(q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any, context: Context) -> Any:
     """How many tokens of each item count; None where all do."""
     if seqused_q is None and seqused_k is None:
         return None
@@ -144,33 +168,59 @@ def _used(q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any) -> Any:
     if seqused_q.dtype is torch.bool:
         raise NotSupported("attention over ranks", {"torch": ["seqused that is a mask with holes; give counts"]})
     given.check(q)
+    if q.device.type == "cpu":
+        given.check_values({"q": q.shape[1] * context.ranks})
     return given.tensors["seqused_q"]
 
 
-def _checked(
-    q: Any, k: Any, v: Any, context: Context, causal: Any, window: Any, mask: Any, score: Any, scale: Any, *rest: Any
-) -> tuple[Wanted, str]:
-    """What is asked for, and the method that does it. rest: sink, dropout, options."""
-    sink, dropout, options = rest
+def check_context(context: Any) -> None:
+    """Raise InvalidProblem for what is none: then there is nobody to agree with."""
+    if not isinstance(context, Context):
+        raise InvalidProblem(f"context is a {type(context).__name__}; it must be a flashtile.distributed.Context.")
+
+
+def plain(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """q, k, v as autocast wants them. Raises for what is no memory of this rank's."""
+    if is_distributed(q, k, v):
+        raise InvalidProblem("q, k and v hold a DTensor; give this rank's part, to_local(), or call flashtile.attention.")
+    reasons: list[str] = []
+    if transforms():
+        reasons.append("torch.func's transforms; torch.autograd differentiates it once, in reverse mode")
+    if any(isinstance(t, torch.Tensor) and t.device.type == "meta" for t in (q, k, v)):
+        reasons.append("tensors on meta; context.explain takes them")
+    if reasons:
+        raise NotSupported("attention over ranks", {"torch": reasons})
+    if is_dual_level():
+        refuse_tangents("attention over ranks", "torch", zip("qkv", (q, k, v), strict=True))
+    return autocast(q, k, v)
+
+
+def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wanted, str]:
+    """What is asked for, and the method that does it. given: the other arguments of `attention`."""
     check_tensors(q, k, v, None)
-    make_problem(q, k, v, scale=scale, options=options, causal=causal, window=window, mask=None, score=(), sink=None)
-    if sink is not None:
-        check_sink(sink, q)
-    ranks, reasons = context.ranks, list[str]()
+    score, mask, ranks = modifiers(given.pop("score")), given.pop("mask"), context.ranks
+    alone, _ = prepare(q, k, v, **{**given, "dropout": None})  # whatever backends have against it
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        alone.require_backward()
+    check_arguments(score, None, DEFAULT)
     for name, tensor in (("seqlen_q", q), ("seqlen_k", k)):
         check_length(context.layout, ranks, tensor.shape[1] * ranks, f"the whole's {name}")
-    if dropout is not None:
+    reasons: list[str] = []
+    if given["dropout"] is not None:
+        check_dropout(given["dropout"], q.device)
         reasons.append("dropout, whose bits depend on positions that kernels count from a call's own first query and head")
     if isinstance(mask, Joined) and mask.spec is not None:
         reasons.append("a mask with blocks, whose lists are of the whole; give it without")
-    want = wanted(causal, window, mask, score, scale, sink, options)
+    want = wanted(given["causal"], given["window"], mask, score, given["scale"], given["sink"], given["options"])
     _check_shapes(want, q, k, ranks)
     methods = METHODS[2:0:-1] + METHODS[3:] if context.method == "auto" else (context.method,)
-    against_all = {m: [*refusals(m, context.layout, q.shape[2], k.shape[2], ranks), *against(want, m)] for m in methods}
+    against_all = {
+        m: [*refusals(m, context.layout, q.shape[2], k.shape[2], ranks), *against(want, m, q.shape[1])] for m in methods
+    }
     method = next((m for m in methods if not against_all[m]), None)
     if reasons or method is None:
         raise NotSupported("attention over ranks", {"torch": reasons} if reasons else against_all)
-    return want, method
+    return want, "ulysses" if ranks == 1 else method
 
 
 def _check_shapes(want: Wanted, q: Any, k: Any, ranks: int) -> None:
@@ -190,20 +240,3 @@ def _check_shapes(want: Wanted, q: Any, k: Any, ranks: int) -> None:
                     f"{modifier.name}'s tensor has shape {tuple(tensor.shape)}; it must broadcast to {whole}: this rank's "
                     "queries, and all keys."
                 )
-
-
-def _described(q: Any, k: Any, v: Any, want: Wanted | None, method: str, return_lse: bool, context: Context) -> dict[str, Any]:
-    """What ranks must have in common, as plain values."""
-    found: dict[str, Any] = {"layout": context.layout, "method": method, "return_lse": return_lse}
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        found[name] = (tuple(tensor.shape), str(tensor.dtype)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-    grads = torch.is_grad_enabled()
-    found["the wish for gradients"] = grads and [bool(getattr(t, "requires_grad", False)) for t in (q, k, v)]
-    found["the mask"] = None if want is None else (want.band, [[_leaf(leaf) for leaf in term] for term in want.terms])
-    found["score"] = None if want is None else [(type(m).__name__, tuple(m.scalars())) for m in want.score]
-    found["scale"], found["sink"] = (None, None) if want is None else (want.scale, want.sink is not None)
-    return {name: str(value) for name, value in found.items()}
-
-
-def _leaf(leaf: Any) -> Any:
-    return (leaf.name, *leaf.scalars()) if hasattr(leaf, "scalars") else str(leaf)

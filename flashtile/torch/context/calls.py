@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from flashtile.torch.context.collectives import WHAT
+from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import attention
 
 
@@ -25,7 +27,7 @@ def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, **
         return attention(q, k.to(q.dtype), v.to(q.dtype), return_lse=return_lse, **arguments)
     made = attention(q, k.detach().to(q.dtype), v.detach().to(q.dtype), return_lse=return_lse, **arguments)
     out, lse = made if return_lse else (made, None)
-    out, lse = _WideKeys.apply(out, lse, q.detach(), k, v, arguments)
+    out, lse = _WideKeys.apply(out, lse, q, k, v, arguments)
     return (out, lse) if return_lse else out
 
 
@@ -49,4 +51,5 @@ class _WideKeys(torch.autograd.Function):
         made = [(t, g.to(t.dtype)) for t, g in ((out, dout), (lse, dlse)) if g is not None]
         asked = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([t for t, _ in made], asked, [g for _, g in made]) if made else [None] * len(asked))
-        return dout, dlse, None, *(next(found) if t.requires_grad else None for t in leaves), None
+        keys = tuple(next(found) if t.requires_grad else None for t in leaves)
+        return dout, dlse, None, *first_derivatives(WHAT, "torch", keys, ctx.saved_tensors, grads), None

@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.shards import gather_into, order
+from flashtile.torch.routes.derivatives import first_derivatives
+
+WHAT = "attention over ranks"
 
 
 class Gather(torch.autograd.Function):
@@ -34,7 +37,7 @@ class Gather(torch.autograd.Function):
         sent = parts.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group)
-        return received.sum(0).to(ctx.dtype), None
+        return *first_derivatives(WHAT, "torch", (received.sum(0).to(ctx.dtype),), grads), None
 
 
 class Exchange(torch.autograd.Function):
@@ -52,7 +55,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return exchanged(grads[0], *ctx.how), None, None, None, None
+        return *first_derivatives(WHAT, "torch", (exchanged(grads[0], *ctx.how),), grads), None, None, None, None
 
 
 def exchanged(tensor: torch.Tensor, context: Context, split: int, join: int) -> torch.Tensor:

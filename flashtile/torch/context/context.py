@@ -22,8 +22,9 @@ class Context:
         "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring.
     layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
         mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
-    check: "always" lets ranks agree about every call before anything else is sent; "first" does so once for each kind of call
-        and saves the host a round trip; a rank that then calls otherwise than the rest ends in torch's time-out.
+    check: "always" lets ranks agree about every call before anything else is sent: arguments, shapes, options, and, on the CPU,
+        what tensors hold that ranks have alike. "first" does so once for each kind of call and saves the host a round trip; a
+        rank that then calls otherwise than the rest ends in torch's time-out.
 
     Raises InvalidProblem for a mesh, method or layout that is none.
     """
@@ -51,6 +52,8 @@ class Context:
                 raise InvalidProblem(
                     f'context mesh has the axes {axes or self.mesh.ndim}; it must have one, as mesh["cp"] has.'
                 )
+        elif type(self.mesh) is type(_outside()) and self.mesh == _outside():
+            raise InvalidProblem("context mesh is a process group that this rank is no member of.")
         elif not (self.mesh is None or isinstance(self.mesh, dist.ProcessGroup)):
             raise InvalidProblem(
                 f"context mesh is {self.mesh!r}; it must be a DeviceMesh of one axis, a process group or None."
@@ -113,6 +116,13 @@ class Context:
             work = [sum(work)]
         lines.append(f"  the busiest rank has {max(work) * len(work) / max(sum(work), 1):.2f} times the mean of scores")
         return "\n".join(lines)
+
+
+def _outside() -> Any:
+    """What `torch.distributed.new_group` returns on ranks that are no members of the group."""
+    import torch.distributed as dist
+
+    return dist.GroupMember.NON_GROUP_MEMBER
 
 
 def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:

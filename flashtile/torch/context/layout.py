@@ -25,7 +25,7 @@ class Run:
     @property
     def keys(self) -> slice:
         """Where a tensor of the whole sequence has them."""
-        return slice(self.start, self.last + 1, self.step)
+        return slice(self.start, self.start + self.count * self.step, self.step)
 
 
 def grain(layout: str, ranks: int) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from flashtile.torch.context.calls import widens
-from flashtile.torch.context.collectives import Passing
+from flashtile.torch.context.collectives import WHAT, Passing
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece, pairs, runs
 from flashtile.torch.context.wanted import Wanted
+from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import attention
 
 
@@ -117,4 +118,5 @@ class _Ring(torch.autograd.Function):
             sums[-1] += (share * rest).sum((0, 2))
         dk, dv = dblock.split([k.shape[3], v.shape[3]], -1)
         made_of = [None if s is None else s.to(t.dtype) for t, s in zip(captured, sums, strict=True)]
-        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *made_of
+        found = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *made_of)
+        return None, *first_derivatives(WHAT, "torch", found, ctx.saved_tensors[:3], captured, grads)

@@ -8,29 +8,38 @@ import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem
+from flashtile.torch.context.agree import agree
 from flashtile.torch.context.context import Context
+from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
 
 
 def padded_length(seqlen: int, context: Context) -> int:
     """The least length, at least seqlen, that the ranks can share."""
+    _check_seqlen("seqlen", seqlen)
     part = grain(context.layout, context.ranks)
     return -(-seqlen // part) * part
 
 
-def position_ids(seqlen: int, context: Context, device: Any = None) -> torch.Tensor:
+def position_ids(seqlen: int, context: Context, device: Any = None, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """The positions, int64 (seqlen / ranks,), that this rank holds of a whole sequence, in its order; for rotary embeddings.
 
+    cu_seqlens: where the whole's packed documents begin, ints (documents + 1,): positions are then counted in each of them.
     Raises InvalidProblem for a length that the ranks cannot share.
     """
+    _check_seqlen("seqlen", seqlen)
     check_length(context.layout, context.ranks, seqlen)
-    return held(seqlen, context.layout, context.ranks, context.rank, device)
+    at = held(seqlen, context.layout, context.ranks, context.rank, device if cu_seqlens is None else cu_seqlens.device)
+    if cu_seqlens is None:
+        return at
+    starts = check_cu_seqlens(cu_seqlens)
+    return at - starts[torch.searchsorted(starts[1:], at, right=True)]
 
 
 def held(seqlen: int, layout: str, ranks: int, rank: int, device: Any = None) -> torch.Tensor:
     """The positions that a rank holds."""
-    own = [torch.arange(run.start, run.last + 1, run.step, device=device) for run in runs(layout, seqlen, ranks, rank)]
-    return torch.cat(own)
+    own = runs(layout, seqlen, ranks, rank)
+    return torch.cat([torch.arange(run.count, device=device) * run.step + run.start for run in own])
 
 
 def order(seqlen: int, layout: str, ranks: int, device: Any = None) -> torch.Tensor | None:
@@ -48,6 +57,7 @@ def shard(tensor: torch.Tensor, context: Context, dim: int = 1, pad: Any = None)
 
     Raises InvalidProblem for a length that the ranks cannot share, without pad.
     """
+    _check_dim(tensor, dim)
     seqlen = tensor.shape[dim]
     if pad is not None and (more := padded_length(seqlen, context) - seqlen):
         shape = list(tensor.shape)
@@ -57,19 +67,27 @@ def shard(tensor: torch.Tensor, context: Context, dim: int = 1, pad: Any = None)
     return tensor.index_select(dim, position_ids(seqlen, context, tensor.device))
 
 
+@eagerly
 def unshard(tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | None = None) -> torch.Tensor:
     """The whole of which every rank has a shard along `dim`, on every rank; without a gradient.
 
-    seqlen: its length before `shard` padded it.
+    seqlen: its length before `shard` padded it. Raises InvalidProblem, on every rank, where ranks call otherwise.
     """
-    ranks = context.ranks
-    check_length(context.layout, ranks, tensor.shape[dim] * ranks)
+    error, told = None, dict[str, str]()
+    try:
+        _check_dim(tensor, dim)
+        told = {"tensor": f"{tensor.dtype} {tuple(tensor.shape)}", "dim": str(dim), "seqlen": str(seqlen)}
+        padded = tensor.shape[dim] * context.ranks
+        check_length(context.layout, context.ranks, padded)
+        if seqlen is not None:
+            _check_seqlen("seqlen", seqlen)
+            if seqlen > padded:
+                raise InvalidProblem(f"seqlen is {seqlen}; it must be from 0 to {padded}, the padded length.")
+    except Exception as refused:  # the other ranks must not wait
+        error = refused
+    agree(context, told, error)
     whole = gathered(tensor.detach(), context, dim)
-    if seqlen is None:
-        return whole
-    if isinstance(seqlen, bool) or not 0 <= seqlen <= whole.shape[dim]:
-        raise InvalidProblem(f"seqlen is {seqlen!r}; it must be from 0 to {whole.shape[dim]}, the padded length.")
-    return whole.narrow(dim, 0, seqlen)
+    return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 
 
 def gathered(tensor: torch.Tensor, context: Context, dim: int) -> torch.Tensor:
@@ -96,6 +114,29 @@ def document_ids(cu_seqlens: torch.Tensor, context: Context, seqlen: int | None 
     cu_seqlens: where the whole packed sequence's documents begin, ints (documents + 1,), on every rank. seqlen: the padded
     length; padding behind the last document is a document of its own. Documents may span ranks.
     """
+    starts = check_cu_seqlens(cu_seqlens)
     total = padded_length(int(cu_seqlens[-1]), context) if seqlen is None else seqlen
     at = position_ids(total, context, cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous().to(torch.int64), at, right=True).to(torch.int32)
+    return torch.searchsorted(starts[1:], at, right=True).to(torch.int32)
+
+
+def check_cu_seqlens(cu_seqlens: Any) -> torch.Tensor:
+    """The same as int64. Raises InvalidProblem for what says no documents' beginnings."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise InvalidProblem(f"cu_seqlens is a {type(cu_seqlens).__name__}; it must be a torch.Tensor.")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool:
+        said = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise InvalidProblem(f"cu_seqlens is {said}; it must be ints (documents + 1,).")
+    return cu_seqlens.to(torch.int64).contiguous()
+
+
+def _check_dim(tensor: Any, dim: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidProblem(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor.")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise InvalidProblem(f"dim is {dim!r} and the tensor has {tensor.dim()} axes; it must be one of them.")
+
+
+def _check_seqlen(name: str, seqlen: Any) -> None:
+    if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 0:
+        raise InvalidProblem(f"{name} is {seqlen!r}; it must be an int, at least 0.")

@@ -144,9 +144,17 @@ def _any(terms: list[Any]) -> Any:
     return found
 
 
-def against(want: Wanted, method: str) -> list[str]:
-    """Why a method cannot do it."""
+def has_rows(modifier: Any, rows: int) -> bool:
+    """Whether it may have elements of this rank's queries alone, of which there are so many."""
+    bias = modifier.bias if isinstance(modifier, Bias) else None
+    return bias is not None and bias.dim() > 1 and (bias.shape[-2] > 1 or rows == 1)
+
+
+def against(want: Wanted, method: str, rows: int) -> list[str]:
+    """Why a method cannot do it, where a rank has so many queries."""
     reasons: list[str] = []
+    if method == "ring" and want.options is not None and want.options.delta == "exact":
+        reasons.append("delta='exact' forms delta of all of a row's keys, and a ring has one rank's at a time")
     for leaf in want.leaves:
         name = getattr(leaf, "name", type(leaf).__name__)
         if method == "ulysses":
@@ -159,6 +167,6 @@ def against(want: Wanted, method: str) -> list[str]:
             reasons.append(f"score modifier {modifier.name}, whose use of positions is not known")
         elif isinstance(modifier, Alibi) and method != "ulysses" and (want.band.right is None or want.band.right > 0):
             reasons.append("alibi without causal order; method 'ulysses' does it")
-        elif isinstance(modifier, Bias) and method == "ulysses" and modifier.bias.dim() > 1 and modifier.bias.shape[-2] > 1:
+        elif method == "ulysses" and has_rows(modifier, rows):
             reasons.append("a bias with an axis of queries, of which each rank has its rows; method 'allgather' does it")
     return reasons

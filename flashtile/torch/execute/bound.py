@@ -21,7 +21,7 @@ from flashtile.torch.execute.packing import PackedGradient
 from flashtile.torch.execute.replay import Allocation, HostReplay, Layout, Replay, laid
 from flashtile.triton_glue import language as _triton
 
-DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32}
+DTYPES = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float32: DType.FP32, torch.float64: DType.FP64}
 DEVICES = frozenset({"cpu", "cuda", "meta"})  # on meta there are shapes alone
 TORCH_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,

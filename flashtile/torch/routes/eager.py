@@ -26,7 +26,8 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import call_mask, mask_of_call
 from flashtile.torch.execute.prepared import PreparedCall, Tensors, alignment
 from flashtile.torch.execute.replay import addresses_of
-from flashtile.torch.routes.derivatives import each_gradient, first_derivatives, is_dual_level, is_mapped, refuse_tangents
+from flashtile.torch.routes.derivatives import each_gradient, is_dual_level, is_mapped
+from flashtile.torch.routes.functional import Prepared, gradients
 
 _CALLS = Memory[Any, PreparedCall](8192, "calls")  # by layouts
 
@@ -95,8 +96,6 @@ def prepare(
         captured += tuple(given.tensors[name] for name in call.problem.lengths.tensors)
         if q.device.type == "cpu":
             given.check_values({"q": call.problem.span_q, "k": call.problem.span_k})
-    if is_dual_level():
-        refuse_tangents(call.problem, call.plan.backend, zip(("q", "k", "v", *call.names), (q, k, v, *captured), strict=True))
     return call, captured
 
 
@@ -140,13 +139,13 @@ class _Attention(torch.autograd.Function):
         if mapped:
             each = partial(each_gradient, call.problem, call.plan.backend)
             return None, None, *each(lambda dout, dlse: call.gradients(saved, dout, dlse, needs), (dout, dlse))
-        if is_dual_level():
-            refuse_tangents(call.problem, call.plan.backend, (("dout", dout), ("dlse", dlse)))
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or is_dual_level()):
             return None, None, *call.gradients(saved, dout, dlse, needs)
-        with torch.no_grad():  # create_graph
-            given = call.gradients(saved, dout, dlse, needs)
-        return None, None, *first_derivatives(call.problem, call.plan.backend, given, saved, grads)
+        if dout is None and dlse is None:
+            return None, None, *(None for _ in needs)
+        count, end = len(call.packing.packs), len(saved) - len(call.kept)
+        made = gradients(Prepared(call, needs), (dout, dlse), saved[end:], saved[:count], saved[count:end])
+        return None, None, *made
 
 
 # What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.

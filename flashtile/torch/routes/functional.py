@@ -1,25 +1,109 @@
-"""The operators under torch.func: grad, vjp, vmap, and these of each other."""
+"""Attention as functions that PyTorch differentiates in every way, twice too, and the operators under torch.func.
+
+Three functions call each other's passes: `_Attention`, its gradients `_Backward`, and its tangents `_Tangent`. What a second
+derivative needs is `_Second`, which ends the chain: a third one is refused by name. Each takes what runs it, `_Asked` (the
+operators, with what they are asked) or `Prepared` (an eager call); the two have the same methods.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from flashtile.errors import NotSupported
-from flashtile.torch.routes.derivatives import ReverseMode
+from flashtile.torch.execute.directed import second_derivatives, tangents
+from flashtile.torch.execute.plain import transforms
+from flashtile.torch.execute.prepared import PreparedCall
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE
-from flashtile.torch.routes.operator import ATTENTION, BACKWARD, Maybe
+from flashtile.torch.routes.operator import ATTENTION, BACKWARD, SECOND, TANGENT, Maybe, below_autograd, spread
 from flashtile.torch.routes.request import read
 
-Asked = tuple[int, str, list[float], list[int]]
+Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of q
 
 
-class _Frozen:
-    """What an operator is asked besides tensors: one value to those who take arguments apart."""
+class _Asked:
+    """What the operators are asked besides tensors: one value to those who take arguments apart."""
 
-    def __init__(self, *asked: Any):
-        self.asked = asked
+    def __init__(self, wanted: int, text: str, *numbers: Any):
+        self.wanted, self.numbers = wanted, (text, *numbers)
+
+    def wanting(self, wanted: int) -> _Asked:
+        """The same, with gradients of other tensors: bit i says whether the i-th has one."""
+        return _Asked(wanted, *self.numbers)
+
+    def forward(self, given: Tensors) -> tuple[torch.Tensor, ...]:
+        q, k, v, *others = given
+        with _below():
+            return ATTENTION(q, k, v, others, self.wanted, *self.numbers)
+
+    def backward(self, arriving: Tensors, kept: Tensors, given: Tensors) -> list[torch.Tensor]:
+        q, k, v, *others = given
+        with _below():
+            return BACKWARD(*arriving, q, k, v, others, *kept, self.wanted, *self.numbers)
+
+    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, *others = given
+        with _below():
+            return TANGENT(q, k, v, others, _there(given, moved), self.wanted, *self.numbers)
+
+    def second(self, arriving: Tensors, given: Tensors, moved: Tensors) -> list[torch.Tensor]:
+        q, k, v, *others = given
+        with _below():
+            return SECOND(*arriving, q, k, v, others, _there(given, moved), self.wanted, *self.numbers)
+
+
+class Prepared:
+    """The same of an eager call. needs: which of its tensors have a gradient."""
+
+    def __init__(self, call: PreparedCall, needs: Sequence[bool]):
+        self.call, self.needs = call, tuple(needs)
+        self.wanted = sum(bool(need) << i for i, need in enumerate(self.needs))
+
+    def wanting(self, wanted: int) -> Prepared:
+        return Prepared(self.call, [bool(wanted >> i & 1) for i in range(len(self.needs))])
+
+    def split(self, tensors: Tensors) -> tuple[Any, list[Any]]:
+        """(packs, others)."""
+        count = len(self.call.packing.packs)
+        return tuple(tensors[:count]), list(tensors[3:])
+
+    def backward(self, arriving: Tensors, kept: Tensors, given: Tensors) -> list[torch.Tensor]:
+        packs, others = self.split(given)
+        with torch.no_grad():
+            saved, (dout, dlse) = (*packs, *others, *(t for t in kept if t is not None)), arriving
+            found = self.call.gradients(saved, dout, dlse, self.needs)
+        return self.wished(found, (*packs, *others))
+
+    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        packs, others = self.split(given)
+        with torch.no_grad():
+            return tangents(self.call, packs, others, [t for some in self.split(moved) for t in some])
+
+    def second(self, arriving: Tensors, given: Tensors, moved: Tensors) -> list[torch.Tensor]:
+        packs, others = self.split(given)
+        along = [t for some in self.split(moved) for t in some]
+        named: dict[str, Maybe] = dict(zip(("dout", "dlse", "tdout", "tdlse"), arriving, strict=True))
+        with torch.no_grad():
+            found = second_derivatives(self.call, packs, others, along, named, self.needs)
+        return self.wished(found, (*packs, *others))
+
+    def wished(self, found: Sequence[Maybe], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are needed; the gradient of what nothing depends on is zero."""
+        pairs = zip(found, inputs, self.needs, strict=True)
+        return [torch.zeros_like(t) if g is None else g for g, t, need in pairs if need]
+
+
+def _below() -> Any:
+    """Operators are run below autograd, which a Function stands for; or at the next of torch.func's levels."""
+    return nullcontext() if transforms() else below_autograd()
+
+
+def _there(given: Tensors, moved: Tensors) -> list[Maybe]:
+    """The tangents of those tensors that are there."""
+    return [t for tensor, t in zip(given, moved, strict=True) if tensor is not None]
 
 
 def requires_grad_below(tensor: torch.Tensor) -> bool:
@@ -35,59 +119,162 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
 
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
     """(out, lse, residual), as the operator gives them."""
-    return _Attention.apply(_Frozen(*asked), q, k, v, *others)
+    return _Attention.apply(_Asked(*asked), q, k, v, *others)
 
 
-class _Attention(ReverseMode):
-    """The operator, in the form that torch.func differentiates."""
+def gradients(runs: Any, arriving: Tensors, kept: Tensors, packs: Tensors, others: Tensors) -> Any:
+    """The gradients of packs and others, None where not wanted, differentiable. kept: out, lse and what else there is."""
+    out, lse, residual = (*kept, None)[:3]
+    made = _Backward.apply(runs, *arriving, out, lse, residual, *spread(packs), *others)
+    return _placed(runs, [*packs, *others], made)
+
+
+def _placed(runs: Any, given: Tensors, made: Any) -> list[Maybe]:
+    """Gradients in the places of the tensors that they belong to; the i-th of those that are there has the i-th bit."""
+    found, index, placed = iter(made), 0, list[Maybe]()
+    for tensor in given:
+        placed.append(next(found) if tensor is not None and runs.wanted >> index & 1 else None)
+        index += tensor is not None
+    return placed
+
+
+def _refuse(what: str, runs: Any, reason: str) -> NotSupported:
+    backend = runs.call.plan.backend if isinstance(runs, Prepared) else "torch.func"
+    return NotSupported(f"{what} of attention", {backend: [reason]})
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse, residual)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(frozen: _Frozen, q: torch.Tensor, k: Maybe, v: Maybe, *others: torch.Tensor) -> Any:
-        return ATTENTION(q, k, v, list(others), *frozen.asked)
+    def forward(runs: Any, *given: Maybe) -> Any:
+        return runs.forward(given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        frozen, *given = inputs
-        ctx.frozen, ctx.there = frozen, [t is not None for t in given]
+        ctx.runs = inputs[0]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(t for t in given if t is not None), *output)
+        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_forward(*inputs[1:], *output)
 
     @staticmethod
     def backward(ctx: Any, *arriving: Maybe) -> Any:
-        dout, dlse, _ = arriving
-        if dout is None and dlse is None:
-            return (None,) * (1 + len(ctx.there))
-        saved = iter(ctx.saved_tensors)
-        given = [next(saved) if there else None for there in ctx.there]
-        made = iter(_Backward.apply(ctx.frozen, dout, dlse, *saved, *given))
-        index, grads = 0, []
-        for there in ctx.there:
-            grads.append(next(made) if there and ctx.frozen.asked[0] >> index & 1 else None)
-            index += there
-        return None, *grads
+        *given, out, lse, residual = ctx.saved_tensors
+        if arriving[0] is None and arriving[1] is None:
+            return (None,) * (1 + len(given))
+        made = _Backward.apply(ctx.runs, *arriving[:2], out, lse, residual, *given)
+        return None, *_placed(ctx.runs, given, made)
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Maybe) -> Any:
+        *given, out, lse, residual = ctx.saved_tensors
+        tout, tlse = _Tangent.apply(ctx.runs, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
+        return tout, tlse, torch.zeros_like(residual)  # within vmap no output may be without
 
 
-class _Backward(ReverseMode):
-    """The operator of the gradients, which have none."""
+class _Backward(torch.autograd.Function):
+    """The gradients that are wanted, as a function of dout, dlse and the inputs; out and lse are functions of the latter."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        frozen: _Frozen, dout: Maybe, dlse: Maybe, out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor,
-        q: torch.Tensor, k: Maybe, v: Maybe, *others: torch.Tensor,
-    ) -> Any:  # fmt: skip
-        return tuple(BACKWARD(dout, dlse, q, k, v, list(others), out, lse, residual, *frozen.asked))
+    def forward(runs: Any, dout: Maybe, dlse: Maybe, out: Maybe, lse: Maybe, residual: Maybe, *given: Maybe) -> Any:
+        return tuple(runs.backward((dout, dlse), (out, lse, residual), given))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.runs = inputs[0]
+        ctx.set_materialize_grads(False)
+        kept = *inputs[1:3], *inputs[6:]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise NotSupported("the second derivative of attention", {"torch.func": ["gradients of gradients are not implemented"]})
+        dout, dlse, *given = ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * (6 + len(given))
+        moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
+        if any(ctx.needs_input_grad[6:]):
+            found = _Second.apply(ctx.runs, dout, dlse, None, None, *given, *moved)
+        if any(ctx.needs_input_grad[1:3]):
+            try:
+                tout, tlse = _Tangent.apply(ctx.runs, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
+            except NotSupported as error:  # it is no tangent that was asked for
+                raise NotSupported("the second derivative of attention", error.reasons) from None
+        arriving = None if dout is None else tout, None if dlse is None else tlse
+        second = _placed(ctx.runs, given, found) if found else [None] * len(given)
+        return None, *arriving, None, None, None, *second
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Maybe) -> Any:
+        dout, dlse, *given = ctx.saved_tensors
+        return _Second.apply(ctx.runs, dout, dlse, *moved[1:3], *given, *moved[6:])
+
+
+class _Tangent(torch.autograd.Function):
+    """The tangents of out and lse, as a function of the inputs and of their tangents."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(runs: Any, out: Maybe, lse: Maybe, residual: Maybe, *given: Maybe) -> Any:
+        count = len(given) // 2
+        return runs.tangent(given[:count], given[count:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.runs = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])  # for torch.func, which takes them apart before `jvp` refuses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        runs, (out, lse, residual, *rest) = ctx.runs, ctx.saved_tensors
+        given, moved = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        if grads[0] is None and grads[1] is None:
+            return (None,) * (4 + len(rest))
+        if out is None:
+            raise _refuse("the third derivative", runs, "derivatives of second derivatives are not implemented")
+        second = _placed(runs, given, _Second.apply(runs, *grads, None, None, *given, *moved))
+        bits, index = 0, 0
+        for tensor, tangent in zip(given, moved, strict=True):
+            bits |= (tangent is not None) << index
+            index += tensor is not None
+        linear = runs.wanting(bits)
+        first = _placed(linear, given, _Backward.apply(linear, *grads, out, lse, residual, *given))
+        return None, None, None, None, *second, *first
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        reason = "tangents of tangents are not implemented; use reverse mode over forward mode, or torch.func.hessian"
+        raise _refuse("forward-mode differentiation of forward-mode differentiation", ctx.runs, reason)
+
+
+class _Second(torch.autograd.Function):
+    """How the gradients that are wanted change along a direction; the end of the chain."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(runs: Any, dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, *given: Maybe) -> Any:
+        count = len(given) // 2
+        return tuple(runs.second((dout, dlse, tdout, tdlse), given[:count], given[count:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.runs = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        raise _refuse("the third derivative", ctx.runs, "derivatives of second derivatives are not implemented")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _refuse("the third derivative", ctx.runs, "derivatives of second derivatives are not implemented")
 
 
 # -- vmap -----------------------------------------------------------------------------------------------------------------
@@ -148,3 +335,16 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 torch.library.register_vmap(f"{NAMESPACE}::attention", _map_attention, lib=LIBRARY)
 torch.library.register_vmap(f"{NAMESPACE}::attention_backward", _map_backward, lib=LIBRARY)
+
+
+def _map_tangent(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return tuple(one_by_one(TANGENT, info.batch_size, in_dims, args)), (0, 0)
+
+
+def _map_second(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    made = one_by_one(SECOND, info.batch_size, in_dims, args)
+    return made, [0] * len(made)
+
+
+torch.library.register_vmap(f"{NAMESPACE}::attention_tangent", _map_tangent, lib=LIBRARY)
+torch.library.register_vmap(f"{NAMESPACE}::attention_second", _map_second, lib=LIBRARY)

@@ -12,13 +12,17 @@ from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.eager import attend, prepare
 from flashtile.torch.routes.traced import attend_traced
 
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqused_q: Any = None, seqused_k: Any = None, **rest: Any
-) -> Any:
-    """What `flashtile.attention` returns."""
-    given = None if seqused_q is None and seqused_k is None else given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
+    """What `flashtile.attention` returns; with cu_seqlens_q what `attention_varlen` does, of (1, total, heads, head_dim)."""
+    lengths = {name: arguments.pop(name) for name in LENGTHS if name in arguments}
+    given = given_lengths(**lengths)
     if is_traced(q, k, v):
-        return attend_traced(APART, (q, k, v), given, **rest)
-    call, others = prepare(q, k, v, given=given, **rest)
+        if given is None or not given.varlen:
+            return attend_traced(APART, (q, k, v), given, **arguments)
+        made = attend_traced(APART, (q[0], k[0], v[0]), given, **arguments)
+        return tuple(t[None] for t in made) if isinstance(made, tuple) else made[None]
+    call, others = prepare(q, k, v, given=given, **arguments)
     return attend(call, others, q, k, v)

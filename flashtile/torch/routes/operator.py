@@ -2,11 +2,13 @@
 
     flashtile::attention(q, k?, v?, others, wanted, text, floats, ints) -> (out, lse, residual)
     flashtile::attention_backward(dout?, dlse?, q, k?, v?, others, out, lse, residual, wanted, text, floats, ints) -> gradients
+    flashtile::attention_tangent(q, k?, v?, others, moved, wanted, text, floats, ints) -> tangents of (out, lse)
+    flashtile::attention_second(dout?, dlse?, tdout?, tdlse?, q, k?, v?, others, moved, wanted, ...) -> derivatives of gradients
 
 q, k, v as the caller has them: (batch, seqlen, heads, head_dim), of varlen (total, heads, head_dim), one or two packed tensors
 in their place. others, text, floats, ints: `request.py`. wanted: bit i says whether the i-th of q, k, v and others has a
-gradient. residual: what else the backward wants, of float32. out and the gradients of q, k, v have their
-axes in the order of q, k, v in memory, but head_dim innermost.
+gradient. moved: the tangents of q, k, v (those that are there) and others, None for zero. residual: what else the backward
+wants, of float32. out and the gradients of q, k, v have their axes in the order of q, k, v in memory, but head_dim innermost.
 
 Eager calls of plain tensors go by here: dispatch costs more than all else that the host does.
 """
@@ -23,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.memory import Memory
 from flashtile.torch.call.inputs import check_tensors
+from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
@@ -51,7 +54,7 @@ def run_forward(
     residual, lse = _residual(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
     if layout.varlen:
         out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
-    return _laid(out, layout.out_strides), lse, residual
+    return laid(out, layout.out_strides), lse, residual
 
 
 def run_backward(
@@ -75,9 +78,38 @@ def run_backward(
         if layout.needs[i]:
             grad = torch.zeros_like(tensor) if grad is None else grad
             if i < len(packs):
-                grad = _laid(grad[0] if layout.varlen else grad, layout.strides[i])
+                grad = laid(grad[0] if layout.varlen else grad, layout.strides[i])
             made.append(grad)
     return made
+
+
+def run_tangent(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], *asked: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        packs, rest = _resolved((q, k, v)), _resolved(others)
+        layout = _layout(packs, rest, *asked)
+        tout, tlse = tangents(layout.call, layout.slabs(packs), rest, layout.moved(moved))
+        tout, tlse = (tout[0], tlse[0]) if layout.varlen else (tout, tlse)
+        return laid(tout, layout.out_strides), tlse.contiguous()
+
+
+def run_second(
+    dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    moved: list[Maybe], *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    with torch.no_grad():
+        packs, rest = _resolved((q, k, v)), _resolved(others)
+        layout = _layout(packs, rest, *asked)
+        arriving = {"dout": dout, "dlse": dlse, "tdout": tdout, "tdlse": tdlse}
+        if layout.varlen:
+            arriving = {name: None if t is None else t[None] for name, t in arriving.items()}
+        found = second_derivatives(layout.call, layout.slabs(packs), rest, layout.moved(moved), arriving, layout.needs)
+        made: list[torch.Tensor] = []
+        for i, grad in enumerate(found):
+            if grad is not None:
+                made.append(laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
+        return made
 
 
 class _Layout:
@@ -100,6 +132,12 @@ class _Layout:
     def slabs(self, packs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """As plans want them: varlen has a first axis of one."""
         return tuple(t[None] for t in packs) if self.varlen else packs
+
+    def moved(self, tangents: list[Maybe]) -> list[Maybe]:
+        """Those of q, k, v likewise."""
+        count = len(self.strides)
+        packs = [None if t is None else t[None] for t in tangents[:count]] if self.varlen else tangents[:count]
+        return [*packs, *tangents[count:]]
 
 
 _LAYOUTS = Memory[Any, _Layout](8192, "traced calls")
@@ -175,7 +213,7 @@ def dense_strides(shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor with these strides: itself, or where a plan laid it otherwise a copy."""
     if tensor.stride() == strides:
         return tensor
@@ -195,7 +233,7 @@ def fake_forward(
     like = _queries(packing, request, packs)
     shape = (*like.shape[:-1], packing.unpack(_slabs(request, packs))["v"].shape[-1])
     rows = (*shape[:-3], shape[-2], shape[-3])
-    lse = q.new_empty(rows, dtype=torch.float32)
+    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
     residual = q.new_empty(residual_shape(rows, q.dtype), dtype=torch.float32)
     return q.new_empty_strided(shape, dense_strides(shape, like)), lse, residual
 
@@ -215,6 +253,19 @@ def fake_backward(
                 else tensor.new_empty(tensor.shape)
             )
     return made
+
+
+def fake_tangent(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], *asked: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fake_forward(q, k, v, others, *asked)[:2]
+
+
+def fake_second(
+    dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    moved: list[Maybe], *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    return fake_backward(dout, dlse, q, k, v, others, q, q, q, *asked)
 
 
 def _check_sizes(
@@ -322,6 +373,11 @@ ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run
 BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
     run_backward, fake_backward, record_gradients,
+)  # fmt: skip
+TANGENT = define(f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor)", run_tangent, fake_tangent)
+SECOND = define(
+    f"attention_second(Tensor? dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, {GIVEN}Tensor?[] moved, {ASKED}) -> Tensor[]",
+    run_second, fake_second,
 )  # fmt: skip
 
 

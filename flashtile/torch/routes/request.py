@@ -57,6 +57,8 @@ def write(
         f"options={options.backend or ''},{options.backward},{options.deterministic},{options.precision}",
         f"lse={int(return_lse)}",
     ]
+    if options.delta == "exact":
+        parts.append("exact_delta")
     if packing is QKV:
         parts.append("packing=qkv")
     elif packing is KV:
@@ -72,7 +74,7 @@ def write(
         scalars, tensors = modifier.scalars(), modifier.tensors(batch, heads_q)
         check_modifier(modifier, scalars, tensors, q)
         kinds.append(f"{modifier.name}:{len(scalars)}:{len(tensors)}")
-        floats += map(plain, scalars)
+        floats += [plain(scalar) for scalar in scalars]  # no map: the compiler of PyTorch 2.11 adds none to a list
         captured += tensors
     if kinds:
         parts.append("score=" + "+".join(kinds))
@@ -137,7 +139,8 @@ class Request:
         self.parts = parts
         backend, backward, deterministic, precision = parts["options"].split(",")
         asked = {"True": True, "False": False, "None": None}[deterministic]
-        self.options = Options(backend or None, backward, asked, precision)  # pyright: ignore[reportArgumentType]
+        delta = "exact" if "exact_delta" in parts else "rounded"
+        self.options = Options(backend or None, backward, asked, precision, delta)  # pyright: ignore[reportArgumentType]
         self.score = [_counted(kind) for kind in parts["score"].split("+")] if "score" in parts else []
         self.captured = sum(tensors for *_, tensors in self.score) + ("sink" in parts)  # tensors that may have a gradient
         terms = parts["where"].split("|") if "where" in parts else []
@@ -214,6 +217,7 @@ class Request:
             head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band, score=score, scale=scale,
             precision=self.options.precision, deterministic=bool(self.options.deterministic),
             returns_lse=self.parts["lse"] == "1", sink=sink, dropout=dropout, lengths=lengths, where=where, blocks=blocks,
+            exact_delta=self.options.delta == "exact",
         )  # fmt: skip
         return Named(problem, self.options, packing, given)
 

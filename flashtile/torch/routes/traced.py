@@ -11,6 +11,8 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import autocasts, is_compiling, is_watched, transforms
+from flashtile.torch.execute.plain import is_traced as watched_or_transformed
+from flashtile.torch.routes.derivatives import is_dual_level
 from flashtile.torch.routes.functional import attend_transformed, requires_grad_below
 from flashtile.torch.routes.operator import ATTENTION, spread
 from flashtile.torch.routes.request import write
@@ -18,7 +20,12 @@ from flashtile.torch.routes.request import write
 
 def is_plain(*packs: Any) -> bool:
     """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
-    return not (is_watched(*packs) or autocasts() or transforms())
+    return not (is_watched(*packs) or autocasts() or transforms() or is_dual_level())
+
+
+def is_traced(*packs: Any) -> bool:
+    """Whether a call goes to the operators, or to the functions around them that know tangents."""
+    return watched_or_transformed(*packs) or is_dual_level()
 
 
 def autocast(*packs: Any) -> tuple[Any, ...]:
@@ -40,7 +47,7 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
     if given is not None:
         arguments["mask"] = mask_of_call(arguments.get("mask"), parts["q"], parts["k"], True)
     text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
-    transformed, wanted = not is_compiling() and transforms(), 0
+    transformed, wanted = not is_compiling() and (transforms() or is_dual_level()), 0
     if torch.is_grad_enabled():
         for i, tensor in enumerate((*packs, *captured)):
             if tensor.requires_grad or (transformed and requires_grad_below(tensor)):

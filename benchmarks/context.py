@@ -1,0 +1,230 @@
+"""Attention over ranks beside one GPU: how much of n GPUs' speed n ranks reach, and beside torch's context_parallel.
+
+python -m benchmarks.context --ranks 2                       starts two processes of this host
+torchrun --nproc_per_node 2 -m benchmarks.context            joins those that there are
+
+Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
+every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
+zigzag. torch's SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it knows no window. Errors of
+out, dq, dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
+process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+import flashtile
+from benchmarks.record import Record, at_least_one, machine, options, sized
+from flashtile.distributed import Context, attention, shard, unshard
+
+REPEATS, CHECKED = 4, 4096
+WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
+METHODS = ("ulysses", "allgather", "ring")
+TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
+PROVIDERS = (*METHODS, *TORCH)
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = tuple[torch.Tensor, ...]
+Step = Callable[[], Tensors]
+
+
+def inputs(shape: str, seqlen: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """q, k, v and the gradient of out, alike on every rank. shape: batch x heads_q x heads_kv x head_dim."""
+    batch, heads, heads_kv, head_dim = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(0)
+    return tuple(
+        torch.randn(batch, seqlen, n, head_dim, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        for n in (heads, heads_kv, heads_kv, heads)
+    )
+
+
+def step(call: Callable[..., torch.Tensor], leaves: Tensors, dout: torch.Tensor) -> Step:
+    """Forward and backward of `call`: (out, dq, dk, dv)."""
+
+    def run() -> Tensors:
+        out = call(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return run
+
+
+@contextmanager
+def made(name: str, given: Tensors, window: tuple[int, int] | None) -> Generator[Step]:
+    """A provider's step with this rank's shards in zigzag."""
+    if name not in TORCH:
+        context = Context(method=name, layout="zigzag", check="first")  # pyright: ignore[reportArgumentType]
+        *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
+        yield step(lambda *qkv: attention(*qkv, context=context, causal=True, window=window), tuple(leaves), dout)
+        return
+    if window is not None:
+        raise NotImplementedError("torch's context_parallel knows no window")
+    home = importlib.import_module("torch.distributed.tensor.experimental._attention")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _, rotate, backend = name.split()
+    home.set_rotate_method(rotate)
+    group = given[0].shape[2] // given[1].shape[2]
+    buffers = [t.repeat_interleave(group if i in (1, 2) else 1, 2).transpose(1, 2).contiguous() for i, t in enumerate(given)]
+    mesh = init_device_mesh(given[0].device.type, (dist.get_world_size(),))
+    kernel = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
+    with home.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)):
+        leaves = tuple(t.requires_grad_() for t in buffers[:3])
+        run = step(lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True), leaves, buffers[3])
+
+        def in_our_layout() -> Tensors:
+            out, dq, *rest = (t.transpose(1, 2) for t in run())
+            return out, dq, *(t.unflatten(2, (-1, group)).sum(3) for t in rest)
+
+        with sdpa_kernel(kernel):
+            yield in_our_layout
+
+
+def timed(run: Step, device: torch.device) -> float:
+    """Milliseconds of a step on this rank."""
+    run()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        run()
+    wait(device)
+    return (time.perf_counter() - began) / REPEATS * 1e3
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' numbers."""
+    told = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return float(told)
+
+
+def alone(given: Tensors, window: tuple[int, int] | None, **how: Any) -> Step:
+    """One process's step with the whole sequence."""
+    leaves = tuple(t.detach().requires_grad_() for t in given[:3])
+    return step(lambda *qkv: flashtile.attention(*qkv, causal=True, window=window, **how), leaves, given[3])
+
+
+def errors(name: str, given: Tensors, window: tuple[int, int] | None) -> dict[str, float]:
+    """Relative RMS of a provider, and of one process, against one process's float32."""
+    true = alone(tuple(t.float() for t in given), window, options=flashtile.Options(precision="ieee"))()
+    with made(name, given, window) as run:
+        ours = [unshard(t.contiguous(), Context(layout="zigzag")) for t in run()]
+    found: dict[str, float] = {}
+    for prefix, tensors in (("error", ours), ("error_of_one", alone(given, window)())):
+        for of, mine, exact in zip(NAMES, tensors, true, strict=True):
+            found[f"{prefix}_{of}"] = float((mine.double() - exact.double()).norm() / exact.double().norm())
+    for of in NAMES:
+        ours_of, ones = found[f"error_{of}"], found[f"error_of_one_{of}"]
+        if not ours_of <= WRONG * ones + 1e-6:
+            raise ValueError(f"{of} is wrong: relative RMS {ours_of:.3g}, one process's {ones:.3g}")
+    return found
+
+
+def measure(names: list[str], given: Tensors, window: tuple[int, int] | None, rounds: int) -> dict[str, dict[str, float]]:
+    """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
+    device, whole = given[0].device, alone(given, window)
+    one: list[float] = []
+    many: dict[str, list[float]] = {name: [] for name in names}
+    peak = dict.fromkeys(names, 0.0)
+    for _ in range(rounds):
+        dist.barrier()
+        one.append(slowest(timed(whole, device) if dist.get_rank() == 0 else 0.0, device))
+        for name in names:
+            with made(name, given, window) as run:
+                dist.barrier()
+                before = 0
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                    before = torch.cuda.memory_allocated(device)
+                many[name].append(slowest(timed(run, device), device))
+                if device.type == "cuda":
+                    peak[name] = slowest(torch.cuda.max_memory_allocated(device) - before, device)
+    first, ranks = median(one), dist.get_world_size()
+    return {
+        name: {
+            "one_ms": first,
+            "ranks_ms": median(times),
+            "efficiency": first / (ranks * median(times)),
+            "peak_bytes": peak[name],
+        }
+        for name, times in many.items()
+    }
+
+
+def rank_main(rank: int, ranks: int, chosen: Any, meet: str | None) -> None:
+    """What every rank does; the first writes the rows."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif ranks > 1:
+        torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=meet, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit)) if rank == 0 else None
+    dtype = getattr(torch, chosen.dtype)
+    for seqlen in chosen.seqlens:
+        short, given = (inputs(chosen.shape, n, dtype, device) for n in (min(seqlen, CHECKED), seqlen))
+        for window in (None, *((n, 0) for n in chosen.windows)):
+            about = {"ranks": ranks, "shape": chosen.shape, "dtype": chosen.dtype, "seqlen": seqlen}
+            about["window"] = "" if window is None else window[0]
+            right: dict[str, dict[str, float]] = {}
+            for name in chosen.providers:
+                try:
+                    right[name] = errors(name, short, window)
+                except Exception as error:  # all ranks meet it alike, or end in a time-out
+                    if record is not None:
+                        record.fail(error, provider=name, **about)
+            for name, found in measure(list(right), given, window, chosen.rounds).items():
+                if record is not None:
+                    row = {"provider": name, **about, **found, **right[name]}
+                    record.add(row)
+                    print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
+    if record is not None and record.end():
+        raise SystemExit(1)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=at_least_one, default=2, help="processes to start, without torchrun")
+    parser.add_argument("--seqlens", nargs="+", type=at_least_one, default=[16384, 65536, 131072], help="of the whole sequence")
+    parser.add_argument("--shape", type=sized(4), default="1x32x8x128", help="batch x heads of q x heads of k x head_dim")
+    parser.add_argument("--windows", nargs="*", type=at_least_one, default=[], help="also with windows of so many keys")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--rounds", type=at_least_one, default=5)
+    options(parser, "bench-output/context.csv", 600)
+    chosen = parser.parse_args()
+    if "RANK" in os.environ:  # torchrun's
+        rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, "env://")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        meet = f"file://{Path(folder) / 'meet'}"
+        try:
+            spawn(rank_main, (chosen.ranks, chosen, meet), nprocs=chosen.ranks)
+        except ProcessExitedException as ended:
+            return ended.exit_code or 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

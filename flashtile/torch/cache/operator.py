@@ -1,0 +1,238 @@
+"""What runs over a cache, eagerly and as operators of `torch.library`, which torch.compile and dispatch modes see.
+
+    flashtile::append_to_cache(k, v, k_cache!, v_cache!, page_table?, seqused_k?, slots?, cu_seqlens?, rotary_rows, backend)
+    flashtile::attention_cached(q, k_cache, v_cache, page_table?, first_k?, others, split, text, floats, ints) -> (out, lse)
+
+The first writes into the pools, and says so: compilers copy none of them. text, floats, ints and others: `routes/request.py`.
+Neither has gradients; `gradient.py` goes another way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile import dispatch
+from flashtile.errors import InvalidProblem, renamed
+from flashtile.memory import Memory
+from flashtile.plan.buffers import cached_buffers
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default_split
+from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
+from flashtile.torch.execute.bound import DTYPES, Bound, device_of
+from flashtile.torch.execute.plain import is_watched
+from flashtile.torch.routes.library import define
+from flashtile.torch.routes.operator import dense_strides, laid
+from flashtile.torch.routes.request import read
+
+Maybe = torch.Tensor | None
+_MOST = 1024  # remembered layouts
+
+
+# -- append ---------------------------------------------------------------------------------------------------------------
+
+
+def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any) -> None:
+    """The operator, or what it runs where nobody wants to see it; asked: the rest of its arguments, backend None for any."""
+    *rest, backend = asked
+    append: Any = APPEND if is_watched(k, v, k_cache, v_cache) else run_append
+    append(k, v, k_cache, v_cache, *rest, backend or "")
+
+
+def run_append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, used: Maybe,
+    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str,
+) -> None:  # fmt: skip
+    count, size = k_cache.shape[:2]
+    if slots is None:
+        assert used is not None
+        slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
+    elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
+        odd = slots[(slots < -1) | (slots >= count * size)]
+        raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
+    if k.dim() == 3:
+        k, v, slots = k[None], v[None], slots[None]
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    key = (backend, k.device, k.dtype, *((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values()))
+    bound = _APPENDS.get(key)
+    if bound is None:
+        slabs, seqlen, heads, dim = k.shape
+        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size)
+        plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
+        bound = _APPENDS[key] = Bound(plan, tensors, k.device)
+    if slots.numel():
+        bound.run(tensors)
+    for pool in (k_cache, v_cache):  # launches tell nobody what they write
+        torch.autograd.graph.increment_version(pool)
+
+
+_APPENDS = Memory[Any, Bound](_MOST, "appends to caches")
+
+
+def slots_of(
+    k: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, used: torch.Tensor, cu: Maybe, rotary_rows: int = -1
+) -> torch.Tensor:
+    """Where each new token goes, int64: -1 where it belongs to no item, and, on a GPU, where an item has no page for it.
+
+    On the CPU the latter raises InvalidProblem, and so does a row that tables of `rotary_rows` rows lack.
+    """
+    batch, pages = used.shape[0], check_table(k_cache, page_table, used.shape[0], False)
+    if cu is None:
+        item = torch.arange(batch, device=k.device)[:, None]
+        exists = torch.ones((), dtype=torch.bool, device=k.device)
+        row = used[item].long() + torch.arange(k.shape[1], device=k.device)[None]
+    else:
+        if k.device.type == "cpu":
+            check_starts("cu_seqlens", cu, k.shape[0])
+        if not batch:
+            return torch.full(k.shape[:1], -1, dtype=torch.int64, device=k.device)
+        index = torch.arange(k.shape[0], device=k.device, dtype=torch.int32)
+        item = torch.searchsorted(cu[1:].contiguous(), index, right=True).clamp(max=batch - 1)
+        exists = (index >= cu[0]) & (index < cu[-1])
+        row = used[item].long() + index - cu[item]
+    item, exists = item.expand(row.shape), exists.expand(row.shape)
+    column = torch.div(row, pages.page_size, rounding_mode="floor")
+    if page_table is None:
+        page = item.long()
+    elif pages.columns:
+        page = page_table[item, column.clamp(0, pages.columns - 1)].long()
+    else:
+        page = torch.full_like(row, -1)
+    good = (column >= 0) & (column < pages.columns) & (page >= 0) & (page < pages.pages)
+    if k.device.type == "cpu":
+        if not bool((good | ~exists).all()):
+            raise InvalidProblem(
+                f"append needs row {int(row[exists & ~good][0])} of an item, which page_table has no page for; items have "
+                f"{pages.columns} pages of {pages.page_size} rows, and pages are numbered 0 to {pages.pages - 1}."
+            )
+        if rotary_rows >= 0 and bool((row[exists] >= rotary_rows).any()):
+            raise InvalidProblem(
+                f"rotary's cos has {rotary_rows} rows and a new key stands in row {int(row[exists].max())} of its item; it "
+                "must have a row for each."
+            )
+    return torch.where(good & exists, page * pages.page_size + row % pages.page_size, -1)
+
+
+def _fake_append(*_: Any) -> None:
+    return None
+
+
+APPEND = define(
+    "append_to_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? page_table, Tensor? seqused_k, "
+    "Tensor? slots, Tensor? cu_seqlens, SymInt rotary_rows, str backend) -> ()",
+    run_append, _fake_append,
+)  # fmt: skip
+
+
+# -- attention ------------------------------------------------------------------------------------------------------------
+
+
+def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the operator, or by what it runs where nobody wants to see it; asked: the rest of its arguments."""
+    return (CACHED if is_watched(q, k_cache, v_cache) else run_attention)(q, k_cache, v_cache, *asked)
+
+
+def run_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
+    split: int, text: str, floats: list[float], ints: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
+    others = [t.resolve_neg() if t.is_neg() else t for t in others]
+    layout, inputs = layout_of(q, k_cache, v_cache, page_table, first, others, split, text, floats, ints)
+    if q.device.type == "cpu":
+        if layout.packed:
+            check_starts("cu_seqlens_q", inputs["cu_seqlens_q"], q.shape[0])
+        check_lengths(layout.problem.pages, inputs["seqused_k"], first, page_table)
+    made = layout.run(inputs, q.device)
+    out, lse = made["out"], made["lse"].contiguous()
+    out, lse = (out[0], lse[0]) if layout.packed else (out, lse)
+    return laid(out, layout.out_strides), lse
+
+
+def layout_of(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
+    *asked: Any,
+) -> tuple[_Layout, dict[str, torch.Tensor]]:  # fmt: skip
+    """What is known of calls like this one, and the inputs of its plan by name. Raises what has no meaning, or runs nowhere."""
+    packed = q.dim() == 3
+    tensors = (q[None] if packed else q, k_cache, v_cache, *(t for t in (page_table, first) if t is not None), *others)
+    split, text, floats, ints = asked
+    key = (text, split, page_table is None, first is None, *floats, *ints, q.device)
+    for tensor in tensors:
+        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
+    found = _CACHED.get(key)
+    if found is None:
+        found = _CACHED[key] = _Layout((q, k_cache, v_cache), page_table, first is not None, others, asked)
+    return found, {name: tensors[i] for name, i in found.places.items()}
+
+
+class _Layout:
+    """What is known of calls of one request with tensors of one layout."""
+
+    def __init__(
+        self, three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: Maybe, first: bool,
+        others: list[torch.Tensor], asked: tuple[Any, ...],
+    ):  # fmt: skip
+        split, text, floats, ints = asked
+        request, q = read(text), three[0]
+        batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
+        pages = check_table(three[1], page_table, batch, first)
+        try:
+            named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
+        except InvalidProblem as error:
+            raise renamed(error, CALLED) from None
+        self.packed = request.varlen
+        self.problem = CachedProblem(named.problem, pages, default_split(named.problem, pages) if split < 0 else split)
+        self.plan = dispatch.plan_cached(self.problem, device_of(q.device), named.options.backend)
+        self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
+        self.places = _places(self.problem, request.lengths)
+        self._bound: Bound | None = None
+
+    def run(self, inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """The plan's outputs."""
+        if self._bound is None:
+            self._bound = Bound(self.plan, inputs, device)
+        return self._bound.run(inputs)
+
+
+_CACHED = Memory[Any, _Layout](_MOST, "calls over caches")
+
+
+def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:
+    """Where, among q, the pools, the table, first_k and the others, each input of the plan is."""
+    p, pages = problem.attention, problem.pages
+    names = ["q", "k", "v", *(["page_table"] if pages.table else []), *(["first_k"] if pages.first else [])]
+    names += [f"score.{i}.{j}" for i, spec in enumerate(p.score) for j in range(len(spec.tensors))]
+    names += ["sink"] if p.sink is not None else []
+    names += [f"mask.{i}.{j}" for i, leaf in enumerate(p.leaves) for j in range(len(leaf.tensors))]
+    at = {name: i for i, name in enumerate(names)}
+    at |= {
+        name: -len(lengths) + i for i, name in enumerate(lengths)
+    }  # the last of all: blocks, which none reads, may be between
+    return {b.name: at[b.name] for b in cached_buffers(problem) if b.role == "input"}
+
+
+def side_by_side(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, batch: int, packed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone."""
+    k, v = (t[:1, :1].expand(batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
+    if packed:
+        k, v = (t[:1, :1].expand(1, batch * pages.capacity, *t.shape[2:])[0] for t in (k_cache, v_cache))
+    return q, k, v
+
+
+def _fake_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
+    split: int, text: str, floats: list[float], ints: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    shape = (*q.shape[:-1], v_cache.shape[-1])
+    lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
+    return q.new_empty_strided(shape, dense_strides(shape, q)), lse
+
+
+CACHED = define(
+    "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, Tensor? first_k, Tensor[] others, "
+    "int split, str text, float[] floats, SymInt[] ints) -> (Tensor, Tensor)",
+    run_attention, _fake_attention,
+)  # fmt: skip

@@ -1,0 +1,184 @@
+"""`flashtile.distributed.attention_varlen`: packed documents of which every rank holds a shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtile.errors import InvalidProblem, NotSupported, check_names
+from flashtile.features.masks.document import Document
+from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.mask import FULL, Band
+from flashtile.torch.call.inputs import modifiers
+from flashtile.torch.call.lengths import Given, given_lengths
+from flashtile.torch.context.agree import agree
+from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, plain
+from flashtile.torch.context.calls import call
+from flashtile.torch.context.collectives import Gather
+from flashtile.torch.context.context import Context
+from flashtile.torch.context.described import described, numbers
+from flashtile.torch.context.eagerly import eagerly
+from flashtile.torch.context.layout import runs
+from flashtile.torch.context.shards import document_ids
+from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashtile.torch.call.describe import Arguments
+
+NAMES = ("causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options")
+DEFAULTS: dict[str, Any] = {**dict.fromkeys(NAMES), "causal": False, "score": (), "return_lse": False}
+
+
+@eagerly
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    context: Context,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **arguments: Unpack[Arguments],
+) -> Any:
+    """`flashtile.attention_varlen` of packed documents of which every rank of `context` holds a shard, forward and backward.
+
+    q: (total / ranks, heads_q, head_dim), k and v likewise, laid as `context.layout` says of the whole's tokens: a document
+        may span ranks. So are out, lse (heads_q, total / ranks) and the gradients.
+    cu_seqlens_q: where the whole's documents begin, int32 (documents + 1,), on every rank. cu_seqlens_k: None, or the same.
+    max_seqlen_q, max_seqlen_k: no document is longer; a hint.
+    arguments: those of `attention`, each document by itself: `Softcap`, `Alibi`, windows, a sink. A mask must be a `Band`.
+
+    With "ulysses", and with "allgather" in causal order or without a band, ranks work on their tokens' documents alone. Else,
+    and with "ring", the mask `Document` hides the others, at the cost of all pairs that the band leaves.
+    Raises InvalidProblem and NotSupported as `flashtile.distributed.attention` does, on every rank.
+    """
+    check_context(context)
+    error, want, method, given = None, None, "", None
+    try:
+        check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "context"))
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
+                raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total / ranks, heads, head_dim).")
+        q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
+        want, method = checked(q, k, v, context, **{**DEFAULTS, **arguments})
+        _check_want(want, q, k)
+        given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    except Exception as refused:  # whatever it is: the other ranks must not wait
+        error = refused
+    return_lse = bool(arguments.get("return_lse", False))
+    told = described(
+        want, method=method, return_lse=return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    agree(context, {"varlen": "yes", **told}, error, lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
+    assert want is not None
+    assert given is not None
+    if method == "ulysses":
+        lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
+    elif method == "allgather" and _cuts_off(want):
+        out, lse = _allgather(q, k, v, context, want, return_lse, given)
+    else:
+        starts = given.tensors["cu_seqlens_q"]
+        ids = document_ids(starts, context, q.shape[1] * context.ranks)
+        out, lse = by_positions(q, k, v, context, replace(want, terms=((Document(ids),),)), method, return_lse, starts[-1:])
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def attention_of_items(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: tuple[Any, Any], keys: slice, *, context: Context,
+    max_seqlens: tuple[Any, Any], return_lse: bool, **arguments: Any,
+) -> Any:  # fmt: skip
+    """`attention_varlen` of this rank's queries and some of the whole's keys, whose items the caller has worked out.
+
+    starts: cu_seqlens of these queries and of these keys. keys: which of the whole's, contiguous shards joined.
+    """
+    error, want, given = None, None, None
+    most = {"max_seqlen_q": max_seqlens[0], "max_seqlen_k": max_seqlens[1]}
+    try:
+        q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
+        want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
+        _check_want(want, q, k)
+        given = given_lengths(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most)
+        assert given is not None
+        given.check(q)
+        if q.device.type == "cpu":
+            first, end, _ = keys.indices(k.shape[1] * context.ranks)
+            given.check_values({"q": q.shape[1], "k": end - first})
+    except Exception as refused:  # whatever it is: the other ranks must not wait
+        error = refused
+    told = described(want, method="allgather", return_lse=return_lse, q=q, k=k, v=v)
+    agree(context, {"varlen": "items", **told}, error, lambda: numbers(want, 0))
+    assert want is not None
+    assert given is not None
+    whole_k, whole_v = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
+    how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options}
+    made = call(q, whole_k, whole_v, return_lse, **how, **given.tensors, **most)
+    return tuple(t[0] for t in made) if return_lse else made[0]
+
+
+def _allgather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, given: Given
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): a call for each run of queries, whose items are all documents.
+
+    Those outside the run have no queries there. In causal order keys end where the run does, and so each item's last query
+    stands at its last key, as in the whole.
+    """
+    keys, values = Gather.apply(torch.cat([k, v], -1), context).split([k.shape[3], v.shape[3]], -1)
+    starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
+    how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options, **most}
+    made: list[Any] = []
+    row = 0
+    for run in runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank):
+        end = run.start + run.count
+        last = keys.shape[1] if want.band == FULL else end
+        here = {"cu_seqlens_q": starts.clamp(run.start, end) - run.start, "cu_seqlens_k": starts.clamp(max=last)}
+        made.append(call(q[:, row : row + run.count], keys[:, :last], values[:, :last], True, **how, **here))
+        row += run.count
+    return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
+
+
+def _cuts_off(want: Wanted) -> bool:
+    """Whether documents can be told as items: no query looks ahead, or nothing asks where a query stands."""
+    if want.band == FULL:
+        return all(isinstance(modifier, Softcap) for modifier in want.score)
+    return want.band.right is not None and want.band.right <= 0
+
+
+def _given(q: Any, context: Context, starts: Any, others: Any, *most: Any) -> Given:
+    """What is said of the documents, validated for the whole."""
+    if starts is None:
+        raise InvalidProblem("cu_seqlens_q is None; it must be a torch.Tensor.")
+    alike = others is None or others is starts
+    if not alike and isinstance(starts, torch.Tensor) and isinstance(others, torch.Tensor):
+        alike = starts.device.type == "cpu" and torch.equal(starts, others)
+    if not alike:
+        raise NotSupported("attention over ranks", {"torch": ["cu_seqlens_k that is not cu_seqlens_q"]})
+    given = given_lengths(cu_seqlens_q=starts, max_seqlen_q=most[0], max_seqlen_k=most[1])
+    assert given is not None
+    given.check(q)
+    if q.device.type == "cpu":
+        given.check_values({"q": q.shape[1] * context.ranks})
+    return given
+
+
+def _check_want(want: Wanted, q: torch.Tensor, k: torch.Tensor) -> None:
+    reasons: list[str] = []
+    if want.terms or not isinstance(want.band, Band):
+        reasons.append("a mask beside cu_seqlens that is no Band; flashtile.distributed.attention with Document(ids) takes it")
+    for modifier in modifiers(want.score):
+        if not isinstance(modifier, PIECEWISE_SCORES) or modifier.name in ("bias", "relative"):
+            reasons.append(f"score modifier {modifier.name} beside cu_seqlens")
+    if reasons:
+        raise NotSupported("attention over ranks", {"torch": reasons})
+    if q.shape[1] != k.shape[1]:
+        raise InvalidProblem(
+            f"k has {k.shape[1]} tokens and q has {q.shape[1]}; they must be as many: documents attend to themselves."
+        )

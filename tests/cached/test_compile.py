@@ -1,0 +1,151 @@
+"""A cache under torch.compile(fullgraph=True), and before dispatch modes: operators, and pools that nobody copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+
+Given = tuple[torch.Tensor, ...]
+
+
+def given(place: torch.device, batch: int = 2) -> Given:
+    """q, k, v of one token, two pools, a table, lengths."""
+    generator = torch.Generator().manual_seed(batch)
+    shapes = ((batch, 1, 4, 16), (batch, 1, 2, 16), (batch, 1, 2, 16), (12, 4, 2, 16), (12, 4, 2, 16))
+    tensors = [torch.randn(shape, generator=generator).to(place) for shape in shapes]
+    table = torch.arange(batch * 3, dtype=torch.int32, device=place).view(batch, 3)
+    return *tensors, table, torch.arange(4, 4 + batch, dtype=torch.int32, device=place)
+
+
+def steps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor, backend: str) -> Given:
+    """Two tokens, the methods of PagedCache, and the function with all that it takes."""
+    k_cache, v_cache, table, used = cached
+    options = flashtile.Options(backend=backend)
+    cache = flashtile.PagedCache(k_cache, v_cache, table, used).append(k, v, backend=backend)
+    out, lse = cache.attention(q, causal=True, return_lse=True, options=options)
+    angle = torch.arange(96.0, device=q.device).view(12, 8)
+    rotary = (angle.cos(), angle.sin(), True)
+    score = (flashtile.Softcap(3.0), flashtile.Alibi(torch.full((4,), 0.1, device=q.device)))
+    mask = flashtile.Prefix(used - 3) | flashtile.Band(right=0)
+    other = flashtile.attention_cached(
+        q, k_cache, v_cache, table, seqused_k=cache.seqused, first_k=used - 3, append=(k, v), rotary=rotary, score=score,
+        mask=mask, sink=torch.zeros(4, device=q.device), options=options,
+    )  # fmt: skip
+    return out, lse, other, *cache.dense()
+
+
+def test_a_whole_graph_does_what_eager_calls_do(backend: str, place: torch.device) -> None:
+    compiled = torch.compile(steps, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3):
+        some, other = given(place, batch), given(place, batch)
+        for got, want in zip(compiled(*some, backend=backend), steps(*other, backend=backend), strict=True):
+            assert torch.equal(got, want)
+        assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
+
+
+def test_packed_items_and_slots_in_a_graph(backend: str, place: torch.device) -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor) -> torch.Tensor:
+        k_cache, v_cache, table, used = cached
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        flashtile.append_to_cache(k, v, k_cache, v_cache, slots=used.long(), backend=backend)
+        cu = torch.arange(len(used) + 1, device=q.device, dtype=torch.int32)
+        return flashtile.attention_cached(
+            q, k_cache, v_cache, table, seqused_k=used, cu_seqlens_q=cu, append=(k, v), causal=True,
+            options=flashtile.Options(backend=backend),
+        )  # fmt: skip
+
+    some, other = given(place), given(place)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*some), run(*other))
+    assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
+
+
+def test_gradients_through_a_graph() -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor) -> torch.Tensor:
+        k_cache, v_cache, table, used = cached
+        out, lse = flashtile.attention_cached(
+            q, k_cache, v_cache, table, seqused_k=used, append=(k, v), causal=True, return_lse=True
+        )
+        return out.sin().sum() + lse.sum()
+
+    made: list[Any] = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        *leaves, k_cache, v_cache, table, used = given(torch.device("cpu"))
+        leaves = [t.requires_grad_() for t in leaves]
+        made.append((torch.autograd.grad(function(*leaves, k_cache, v_cache, table, used), leaves), k_cache))
+    for got, want in zip(made[1][0], made[0][0], strict=True):
+        torch.testing.assert_close(got, want)
+    assert torch.equal(made[0][1], made[1][1])
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_are_seen_and_pools_are_written_in_place() -> None:
+    some = given(torch.device("cpu"))
+    q, k, v, k_cache, v_cache, table, used = some
+    with Called() as called:
+        flashtile.attention_cached(q, k_cache, v_cache, table, seqused_k=used, append=(k, v), causal=True)
+    wanted = ["flashtile.append_to_cache.default", "flashtile.attention_cached.default"]
+    assert [name for name in called.names if name.startswith("flashtile.")] == wanted
+    assert k_cache._version > 0
+    assert torch.equal(k_cache[table[0, 1].long(), 0], k[0, 0])
+    schema = torch.ops.flashtile.append_to_cache.default._schema
+    assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == ["k_cache", "v_cache"]
+
+
+def test_a_compiled_append_copies_no_pool() -> None:
+    """What the compiler writes calls the operator with the pools themselves, and makes nothing of their size."""
+    from torch._inductor.utils import run_and_get_code
+
+    def run(*some: torch.Tensor) -> torch.Tensor:
+        q, k, v, k_cache, v_cache, table, used = some
+        flashtile.append_to_cache(k, v, k_cache, v_cache, table, seqused_k=used)
+        return flashtile.attention_cached(q, k_cache, v_cache, table, seqused_k=used + 1, causal=True)
+
+    some, other = given(torch.device("cpu")), given(torch.device("cpu"))
+    made, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), *some)
+    torch.testing.assert_close(made, run(*other))
+    assert torch.equal(some[3], other[3])
+    body = code[code.index("def call") : code.index("runner = ")]
+    assert "append_to_cache" in body
+    assert "empty_strided_cpu((12, 4, 2, 16)" not in body
+    assert "empty_strided_cpu((2, )" in body  # and what is looked for is how it is written
+
+
+def test_fakes_have_the_shapes_and_strides_of_what_runs(backend: str, place: torch.device) -> None:
+    q, *_, k_cache, v_cache, table, used = given(place)
+    q = q.expand(2, 3, 4, 16).transpose(1, 2).contiguous().transpose(1, 2)  # heads before tokens in memory
+    real = (q, k_cache, v_cache, table, used)
+
+    def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> Given:
+        return flashtile.attention_cached(
+            q, k_cache, v_cache, table, seqused_k=used, return_lse=True, options=flashtile.Options(backend=backend)
+        )
+
+    want = run(*real)
+    with FakeTensorMode() as mode:
+        made = run(*(mode.from_tensor(t) for t in real))
+    for got, one in zip(made, want, strict=True):
+        assert (got.shape, got.stride(), got.dtype, got.device) == (one.shape, one.stride(), one.dtype, one.device)
+
+
+def test_wrong_numbers_are_found_in_a_compiled_call() -> None:
+    k, v, k_cache, v_cache, table, used = given(torch.device("cpu"))[1:]
+    compiled = torch.compile(flashtile.append_to_cache, fullgraph=True, backend="eager")
+    with pytest.raises(flashtile.InvalidProblem, match="needs row 12 of an item"):
+        compiled(k, v, k_cache, v_cache, table, seqused_k=used + 8)

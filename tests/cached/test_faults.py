@@ -1,0 +1,109 @@
+"""What is wrong is named before anything is written, whichever function of a cache is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+
+NEW = {"q": torch.randn(2, 1, 2, 32), "k": torch.randn(2, 1, 2, 32), "v": torch.randn(2, 1, 2, 32)}
+TABLE = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+USED = torch.tensor([5, 7], dtype=torch.int32)
+
+
+def ints(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def pools() -> dict[str, torch.Tensor]:
+    return {"k_cache": torch.zeros(6, 4, 2, 32), "v_cache": torch.zeros(6, 4, 2, 32)}
+
+
+def attend(**change: Any) -> Callable[[dict[str, Any]], Any]:
+    given = {"q": NEW["q"], "page_table": TABLE, "seqused_k": USED, **change}
+    return lambda some: flashtile.attention_cached(**{**some, **given})
+
+
+def append(**change: Any) -> Callable[[dict[str, Any]], Any]:
+    given = {"k": NEW["k"], "v": NEW["v"], "page_table": TABLE, "seqused_k": USED, **change}
+    return lambda some: flashtile.append_to_cache(**{**some, **given})
+
+
+def cache(method: Callable[[flashtile.PagedCache], Any], **change: Any) -> Callable[[dict[str, Any]], Any]:
+    given = {"page_table": TABLE, "seqused": USED, **change}
+    return lambda some: method(flashtile.PagedCache(some["k_cache"], some["v_cache"], **given))
+
+
+PACKED = {"k": NEW["k"][:, 0], "v": NEW["v"][:, 0]}
+COS = torch.ones(6, 16)
+BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("append's v is torch.bfloat16", attend(append=(NEW["k"], NEW["v"].bfloat16()))),
+    ("append's v is a int", attend(append=(NEW["k"], 3))),
+    ("append's v has (heads, head_dim) (2, 16)", attend(append=(NEW["k"], NEW["v"][..., :16]))),
+    ("append's k has shape (1, 1, 2, 32) and q (2, 1, 2, 32)", attend(append=(NEW["k"][:1], NEW["v"][:1]))),
+    ("split is 100", attend(split=100, append=(NEW["k"], NEW["v"]))),
+    ("heads_q must be a multiple of heads_kv", attend(q=torch.randn(2, 1, 3, 32), append=(NEW["k"], NEW["v"]))),
+    ("first_k[0] is 9", attend(first_k=ints(9, 0), append=(NEW["k"], NEW["v"]))),
+    ("needs row 8 of an item", attend(seqused_k=ints(5, 8), append=(NEW["k"], NEW["v"]))),
+    ("rotary's cos has 6 rows", attend(rotary=(COS, COS), append=(NEW["k"], NEW["v"]))),
+    ("seqused_k holds 4294967299", attend(seqused_k=ints(5, 2**32 + 3, dtype=torch.int64))),
+    ("seqused_k holds", append(seqused_k=ints(5, 2**32 + 3, dtype=torch.int64))),
+    ("cu_seqlens is [0, 1, 5]", append(**PACKED, cu_seqlens=ints(0, 1, 5))),
+    ("cu_seqlens is [0, 3, 1]", append(**PACKED, cu_seqlens=ints(0, 3, 1))),
+    ("cu_seqlens is [1, 1, 2]", append(**PACKED, cu_seqlens=ints(1, 1, 2))),
+    ("v is torch.bfloat16", append(v=NEW["v"].bfloat16())),
+    ("q is a str", append(q="x")),
+    ("q has shape (2, 3, 2, 32)", append(q=torch.randn(2, 3, 2, 32), rotary=(COS, COS))),
+    ("rotary's cos has 6 rows", append(rotary=(COS, COS))),
+    ("rotary's sin is a int", append(rotary=(COS, 3))),
+    ("slots is a list", append(seqused_k=None, slots=[0, 1])),
+    ("slots names 1000000", append(seqused_k=None, slots=ints(0, 10**6)[:, None])),
+    ("slots names -7", append(seqused_k=None, slots=ints(0, -7)[:, None])),
+    ("slots names 24", append(seqused_k=None, slots=ints(0, 24)[:, None])),
+    ("cu_seqlens is [0, 1, 5]", append(**PACKED, seqused_k=None, slots=ints(0, 1), cu_seqlens=ints(0, 1, 5))),
+    ("needs row 8 of an item", cache(lambda one: one.append(NEW["k"], NEW["v"]), seqused=ints(5, 8))),
+    ("cu_seqlens is [0, 1, 5]", cache(lambda one: one.append(PACKED["k"], PACKED["v"], cu_seqlens=ints(0, 1, 5)))),
+    ("page_table[0] names page -1", cache(lambda one: one.dense(), page_table=ints(0, -1, 2, 3).view(2, 2))),
+    ("page_table[1] names page 50", cache(lambda one: one.dense(), page_table=ints(0, 1, 2, 50).view(2, 2))),
+    ("seqused[1] is 9", cache(lambda one: one.dense(), seqused=ints(5, 9))),
+    ("first_k[0] is 6", cache(lambda one: one.dense(), first_k=ints(6, 0))),
+    ("first_k is a list", cache(lambda one: one, first_k=[0, 1])),
+    ("first_k has 3 elements and the batch 2", cache(lambda one: one, first_k=ints(0, 0, 0))),
+    ("first_k has 1 elements and the batch 2", cache(lambda one: one, first_k=ints(0))),
+    ("seqused has 1 elements and the batch 2", cache(lambda one: one, seqused=ints(0))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "call"), BAD, ids=[f"{i}: {says}" for i, (says, _) in enumerate(BAD)])
+def test_what_is_wrong_is_named_and_nothing_is_written(says: str, call: Callable[[dict[str, Any]], Any]) -> None:
+    some = pools()
+    with pytest.raises(flashtile.InvalidProblem) as error:
+        call(some)
+    assert says in str(error.value)
+    assert all((t == 0).all() and t._version == 0 for t in some.values())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_of_no_item(backend: str, place: torch.device, packed: bool) -> None:
+    shape = (3, 2, 32) if packed else (0, 1, 2, 32)
+    q, k, v = (torch.randn(shape, device=place) for _ in "qkv")
+    given: dict[str, Any] = {"seqused_k": torch.zeros(0, dtype=torch.int32, device=place)}
+    pools = torch.zeros(6, 4, 2, 32, device=place), torch.zeros(6, 4, 2, 32, device=place)
+    tables = torch.zeros(0, 2, dtype=torch.int32, device=place)
+    cu = torch.zeros(1, dtype=torch.int32, device=place) if packed else None
+    flashtile.append_to_cache(k, v, *pools, tables, **given, cu_seqlens=cu, backend=backend)
+    options = flashtile.Options(backend=backend)
+    out = flashtile.attention_cached(q, *pools, tables, **given, cu_seqlens_q=cu, options=options)
+    assert out.shape == shape
+    assert (out == 0).all()
+    assert all((t == 0).all() for t in pools)
+
+
+def test_nothing_is_cast_under_autocast() -> None:
+    some = pools()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend()(some).dtype is torch.float32

@@ -1,0 +1,127 @@
+"""Sequences shared by the devices of a mesh axis, beside one device: forward, residual and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from flashtile import Alibi, Bias, Dropout, InvalidProblem, NotSupported
+from flashtile.jax import dot_product_attention, dot_product_attention_sharded, shard_order, shard_positions
+from tests.jax.test_transforms import close
+
+SPEC = PartitionSpec("data", "cp")
+
+
+def mesh(data: int, cp: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: data * cp]).reshape(data, cp), ("data", "cp"))
+
+
+def leaves(dtype: Any = jnp.float32, seqlen_k: int = 32) -> list[Any]:
+    keys = jax.random.split(jax.random.key(3), 4)
+    shapes = (2, 32, 4, 16), (2, seqlen_k, 2, 16), (2, seqlen_k, 2, 8)
+    return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=False)] + [jnp.arange(4.0) - 1]
+
+
+def gradients(call: Any, given: list[Any], back: Any = None) -> Any:
+    """out, residual and the gradients of something that reads both in their own order."""
+
+    def value(*given: Any) -> Any:
+        out, residual = call(*given)
+        if back is not None:
+            out, residual = out[:, back], residual[:, back]
+        weight = jnp.linspace(-1, 1, out.size).reshape(out.shape)
+        return (out * weight).sum() + (jnp.sin(residual)).sum(), (out, residual)
+
+    grads, made = jax.jit(jax.grad(value, range(len(given)), has_aux=True))(*given)
+    return *made, *grads
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "rich": {
+        "is_causal": True, "local_window_size": (9, 0), "softcap": 3.0, "scale": 0.5,
+        "score": (Alibi(jnp.array([0.1, 0.2, 0.3, 0.4])),),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("law", "data", "cp"), [("full", 1, 8), ("causal", 1, 8), ("rich", 2, 4)])
+def test_devices_compute_what_one_does(law: str, data: int, cp: int, layout: str) -> None:
+    given, how = leaves(), {**LAWS[law], "return_residual": True}
+    order = shard_order(32, cp, layout)
+    back = jnp.argsort(order)
+    sharded = jax.shard_map(
+        lambda q, k, v, z: dot_product_attention_sharded(q, k, v, axis_name="cp", layout=layout, sinks=z, **how),
+        mesh=mesh(data, cp), in_specs=(SPEC, SPEC, SPEC, PartitionSpec()), out_specs=(SPEC, SPEC),
+    )  # fmt: skip
+    got = gradients(lambda q, k, v, z: sharded(*(x[:, order] for x in (q, k, v)), z), given, back)
+    whole = lambda q, k, v, z: dot_product_attention(q, k, v, sinks=z, alignment="bottom-right", **how)  # noqa: E731
+    close(got, gradients(whole, given))
+
+
+def test_keys_that_are_more_than_queries() -> None:
+    given = leaves(seqlen_k=48)[:3]
+    how: dict[str, Any] = {"is_causal": True, "return_residual": True}
+    sharded = jax.shard_map(lambda *x: dot_product_attention_sharded(*x, axis_name="cp", **how),
+                            mesh=mesh(1, 8), in_specs=(SPEC,) * 3, out_specs=(SPEC, SPEC))  # fmt: skip
+    close(gradients(sharded, given), gradients(lambda *x: dot_product_attention(*x, alignment="bottom-right", **how), given))
+
+
+def test_sixteen_bits_are_summed_in_float32() -> None:
+    """out and dq have one device's error, within a tenth; dk and dv half as much again, at most."""
+    given = leaves(jnp.bfloat16)[:3]
+    order = shard_order(32, 8)
+    sharded = jax.shard_map(
+        lambda *x: dot_product_attention_sharded(*x, axis_name="cp", layout="zigzag", is_causal=True, return_residual=True),
+        mesh=mesh(1, 8), in_specs=(SPEC,) * 3, out_specs=(SPEC, SPEC),
+    )  # fmt: skip
+    got = gradients(lambda *x: sharded(*(t[:, order] for t in x)), given, jnp.argsort(order))
+    one = lambda *x: dot_product_attention(*x, is_causal=True, return_residual=True)  # noqa: E731
+    alone, true = gradients(one, given), gradients(one, [x.astype(jnp.float32) for x in given])
+    far = lambda a, b: float(jnp.linalg.norm((a.astype(jnp.float32) - b).ravel()) / jnp.linalg.norm(b.ravel()))  # noqa: E731
+    errors = [(far(a, t), far(b, t)) for a, b, t in zip(got, alone, true, strict=True)]
+    assert all(ours <= 1.1 * one for ours, one in errors[:3]), errors
+    assert all(ours <= 1.5 * one for ours, one in errors[3:]), errors  # each device's part is rounded to 16 bits once
+
+
+def test_positions() -> None:
+    for layout in ("contiguous", "zigzag"):
+        call = jax.shard_map(lambda x, s=layout: shard_positions(x.shape[0], "cp", s), mesh=mesh(1, 8),
+                             in_specs=PartitionSpec("cp"), out_specs=PartitionSpec("cp"))  # fmt: skip
+        assert call(jnp.zeros(32)).tolist() == shard_order(32, 8, layout).tolist()
+    assert shard_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_what_is_not_done_is_refused() -> None:
+    given = leaves()[:3]
+
+    def call(**how: Any) -> Any:
+        part = jax.shard_map(lambda *x: dot_product_attention_sharded(*x, **{"axis_name": "cp", **how}), mesh=mesh(1, 8),
+                             in_specs=(SPEC,) * 3, out_specs=SPEC)  # fmt: skip
+        return jax.eval_shape(part, *given)
+
+    laws: list[tuple[Any, dict[str, Any], str]] = [
+        (InvalidProblem, {"axis_name": "tp"}, "axis_name is 'tp'"),
+        (InvalidProblem, {"layout": "striped"}, "layout is 'striped'"),
+        (NotSupported, {"local_window_size": (3, 2)}, "look ahead"),
+        (NotSupported, {"score": (Bias(jnp.zeros((1, 1, 1, 32))),)}, "score modifier bias"),
+        (NotSupported, {"dropout": Dropout(0.1, 3)}, "dropout"),
+        (NotSupported, {"score": (Alibi(jnp.ones(4)),)}, "alibi without causal order"),
+    ]
+    for error, how, words in laws:
+        with pytest.raises(error, match=words):
+            call(**how)
+    with pytest.raises(InvalidProblem, match="seqlen is 30; of layout 'zigzag' over 8 devices it must be a multiple of 16"):
+        shard_order(30, 8)
+    odd = Mesh(np.array(jax.devices()[:4]), ("cp",), axis_types=(AxisType.Auto,))
+    part = jax.shard_map(lambda *x: dot_product_attention_sharded(*x, axis_name="cp", layout="zigzag"), mesh=odd,
+                         in_specs=(PartitionSpec(None, "cp"),) * 3, out_specs=PartitionSpec(None, "cp"))  # fmt: skip
+    with pytest.raises(InvalidProblem, match="query has 5 tokens a device"):
+        jax.eval_shape(part, *(jax.ShapeDtypeStruct((1, 20, 4, 16), jnp.float32) for _ in range(3)))

@@ -1,0 +1,80 @@
+"""What runs where of attention over a cache: rows of docs/support.md, put to every backend as those of attention are."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from flashtile import dispatch
+from flashtile.errors import NotSupported
+from flashtile.plan.device import named
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.dtype import DType
+from tools.evidence import SAME_CODE
+
+TARGETS = ("cpu", "sm80", "sm90")  # those that tests/compile/cached_code.py compiles for
+PAGED = Pages(64, 16, 128)
+ONE = "q=4x1x8x64,kv=2048x2x64"
+
+
+def _cached(rest: str, pages: Pages = PAGED, split: int = 0, sizes: str = ONE) -> CachedProblem:
+    return CachedProblem(AttentionProblem.parse(f"attention({sizes},{rest})"), pages, split)
+
+
+# (feature, problem, the provider of benchmarks/cached.py that measures it or "")
+ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
+    ("one query, pages of 16", _cached("bf16,used=k", split=512), "flashtile/16"),
+    ("pages of 256", _cached("bf16,used=k", Pages(64, 256, 8), 512), "flashtile/256"),
+    ("pages of 3", _cached("bf16,used=k", Pages(64, 3, 683), sizes="q=4x1x8x64,kv=2049x2x64"), ""),
+    ("contiguous cache", _cached("bf16,used=k", Pages(4, 2048, 1, False), 512), "flashtile/contiguous"),
+    ("padded on the left (first_k)", _cached("bf16,used=k", Pages(64, 16, 128, True, True)), ""),
+    ("fp32", _cached("fp32,tf32x3,used=k"), ""),
+    (
+        "packed queries: prompts beside decodes",
+        _cached("bf16,band=:0,varlen=20x8192,used=k", sizes="q=4x20x8x64,kv=2048x2x64"), "",
+    ),
+    ("window, sinks, softcap", _cached("bf16,band=64:0,score=softcap(30.0),sink=8:fp32,used=k"), ""),
+    ("ALiBi, bias", _cached("bf16,score=alibi(4x8:fp32)+bias(1x8x1x2048:bf16),used=k"), ""),
+    ("predicates", _cached("bf16,where=prefix(4:int32),used=k"), ""),
+    ("append", AppendProblem(4, 1, 2, 64, 64, DType.BF16, 64, 16), ""),
+)  # fmt: skip
+
+
+def measured(folder: Path) -> set[tuple[str, str]]:
+    """(device, provider) of every row of benchmarks/cached.py's results that was right."""
+    found: set[tuple[str, str]] = set()
+    for path in sorted(folder.glob("cached-*.csv")):
+        with path.open(newline="") as file:
+            found |= {(r["device"], r["provider"]) for r in csv.DictReader(file) if r.get("us") and not r.get("failure")}
+    return found
+
+
+def table(folder: Path) -> list[str]:
+    """The rows, and below them the refusals."""
+    seen = measured(folder)
+    lines = ["A key/value cache, on the CPU and the architectures that the tests compile its kernels for:", ""]
+    lines += [f"| feature | {' | '.join(TARGETS)} |", "| --- |" + " --- |" * len(TARGETS)]
+    refusals: list[str] = []
+    for feature, problem, provider in ROWS:
+        cells: list[str] = []
+        for target in TARGETS:
+            try:
+                name = dispatch.plan_cached(problem, named(target)).backend
+            except NotSupported as refusal:
+                told = "; ".join(f"{who}: {', '.join(why)}" for who, why in refusal.reasons.items())
+                refusals.append(f"- {feature} on {target}: {told}")
+                cells.append("refused")
+                continue
+            ran = target == "cpu" or _ran(provider, target, seen)
+            cells.append(f"{'run on' if ran else 'compiled for'} ({name})")
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    reasons = dispatch.backend_named("hopper").unsupported_cached(ROWS[0][1], named("sm90"))
+    lines += ["", f"Hopper's kernels leave it to the portable ones: {'; '.join(reasons)}. Gradients of q, of"]
+    lines += ["appended keys and values, of sinks and of captured tensors are those of attention over gathered keys."]
+    return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
+
+
+def _ran(provider: str, target: str, seen: set[tuple[str, str]]) -> bool:
+    places = (named(target).name, *SAME_CODE.get(target, ()))
+    return any(provider == who and any(place in device for place in places) for device, who in seen)

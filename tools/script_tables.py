@@ -1,0 +1,95 @@
+"""Sections of docs/benchmarks.md: what the scripts in `benchmarks` measured, from their CSVs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tools.companion_tables import Row, provenance, read
+
+FILES = {  # file -> what its rows are
+    "varlen-h100": "Unequal lengths and lists of blocks, Hopper's kernels: `benchmarks/varlen.py`. `ratio` is of `of`.",
+    "varlen-h200": "The same on an H200.",
+    "varlen-portable-h100": "The same by the portable kernels.",
+    "features-hopper-h100": "Costs of features, Hopper's kernels: `benchmarks/features.py`. Ratios: time over the plain one.",
+    "features-hopper-h200": "The same on an H200.",
+    "features-h100": "The same with the portable kernels.",
+    "hopper-forward-h100": "Shares of the plain problem's FLOP/s, forward: `benchmarks/hopper_forward.py`.",
+    "hopper-backward-h100": "The same of backwards, split and deterministic ones too: `benchmarks/hopper_backward.py`.",
+    "cpu-epyc": "Calls, a training step and memory beside PyTorch's own attention on a CPU: `benchmarks/cpu.py`. `ratio`: "
+    "our time or memory over PyTorch's.",
+    "cpu-features-xeon": "Costs of features on a CPU, before fp32 ran PyTorch's own kernels. Ratios: time over plain SDPA.",
+    "train-h100": "GPT-2 124M in training: `benchmarks/train.py`.",
+    "host-h100": "Host time of a call: `benchmarks/host.py`.",
+    "replay-h100": "Small problems under CUDA graph replay: `benchmarks/replay.py`.",
+    "exported-h100": "Exported C beside llm.c's kernels, FlashAttention.C and PyTorch: `benchmarks/exported.py`.",
+    "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's "
+    "time over ours, `of_best`: the best peer's.",
+    "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
+    "`efficiency`: one GPU's time over twice that of two.",
+    "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
+}  # fmt: skip
+NOTES = {  # suite -> what must be known of its rows
+    "cpu-xeon": "Two changes are newer than these rows. fp32 runs PyTorch's own kernels since e473899: [cpu-epyc](#cpu-epyc) "
+    "measures it. 16-bit backwards sum delta in a pass of their own since 55efbd4, which nothing measures yet.",
+}
+MACHINE = ("device", "driver", "torch", "triton", "cudnn", "flash_attn", "python", "jax", "date", "commit")
+LEFT_OUT = {"section", "losses"}  # a title, and a list of numbers in one cell
+
+
+def contents(folder: Path, stems: Iterable[str]) -> str:
+    """A line per section: device, days and commits."""
+    lines = ["| section | device | measured | commits |", "| --- | --- | --- | --- |"]
+    for stem in stems:
+        rows = [row for row in read(folder / f"{stem}.csv") if row["device"]]
+        devices, days, commits = (sorted({row[name] for row in rows}) for name in ("device", "date", "commit"))
+        span = " to ".join(dict.fromkeys((days[0][:10], days[-1][:10])))
+        lines.append(f"| [{stem}](#{stem}) | {', '.join(devices)} | {span} | {', '.join(commits)} |")
+    return "\n".join(lines)
+
+
+def section(path: Path) -> str:
+    """What a script's file is, its rows by their `section`, and the machines and commits that they are of."""
+    rows = read(path)
+    parts = [FILES[path.stem]]
+    for title in dict.fromkeys(row.get("section", "") for row in rows):
+        mine = [row for row in rows if row.get("section", "") == title]
+        parts += [f"**{title}**"] if title else []
+        parts.append(
+            _table(mine, [n for n in rows[0] if n not in MACHINE and n not in LEFT_OUT and any(row[n] for row in mine)])
+        )
+    machines = [{name: row.get(name, "") for name in MACHINE} | {"date": row["date"][:10]} for row in rows if row["device"]]
+    return "\n\n".join([*parts, provenance(machines).replace("\n", "<br>\n")])
+
+
+def jax(folder: Path) -> str:
+    """Peers' times over ours in JAX, where both stood in one rotation: the table of docs/jax.md."""
+    ways, ours = {"forward": "forward", "both": "forward and backward"}, "flashtile/auto"
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    rows = [row for row in read(folder / "jax-attention-h100.csv") if row["ms"]]
+    for row in rows:
+        cells.setdefault(tuple(row[name] for name in ("commit", "head_dim", "causal", "which")), {})[row["provider"]] = float(
+            row["ms"]
+        )
+    found: dict[str, dict[str, list[float]]] = {}
+    for (*_, way), cell in cells.items():
+        for peer, ms in cell.items() if ours in cell and way in ways else ():
+            found.setdefault(peer, {}).setdefault(way, []).append(ms / cell[ours])
+    lines = ["| beside | " + " | ".join(ways.values()) + " |", "| --- | --- | --- |"]
+    for peer, times in found.items():
+        if peer != ours and all(len(times[way]) == len(found[ours][way]) for way in ways):  # others came in another rotation
+            lines.append(f"| {peer} | " + " | ".join(f"{min(times[way]):.2f} to {max(times[way]):.2f}" for way in ways) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(names) + " |", "| --- |" + " --- |" * (len(names) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows)])
+
+
+def _cell(text: str) -> str:
+    """A number with four digits, other text as it stands in a table."""
+    try:
+        return f"{float(text):.4g}" if "." in text else text
+    except ValueError:
+        return text.replace("|", "\\|")
