@@ -16,7 +16,7 @@ test: .venv/.ready
 
 # Two minutes, for who changes one file: the tests that begin no other process, interpret no kernel and compile none.
 QUICK := tests/spec tests/reference tests/test_layout.py tests/test_memory.py tests/test_errors.py tests/test_explanation.py \
-  tests/export/test_size.py tests/hopper/test_machine.py tests/torch/test_prepared.py tests/torch/test_lengths.py \
+  tests/export/test_size.py gluon_emulator/tests tests/torch/test_prepared.py tests/torch/test_lengths.py \
   tests/torch/test_arguments.py tests/companions/test_modules.py tests/kernels/test_cpu_region.py
 quick: .venv/.ready
 	$(PY) -m pytest -q -n $(JOBS) $(QUICK)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("flashtile", "tests", "tools", "benchmarks")
+FOLDERS = ("flashtile", "gluon_emulator", "tests", "tools", "benchmarks")
 FILE_LINES = 500
 DEVICE_LINES = 700  # of device code, where the order of instructions is the product
 HOST_PARAMETERS = 12

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 
+from gluon_emulator.machine import Grid
 from tests.hopper.emulator import install
 
 install()
@@ -35,7 +36,6 @@ from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.execute.bound import TORCH_DTYPES, Bound
-from tests.hopper.machine import Grid
 
 Tensors = dict[str, torch.Tensor]
 SMALL = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than one tile

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper import language
+from gluon_emulator import language
 from tests.hopper.emulator import install
 
 install()

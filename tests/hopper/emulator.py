@@ -1,165 +1,39 @@
-"""Runs the Hopper kernels' sources as plain Python on the CPU, launched by the executor that launches them on a GPU.
+"""Puts the emulator of Gluon (`gluon_emulator`) under flashtile's Hopper kernels, and what those have in assembly.
 
-`install` puts `language` and the words below under the kernels before they are imported, for the whole process: a process
+`install` puts it and the words below under the kernels before they are imported, for the whole process: a process
 that emulates does nothing else. Found are wrong indices, masks, phases and turns, deadlocks, tiles let go of too early,
 missing waits and fences, and wrong arguments of a plan. Not found is what layouts, registers and the compiler do.
 """
 
 from __future__ import annotations
 
-import random
 import struct
 import sys
-from collections.abc import Callable
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.hopper import language
-from tests.hopper.machine import Abreast, Barrier, Grid, Memory, NamedBarrier, Product, extend_tensors, here
-
-_DICE = random.Random(0)
-
-
-class Kernel:
-    """What `@jit` makes of a function: other kernels call it, the executor launches it with a grid."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.fn, self.__name__ = function, function.__name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        def launch(
-            *args: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, maxnreg: int | None = None, **constants: Any
-        ) -> None:
-            assert grid[1:] == (1, 1)
-            Grid(grid[0], _DICE).run(lambda: self.fn(*(argument(a) for a in args), **constants))
-
-        return launch
+import gluon_emulator
+from gluon_emulator import language, launch
+from gluon_emulator.launch import jit, unchanged
+from gluon_emulator.machine import Abreast, Memory, NamedBarrier, extend_tensors, here
+from gluon_emulator.words import (
+    fence_async_shared,
+    mbarrier,
+    store_wait,
+    tma_add,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
 
 
-class Described:
-    """A tensor behind a descriptor."""
-
-    layout = None
-
-    def __init__(self, descriptor: Any):
-        base = descriptor.base
-        self.tensor = base.as_strided(descriptor.shape, descriptor.strides, base.storage_offset())
-        self.shape = [language.Scalar(n) for n in descriptor.shape]
-        self.block, self.dtype = descriptor.block_shape, base.dtype
-        self.block_type = SimpleNamespace(nbytes=torch.Size(self.block).numel() * base.element_size())
-
-    def overlap(self, coordinates: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where a block at these coordinates and the tensor meet: (in the tensor, in the block)."""
-        assert len(coordinates) == len(self.block) == self.tensor.dim()
-        if self.dtype is torch.float32:  # the pass before has made it: what callers bring has 16 bits
-            here().check_awaited()
-        outside, inside = [], []
-        for start, size, length in zip((int(c) for c in coordinates), self.tensor.shape, self.block, strict=True):
-            low, high = max(start, 0), max(min(start + length, size), max(start, 0))
-            outside.append(slice(low, high))
-            inside.append(slice(low - start, high - start))
-        return tuple(outside), tuple(inside)
-
-
-def argument(value: Any) -> Any:
-    """A launch's argument as the kernel sees it: addresses and integers become pointers and scalars."""
-    if isinstance(value, tuple):
-        return tuple(argument(v) for v in value)
-    if isinstance(value, torch.Tensor):
-        count = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
-        return language.Pointer(value.as_strided((count,), (1,), value.storage_offset()))
-    if hasattr(value, "block_shape"):
-        return Described(value)
-    return language.Scalar(value) if isinstance(value, int) else value
-
-
-def jit(function: Any = None, **options: Any) -> Any:
-    return Kernel(function) if function is not None else Kernel
-
-
-def unchanged(value: Any) -> Any:
-    return value
-
-
-class mbarrier:  # noqa: N801 (as Gluon spells it)
-    """Gluon's words for barriers."""
-
-    MBarrierLayout = language.Layout
-
-    @staticmethod
-    def init(barrier: Barrier, count: int) -> None:
-        barrier.init(count)
-
-    @staticmethod
-    def expect(barrier: Barrier, nbytes: int) -> None:
-        barrier.arrive(1, nbytes)
-
-    @staticmethod
-    def arrive(barrier: Barrier, count: int) -> None:
-        barrier.arrive(count)
-
-    @staticmethod
-    def wait(barrier: Barrier, parity: Any) -> None:
-        barrier.wait(int(parity))
-
-
-def fence_async_shared() -> None:
-    here().fence()
-
-
-def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
-    """The barrier, and which of its openings this arrival belongs to."""
-    barrier = here().block.named.setdefault(number, NamedBarrier())
-    return barrier, barrier.arrive(threads)
-
-
-def named_wait(number: int, threads: int) -> None:
-    barrier, opening = named_arrive(number, threads)
-    here().block.wait(lambda: barrier.opened > opening, f"named barrier {number}")
-
-
-def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: Memory) -> None:
-    outside, inside = source.overlap(coordinates)
-    target = tile.tensor.view(source.block)
-    tile.check_read()
-    target.fill_(float("nan"))
-
-    def fill() -> None:
-        target.zero_()
-        target[inside] = source.tensor[outside]
-
-    barrier.copies.append((source.block_type.nbytes, fill))
-    here().block.pause()
-
-
-def tma_store(target: Described, coordinates: list[Any], tile: Memory) -> None:
-    outside, inside = target.overlap(coordinates)
-    source = tile.tensor.view(target.block)
-    tile.check_fenced()
-
-    def write() -> None:
-        target.tensor[outside] = source[inside]
-
-    here().stores.append(write)
-
-
-def tma_add(target: Described, coordinates: list[Any], tile: Memory) -> None:
-    outside, inside = target.overlap(coordinates)
-    source = tile.tensor.view(target.block)
-    tile.check_fenced()
-
-    def add() -> None:
-        target.tensor[outside] += source[inside]
-
-    here().stores.append(add)
+def check_awaited(tensor: launch.Described) -> None:
+    """A float32 tensor is what the pass before has made: what callers bring has 16 bits."""
+    if tensor.dtype is torch.float32:
+        here().check_awaited()
 
 
 def recast(tile: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory:
@@ -180,27 +54,15 @@ def abreast(tiles: Memory, pair: Any, rows: int, columns: int) -> Memory:
     return Abreast(tiles.tensor[2 * int(pair) : 2 * int(pair) + 2].view(2, rows, columns))
 
 
-def store_wait(pendings: int) -> None:
-    stores = here().stores
-    while len(stores) > pendings:
-        stores.pop(0)()
+def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
+    """The barrier, and which of its openings this arrival belongs to."""
+    barrier = here().block.named.setdefault(number, NamedBarrier())
+    return barrier, barrier.arrive(threads)
 
 
-def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
-    assert is_async
-    product = Product(a, b, acc, bool(use_acc))
-    here().products.append(product)
-    here().block.pause()
-    return product
-
-
-def warpgroup_mma_wait(pendings: int, deps: list[Any]) -> Any:
-    """The values of deps, once all but the last `pendings` products are done; of a product among these itself, to add to."""
-    products = here().products
-    while len(products) > pendings:
-        products.pop(0).finish()
-    values = [x.value if isinstance(x, Product) and x not in products else x for x in deps]
-    return tuple(values) if len(values) > 1 else values[0]
+def named_wait(number: int, threads: int) -> None:
+    barrier, opening = named_arrive(number, threads)
+    here().block.wait(lambda: barrier.opened > opening, f"named barrier {number}")
 
 
 def await_turn(lock: language.Pointer, reports: Any) -> None:
@@ -307,8 +169,9 @@ def install(seed: int = 0) -> None:
     from flashtile.triton_glue import language as _triton
 
     assert not _triton.INTERPRETED
-    _DICE.seed(seed)
+    gluon_emulator.seed(seed)
     extend_tensors()
+    replace(launch.Described, check=check_awaited)
     replace(_triton, jit=jit, tl=language, constexpr=unchanged, shared=unchanged)
     from flashtile.triton_glue import gluon
 

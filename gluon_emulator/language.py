@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.machine import WARPGROUP, Barriers, Memory, Scalar, here, uint32, uint64  # noqa: F401 (kernels read both)
+from gluon_emulator.machine import WARPGROUP, Barriers, Memory, Scalar, here, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int16, int32, int64 = torch.int16, torch.int32, torch.int64

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.hopper.machine import Barrier, Deadlock, Grid, Memory, Product, here
+from gluon_emulator.machine import Barrier, Deadlock, Grid, Memory, Product, here
 
 Program = Callable[[], None]
 

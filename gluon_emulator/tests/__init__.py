@@ -1,0 +1,1 @@
+"""Tests of the emulator, with a kernel of their own."""
