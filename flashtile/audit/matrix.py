@@ -206,15 +206,15 @@ def compile_row(job: Job) -> Row:
     multiplies = "SCORE" in constants
     if multiplies and not used.matrix and not (problem.dtype is DType.FP32 and problem.precision == "ieee"):
         failures.append("has no matrix instructions")
+    code = disassemble(compiled) if device.kind == "cuda" else compiled.asm["amdgcn"]
     short = short_sums(compiled.asm["ttgir"]) if device.kind == "cuda" else []
     if short:
         failures.append(f"products are shorter than their operands' fragments: {', '.join(short)}")
     if device.kind == "cuda" and device.arch == 90:
-        sass = disassemble(compiled)
-        suspicious = suspicious_operands(sass) if job.backend == "triton" else []
+        suspicious = suspicious_operands(code) if job.backend == "triton" else []
         if suspicious:
             failures.append(f"operands differ by the way to them: {', '.join(suspicious[:3])}")
-        overwritten = overwritten_operands(sass)
+        overwritten = overwritten_operands(code)
         if overwritten:
             failures.append(f"operands are overwritten before they are read: {', '.join(overwritten[:3])}")
         idle = idle_barriers(compiled.asm["ttgir"])
@@ -226,7 +226,7 @@ def compile_row(job: Job) -> Row:
         spill_bytes=used.spill_bytes,
         shared_bytes=used.shared_bytes,
         matrix=used.matrix,
-        code=code_hash(compiled, device.kind),
+        code=code_hash(code, device.kind),
         failure="; ".join(failures),
     )
 

@@ -53,9 +53,9 @@ def disassemble(compiled: Any) -> str:
     return done.stdout
 
 
-def code_hash(compiled: Any, kind: str) -> str:
-    """A hash of a kernel's instructions, for GPUs of this kind ("cuda", "hip"): names and places of sources do not count."""
-    code = "\n".join(_BITS.findall(disassemble(compiled))) if kind == "cuda" else _NAMED.sub("", compiled.asm["amdgcn"])
+def code_hash(text: str, kind: str) -> str:
+    """A hash of the instructions in a kernel's SASS ("cuda") or assembly ("hip"): names and places of sources do not count."""
+    code = "\n".join(_BITS.findall(text)) if kind == "cuda" else _NAMED.sub("", text)
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
