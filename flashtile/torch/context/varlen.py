@@ -118,8 +118,7 @@ def attention_of_items(
     assert want is not None
     assert given is not None
     whole_k, whole_v = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
-    how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options}
-    made = call(q, whole_k, whole_v, return_lse, **how, **given.tensors, **most)
+    made = call(q, whole_k, whole_v, return_lse, **want.banded(), **given.tensors, **most)
     return tuple(t[0] for t in made) if return_lse else made[0]
 
 
@@ -133,7 +132,7 @@ def _allgather(
     """
     keys, values = Gather.apply(torch.cat([k, v], -1), context).split([k.shape[3], v.shape[3]], -1)
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
-    how = {"mask": want.band, "score": want.score, "scale": want.scale, "sink": want.sink, "options": want.options, **most}
+    how = {**want.banded(), **most}
     made: list[Any] = []
     row = 0
     for run in runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank):

@@ -60,6 +60,10 @@ class Wanted:
             return band
         return band & _any([_all(term) for term in self.terms])
 
+    def banded(self) -> dict[str, Any]:
+        """The arguments of a call of items, whose mask is the band."""
+        return {"mask": self.band, "score": self.score, "scale": self.scale, "sink": self.sink, "options": self.options}
+
     def whole(self, context: Context, heads: slice) -> dict[str, Any]:
         """The arguments of a call with the whole sequence and some heads."""
 
