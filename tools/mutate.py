@@ -1,9 +1,13 @@
 """Do the tests and the fuzzer notice a bug of one line? Each of `mutations.toml` is put into a copy of the tree by itself.
 
-    .venv/bin/python tools/mutate.py --output mutations.csv
+    .venv/bin/python tools/mutate.py --jobs 16 --output mutations.csv
 
 A bug is looked for by the tests that touch what it changes and, if they miss it, by `flashtile fuzz` for `--budget` seconds.
-The CSV has a line for each: what caught it, and after how many seconds. Exit code 1 if one was missed.
+A test that fails with the bug must pass without it: where it does not, the bug is not judged.
+
+The CSV has a line for each: what caught it ("" for nothing), and after how many seconds. It grows as the run goes, and a run
+that finds it goes on where it ends. `--jobs` copies of the tree run beside each other, each with one thread, and with caches
+and a temporary folder of its own. Exit code 1 if a bug was missed, could not be judged, or is left.
 """
 
 from __future__ import annotations
@@ -11,12 +15,18 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +34,6 @@ from typing import NamedTuple
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 900  # of the tests of one bug: one that hangs is caught, too
 FUZZ = {  # by the beginning of a path, of which the longest counts: what the fuzzer is told, and whether Triton interprets
     "flashtile/kernels/sm90/": (["--backend", "hopper", "--setup", "tests.fuzz.emulate:install"], "0"),
     "flashtile/kernels/device/": (["--backend", "triton"], "1"),
@@ -32,6 +41,9 @@ FUZZ = {  # by the beginning of a path, of which the longest counts: what the fu
     "flashtile/jax/": None,
     "flashtile/": (["--backend", "cpu"], "1"),
 }
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "shared", "site", "dist")
+COLUMNS = ["file", "old", "new", "caught_by", "seconds"]
+BROKEN = "not judged: "  # begins what stands in `caught_by` for a bug of which nobody knows whether it is caught
 
 
 class Bug(NamedTuple):
@@ -46,13 +58,16 @@ class Bug(NamedTuple):
     def area(self) -> str:
         return self.file.rsplit("/", 1)[0]
 
-    def change(self, tree: Path) -> str:
-        """Put it into a tree; the file as it was."""
-        before = (tree / self.file).read_text()
-        if before.count(self.old) != 1:
-            raise SystemExit(f"{self.file} holds {self.old!r} {before.count(self.old)} times; it must be once.")
-        (tree / self.file).write_text(before.replace(self.old, self.new))
-        return before
+    @property
+    def is_jax(self) -> bool:
+        return self.file.startswith("flashtile/jax/")
+
+
+class Outcome(NamedTuple):
+    """What a command gave; `code` None where it was ended at its limit."""
+
+    code: int | None
+    text: str
 
 
 def read_bugs() -> list[Bug]:
@@ -62,77 +77,141 @@ def read_bugs() -> list[Bug]:
     return [bug for bug in chain.from_iterable(zip_longest(*areas.values())) if bug is not None]
 
 
-def copied(to: Path) -> Path:
-    """The files of this checkout that git knows, in another folder."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, to / name)
-    return to
+class Out(Exception):
+    """The time of the whole run is over."""
 
 
-def caught_by_tests(bug: Bug, tree: Path, python: str) -> str:
-    """The first test that fails, "time" where they hang, "" where all pass."""
-    paths, _, chosen = bug.tests.partition(" -k ")
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths.split(), *(["-k", chosen] * bool(chosen))]
-    more = {}
-    if bug.file.startswith("flashtile/jax/"):  # as test_jax.sh has it
-        command, more = [*command, "--confcutdir=tests/jax"], {"TRITON_INTERPRET": "0"}
-    try:
-        done = run(command, tree, LIMIT_S, **more)
-    except subprocess.TimeoutExpired:
-        return "time"
-    if done.returncode not in (0, 1, 2):
-        raise SystemExit(f"{' '.join(command)} gave {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return "" if done.returncode == 0 else failed.group(1) if failed else f"pytest {done.returncode}"
+class Run:
+    """Copies of the tree, of which each runs one bug at a time, until `within` seconds are over."""
 
+    def __init__(self, folder: Path, asked: argparse.Namespace) -> None:
+        self.asked, self.end = asked, time.monotonic() + asked.within
+        self.trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(asked.jobs):
+            tree = folder / str(number) / "tree"
+            shutil.copytree(ROOT, tree, ignore=NOT_COPIED, symlinks=True)
+            (tree.parent / "temporary").mkdir()
+            self.trees.put(tree)
 
-def caught_by_fuzzer(bug: Bug, tree: Path, budget_s: float) -> str:
-    """The case that the fuzzer found, "" for none."""
-    told = FUZZ[max((start for start in FUZZ if bug.file.startswith(start)), key=len)]
-    if told is None or not budget_s:
-        return ""
-    options, interpreted = told
-    command = [sys.executable, "-m", "flashtile", "fuzz", "--jobs", "1", "--budget", str(budget_s), *options]
-    try:
-        done = run(command, tree, budget_s + LIMIT_S, TRITON_INTERPRET=interpreted)
-    except subprocess.TimeoutExpired:
-        return "fuzz: time"
-    case = re.search(r'--repeat "([^"]*)"', done.stdout)
-    return "" if done.returncode == 0 else f"fuzz: {case.group(1) if case else done.stdout[-200:]}"
+    def judge(self, bug: Bug) -> list[str]:
+        """The CSV's line of a bug."""
+        tree, start = self.trees.get(), time.monotonic()
+        file = tree / bug.file
+        before = file.read_text() if file.exists() else ""
+        try:
+            if before.count(bug.old) != 1:
+                caught = f"{BROKEN}the file holds the text {before.count(bug.old)} times"
+            else:
+                file.write_text(before.replace(bug.old, bug.new))
+                caught = self.caught_by_tests(bug, tree)
+                if caught:
+                    file.write_text(before)
+                    fails = self.caught_by_tests(bug, tree, only=caught)
+                    caught = f"{BROKEN}{fails} without the bug" if fails else caught
+                else:
+                    caught = self.caught_by_fuzzer(bug, tree)
+        finally:
+            if before:
+                file.write_text(before)
+            self.trees.put(tree)
+        return [bug.file, bug.old, bug.new, caught, f"{time.monotonic() - start:.0f}"]
 
+    def caught_by_tests(self, bug: Bug, tree: Path, only: str = "") -> str:
+        """The first test that fails, "time" where they hang, "" where all pass. only: of them, what a call returned."""
+        paths, _, chosen = bug.tests.partition(" -k ")
+        python = self.asked.jax_python if bug.is_jax else sys.executable
+        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += [only] if "::" in only else [*paths.split(), *["-k", chosen] * bool(chosen)]
+        more = {}
+        if bug.is_jax:  # as test_jax.sh has it
+            command, more = [*command, "--confcutdir=tests/jax"], {"TRITON_INTERPRET": "0"}
+        done = self.run(command, tree, self.asked.limit, **more)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.text, re.MULTILINE)
+        return "" if done.code == 0 else "time" if done.code is None else failed.group(1) if failed else f"pytest {done.code}"
 
-def run(command: list[str], tree: Path, limit_s: float, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=limit_s)
+    def caught_by_fuzzer(self, bug: Bug, tree: Path) -> str:
+        """The case that the fuzzer found, "" for none."""
+        told = FUZZ[max((start for start in FUZZ if bug.file.startswith(start)), key=len)]
+        if told is None or not self.asked.budget:
+            return ""
+        options, interpreted = told
+        command = [sys.executable, "-m", "flashtile", "fuzz", "--jobs", "1", "--budget", str(self.asked.budget), *options]
+        done = self.run(command, tree, self.asked.budget + self.asked.limit, TRITON_INTERPRET=interpreted)
+        case = re.search(r'--repeat "([^"]*)"', done.text)
+        found = "time" if done.code is None else case.group(1) if case else done.text[-200:]
+        return "" if done.code == 0 else f"fuzz: {found}"
+
+    def run(self, command: list[str], tree: Path, limit_s: float, **more: str) -> Outcome:
+        """What a command gives in a tree: no cache and no temporary file of it is seen by another."""
+        own = {"TMPDIR": "temporary", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {name: str(tree.parent / path) for name, path in own.items()} | more
+        shutil.rmtree(tree.parent / "triton", ignore_errors=True)
+        left_s = self.end - time.monotonic()
+        if left_s <= 0:
+            raise Out
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes)
+        try:
+            text, _ = process.communicate(timeout=min(limit_s, left_s))
+            return Outcome(process.returncode, text)
+        except subprocess.TimeoutExpired:
+            if left_s < limit_s:
+                raise Out from None
+            return Outcome(None, "")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+    def each(self, do: Callable[[Bug], None], bugs: Iterable[Bug]) -> None:
+        """`do` each, `--jobs` of them beside each other; those that the time does not reach are left out."""
+
+        def within(bug: Bug) -> None:
+            with suppress(Out):
+                do(bug)
+
+        with ThreadPoolExecutor(self.asked.jobs) as pool:
+            list(pool.map(within, bugs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="bugs of files whose path holds this")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of the fuzzer for what tests miss; 0 for none")
-    parser.add_argument("--within", type=float, default=float("inf"), help="begin no bug after so many seconds")
-    parser.add_argument("--jax-python", default=str(ROOT / ".venv-jax/bin/python"), help="the Python that has JAX")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the tests of one bug; to hang is to be caught")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds of the run; what is not done then is left")
+    parser.add_argument("--jobs", type=int, default=1, help="bugs beside each other, of a core each")
+    jax = ROOT / ".venv-jax/bin/python"
+    parser.add_argument("--jax-python", default=str(jax if jax.exists() else sys.executable), help="the Python that has JAX")
     parser.add_argument("--output", type=Path, default=Path("mutations.csv"))
     asked = parser.parse_args()
-    begun, missed = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as folder, asked.output.open("w", newline="") as file:
-        tree, lines = copied(Path(folder)), csv.writer(file)
-        lines.writerow(["file", "old", "new", "caught_by", "seconds"])
-        for bug in read_bugs():
-            if asked.only not in bug.file or time.monotonic() - begun > asked.within:
-                continue
-            before, start = bug.change(tree), time.monotonic()
-            python = asked.jax_python if bug.file.startswith("flashtile/jax/") else sys.executable
-            caught = caught_by_tests(bug, tree, python) or caught_by_fuzzer(bug, tree, asked.budget)
-            (tree / bug.file).write_text(before)
-            missed += not caught
-            row = [bug.file, bug.old, bug.new, caught, f"{time.monotonic() - start:.0f}"]
-            lines.writerow(row)
-            file.flush()
-            print(" | ".join([bug.file, bug.new.strip(), caught or "MISSED", row[-1] + " s"]), flush=True)
-    raise SystemExit(1 if missed else 0)
+    bugs = [bug for bug in read_bugs() if asked.only in bug.file]
+    done: dict[tuple[str, ...], str] = {}
+    if asked.output.exists():
+        with asked.output.open(newline="") as file:
+            lines = [line for line in csv.DictReader(file) if not line["caught_by"].startswith(BROKEN)]
+        done = {(line["file"], line["old"], line["new"]): line["caught_by"] for line in lines}
+    with asked.output.open("a", newline="") as file, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        writer, one_at_a_time = csv.writer(file), threading.Lock()
+        if file.tell() == 0:
+            writer.writerow(COLUMNS)
+        run = Run(Path(folder), asked)
+
+        def judge(bug: Bug) -> None:
+            row = run.judge(bug)
+            with one_at_a_time:
+                done[bug[:3]] = row[3]
+                writer.writerow(row)
+                file.flush()
+                print(" | ".join([bug.file, bug.new.strip(), row[3] or "MISSED", row[-1] + " s"]), flush=True)
+
+        run.each(judge, [bug for bug in bugs if bug[:3] not in done])
+    of_these = [done[bug[:3]] for bug in bugs if bug[:3] in done]
+    broken, missed = sum(caught.startswith(BROKEN) for caught in of_these), of_these.count("")
+    caught, left_out = len(of_these) - broken - missed, len(bugs) - len(of_these)
+    print(f"{len(bugs)} bugs: {caught} caught, {missed} missed, {broken} not judged, {left_out} left")
+    raise SystemExit(0 if caught == len(bugs) else 1)
 
 
 if __name__ == "__main__":
