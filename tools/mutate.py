@@ -144,7 +144,8 @@ class Run:
     def run(self, command: list[str], tree: Path, limit_s: float, **more: str) -> Outcome:
         """What a command gives in a tree: no cache and no temporary file of it is seen by another."""
         own = {"TMPDIR": "temporary", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {name: str(tree.parent / path) for name, path in own.items()} | more
         shutil.rmtree(tree.parent / "triton", ignore_errors=True)
         left_s = self.end - time.monotonic()
