@@ -48,7 +48,10 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         if T.resident and not T.takes_late:
             taken = following(counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
-        if T.tells:
+        if T.interleaves:
+            edges = load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T)
+            step = place.visits.end
+        elif T.tells:
             before = place.visits.shift
             for member in range(T.group):
                 head = place.head_kv * T.group + member
@@ -92,6 +95,27 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         memory.to.tickets.publish(turn, (ticket,))
     if CLEARS:
         clear(sum_ptr, dirty, clean)
+
+
+@gluon.jit
+def load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T: gl.constexpr):
+    """Load the steps of a tile of grouped heads, all heads of the group at one place of the queries before the next place.
+
+    Tiles that run at a time then read, and add to, the same queries at about the same time, whatever their length: under a right
+    bound they begin with the last queries, which all of them see. Each begins a place with a head of its own, so that fewer add
+    to one part of dq's sum at once. How many steps needed blanks, with these.
+    """
+    tiles, offset = place.visits.tiles, place.tile % T.group
+    for nth in range(tiles):
+        at = tiles - 1 - nth if T.right else nth
+        start = place.visits.lo + at * T.block_q
+        masked = place.masked(start)
+        for i in range(T.group):
+            member = i + offset
+            head = place.head_kv * T.group + gl.where(member >= T.group, member - T.group, member)
+            edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
+                              step + nth * T.group + i, edges, T)  # fmt: skip
+    return edges
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ class BackwardLaunch:
     pieces: int = 1  # tickets of a long list (`helping`)
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
     converts: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
+    interleaves: bool = False  # a tile of grouped heads walks queries once, all heads of its group at each place
 
     @property
     def block_k(self) -> int:
@@ -44,7 +45,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}", *[f"pieces={self.pieces}"] * (self.pieces > 1)]
-        words += [w for w in ("parted", "helps", "joined", "converts") if getattr(self, w)]
+        words += [w for w in ("parted", "helps", "joined", "converts", "interleaves") if getattr(self, w)]
         return " ".join(words)
 
 
@@ -98,6 +99,7 @@ class BackwardTile:
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
     converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
+    interleaves: bool = False  # of grouped heads: see `producer.load_group`
 
     @property
     def wide(self) -> bool:
@@ -330,6 +332,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,
         converts=launch.converts,
+        interleaves=launch.interleaves and p.group > 1 and p.blocks is None and not deterministic,
     )
 
 
