@@ -60,7 +60,7 @@ class Variant:
         return BACKEND.backward(problem, device, Gradients(dlse=dlse), "split" if self.split else "fused", launch)
 
 
-D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
+D64, D128, D256 = (BACKWARD[columns].launch for columns in (64, 128, 256))
 D192 = replace(D256, stages=2, stages_dout=2)  # as `choose_backward` has it where values are narrower
 VARIANTS = {
     "64": Variant(64, D64),
