@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import WARM_CALLS, Session, distance
-from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.record import Record
 from flashtile.kernels.ops import cross_entropy, norm
 from flashtile.kernels.ops.catalogue import OPS
 from flashtile.plan.call import KernelCall, Plan
@@ -189,27 +189,48 @@ def compile_all(cells: list[Cell]) -> None:
                       f"{cell.direction} {launch} {cell.spelling}", flush=True)  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, "benchmarks/results/companions-tune.csv", 120)
-    parser.add_argument("--match", default="")
-    parser.add_argument("--dry", action="store_true", help="compile every launch, without a GPU")
-    chosen = parser.parse_args()
-    cells = [cell for cell in CELLS if re.search(chosen.match, f"{cell.spelling} {cell.direction}")]
-    if chosen.dry:
-        compile_all(cells)
+class Tune(Experiment[Any]):
+    """A cell is one of CELLS."""
+
+    output, budget_s = "benchmarks/results/companions-tune.csv", 120
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--match", default="")
+        parser.add_argument("--dry", action="store_true", help="compile every launch, without a GPU")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        chosen.cells = [cell for cell in CELLS if re.search(chosen.match, f"{cell.spelling} {cell.direction}")]
+        if not chosen.dry:
+            return None
+        compile_all(chosen.cells)
         return 0
-    need_gpu(parser)
-    device = torch.device("cuda", 0)
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
-    session = Session(device, record)
-    compile_ahead(warm, [(CELLS.index(cell), j) for cell in cells for j in range(len(cell.launches))], record.left())
-    session.measure_ceilings()
-    for cell, session.until in record.parts(cells, lambda cell: f"{cell.spelling} {cell.direction}"):
-        with record.attempt(problem=cell.spelling, direction=cell.direction, launch="all"):
-            measure(session, cell)
-        torch.cuda.empty_cache()
-    return record.end()
+
+    def ahead(self) -> Ahead:
+        return warm, [(CELLS.index(cell), j) for cell in self.cells() for j in range(len(cell.launches))]
+
+    def begin(self, record: Record) -> AbstractContextManager[Any]:
+        self.session = Session(self.device(), record)
+        self.session.measure_ceilings()
+        return nullcontext()
+
+    def cells(self) -> list[Any]:
+        return self.chosen.cells
+
+    def name(self, cell: Any) -> str:
+        return f"{cell.spelling} {cell.direction}"
+
+    def place(self, cell: Any) -> dict[str, str]:
+        return dict(problem=cell.spelling, direction=cell.direction, launch="all")
+
+    def measure(self, cell: Any, record: Record, until: float) -> None:
+        self.session.until = until
+        measure(self.session, cell)
+
+
+def main() -> int:
+    return main_of(Tune)
 
 
 if __name__ == "__main__":

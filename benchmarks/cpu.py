@@ -31,7 +31,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.record import Record, at_least_one, machine, options
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.record import Record, at_least_one
 from flashtile import Options
 from flashtile.bench.rotation import rotate
 from flashtile.demo.memory import peak_bytes
@@ -232,33 +233,51 @@ def measure_memory(record: Record) -> None:
         judged(record, {**row, "ratio": ours / theirs, "bar": MEMORY}, [])
 
 
+class Cpu(Experiment[tuple[str, Any]]):
+    """A cell is a section and what of it."""
+
+    output, budget_s, gpu = "benchmarks/results/cpu.csv", 240, False
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--section", nargs="+", choices=SECTIONS, default=["calls", "step", "memory"])
+        parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp16", "fp32"], default=["fp32"])
+        parser.add_argument("--rounds", type=at_least_one, default=40)
+        parser.add_argument(
+            "--threads", type=at_least_one, default=torch.get_num_threads(), help="of all sections but features"
+        )
+
+    def about(self) -> dict[str, Any]:
+        torch.set_num_threads(self.chosen.threads)
+        return {"threads": self.chosen.threads}
+
+    def cells(self) -> list[tuple[str, Any]]:
+        chosen = self.chosen
+        cells: list[tuple[str, Any]] = [(name, None) for name in ("memory", "step") if name in chosen.section]
+        if "calls" in chosen.section:
+            cells += [("calls", (shape, dtype)) for dtype in chosen.dtype for shape in SHAPES]
+        if "features" in chosen.section:
+            cells += [("features", (dtype, causal)) for dtype in chosen.dtype for causal in (False, True)]
+        return cells
+
+    def place(self, cell: tuple[str, Any]) -> dict[str, Any]:
+        return dict(section=cell[0], about=cell[1])
+
+    def measure(self, cell: tuple[str, Any], record: Record, until: float) -> None:
+        section, about = cell
+        if section == "memory":
+            measure_memory(record)
+        elif section == "step":
+            measure_step(until, record)
+        elif section == "calls":
+            measure_call(about[0], about[1], self.chosen.rounds, until, record)
+        else:
+            torch.set_num_threads(1)
+            measure_features(about[0], about[1], self.chosen.rounds, until, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=["calls", "step", "memory"])
-    parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp16", "fp32"], default=["fp32"])
-    parser.add_argument("--rounds", type=at_least_one, default=40)
-    parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads(), help="of all sections but features")
-    options(parser, "benchmarks/results/cpu.csv", 240)
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    record = Record(chosen.output, chosen.budget, {"threads": chosen.threads, **machine(torch.device("cpu"), chosen.commit)})
-    cells: list[tuple[str, Any]] = [(name, None) for name in ("memory", "step") if name in chosen.section]
-    if "calls" in chosen.section:
-        cells += [("calls", (shape, dtype)) for dtype in chosen.dtype for shape in SHAPES]
-    if "features" in chosen.section:
-        cells += [("features", (dtype, causal)) for dtype in chosen.dtype for causal in (False, True)]
-    for (section, about), until in record.parts(cells):
-        with record.attempt(section=section, about=about):
-            if section == "memory":
-                measure_memory(record)
-            elif section == "step":
-                measure_step(until, record)
-            elif section == "calls":
-                measure_call(about[0], about[1], chosen.rounds, until, record)
-            else:
-                torch.set_num_threads(1)
-                measure_features(about[0], about[1], chosen.rounds, until, record)
-    return record.end()
+    return main_of(Cpu)
 
 
 if __name__ == "__main__":

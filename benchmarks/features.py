@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
 from benchmarks.accuracy import check_all, prepared
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one, is_lost
 from flashtile import Bias, Dropout, Options, Softcap, dropout_mask
 from flashtile.kernels.portable.candidates import shared_bytes
 from flashtile.kernels.portable.choose import choose, family
@@ -383,34 +384,50 @@ def dropout(device: torch.device) -> Iterator[Row]:
                "note": f"{sigmas:.2f} sigma"}  # fmt: skip
 
 
+class Features(Experiment[str]):
+    """A cell is a section."""
+
+    output, budget_s = "bench-output/features.csv", 420
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        usual = ["dropout", "costs", "pairs"]
+        parser.add_argument("--sections", nargs="+", choices=(*usual, "tiles"), default=usual)
+        parser.add_argument("--cases", type=at_least_one, default=1100)
+        parser.add_argument("--numbers", type=int, nargs="+", help="the pairs of these numbers alone, which are in their names")
+        parser.add_argument(
+            "--backend",
+            choices=("triton", "hopper", "chosen"),
+            default="triton",
+            help="whose costs are measured, and whose pairs",
+        )
+        parser.add_argument(
+            "--only", nargs="+", default=[], metavar="NAME", help="the costs of these alone, beside plain calls"
+        )
+        parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help=f"how often each cost is timed; {ROUNDS}")
+        parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
+
+    def cells(self) -> list[str]:
+        return self.chosen.sections
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(section=cell, name="the section")
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        chosen = self.chosen
+        measured = None if chosen.backend == "chosen" else chosen.backend
+        sections: dict[str, Callable[[], Iterator[Row]]] = {
+            "dropout": lambda: dropout(self.device()),
+            "costs": lambda: costs(until, record, measured, not chosen.without, chosen.only, chosen.rounds),
+            "pairs": lambda: pairs(chosen.numbers or range(chosen.cases), until, record, measured or "triton"),
+            "tiles": lambda: tiles(until, self.device(), chosen.output.with_suffix(".json")),
+        }
+        for row in sections[cell]():
+            record.add(row)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = ["dropout", "costs", "pairs"]
-    parser.add_argument("--sections", nargs="+", choices=(*usual, "tiles"), default=usual)
-    parser.add_argument("--cases", type=at_least_one, default=1100)
-    parser.add_argument("--numbers", type=int, nargs="+", help="the pairs of these numbers alone, which are in their names")
-    parser.add_argument(
-        "--backend", choices=("triton", "hopper", "chosen"), default="triton", help="whose costs are measured, and whose pairs"
-    )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="the costs of these alone, beside plain calls")
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, help=f"how often each cost is timed; {ROUNDS}")
-    parser.add_argument("--without", choices=("flex",), help="a peer that takes long to compile")
-    options(parser, "bench-output/features.csv", 420)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    device, measured = torch.device("cuda", 0), None if chosen.backend == "chosen" else chosen.backend
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
-    sections: dict[str, Callable[[float], Iterator[Row]]] = {
-        "dropout": lambda until: dropout(device),
-        "costs": lambda until: costs(until, record, measured, not chosen.without, chosen.only, chosen.rounds),
-        "pairs": lambda until: pairs(chosen.numbers or range(chosen.cases), until, record, measured or "triton"),
-        "tiles": lambda until: tiles(until, device, chosen.output.with_suffix(".json")),
-    }
-    for name, until in record.parts(chosen.sections):
-        with record.attempt(section=name, name="the section"):
-            for row in sections[name](until):
-                record.add(row)
-    return record.end()
+    return main_of(Features)
 
 
 if __name__ == "__main__":

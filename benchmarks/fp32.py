@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, machine, need_gpu, options, sized
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.record import Record, sized
 from flashtile.kernels.portable.backend import BACKEND
 from flashtile.kernels.portable.tile import Launch, Pass, Products
 from flashtile.plan.backend import Gradients
@@ -179,25 +179,38 @@ def measure(shape: str, jobs: list[tuple[Kind, str]], until: float, record: Reco
         record.add({"shape": shape, "variant": name, **{n: f"{v:.4g}" for n, v in row.items()}})
 
 
+class Fp32(Experiment[str]):
+    """A cell is a shape with its precision, "8x1024x12x64/tf32"."""
+
+    output, budget_s = "benchmarks/results/fp32.csv", 150
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.jobs: list[tuple[Kind, str]] = [(kind, text) for kind in PASSES for text in getattr(chosen, kind)]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        for kind in PASSES:
+            parser.add_argument(f"--{kind}", nargs="*", type=variant(kind), default=[""])
+        parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
+        parser.add_argument("--precision", choices=PRECISIONS, default="tf32x3")
+
+    def cells(self) -> list[str]:
+        return [f"{shape}/{self.chosen.precision}" for shape in self.chosen.shapes]
+
+    def ahead(self) -> Ahead:
+        firsts = {shape.split("x")[-1]: shape for shape in reversed(self.cells())}.values()
+        return warm, [(shape, kind, text) for shape in firsts for kind, text in dict.fromkeys([("forward", ""), *self.jobs])]
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(shape=cell, variant="all")
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        measure(cell, self.jobs, until, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for kind in PASSES:
-        parser.add_argument(f"--{kind}", nargs="*", type=variant(kind), default=[""])
-    parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
-    parser.add_argument("--precision", choices=PRECISIONS, default="tf32x3")
-    options(parser, "benchmarks/results/fp32.csv", 150)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
-    jobs: list[tuple[Kind, str]] = [(kind, text) for kind in PASSES for text in getattr(chosen, kind)]
-    shapes = [f"{shape}/{chosen.precision}" for shape in chosen.shapes]
-    firsts = {shape.split("x")[-1]: shape for shape in reversed(shapes)}.values()
-    ahead = [(shape, kind, text) for shape in firsts for kind, text in dict.fromkeys([("forward", ""), *jobs])]
-    compile_ahead(warm, ahead, record.left())
-    for shape, until in record.parts(shapes):
-        with record.attempt(shape=shape, variant="all"):
-            measure(shape, jobs, until, record)
-    return record.end()
+    return main_of(Fp32)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.processes import Failure, in_processes
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.bench.yardstick import Yardstick, tolerance
@@ -60,7 +62,7 @@ class Variant:
         return BACKEND.backward(problem, device, Gradients(dlse=dlse), "split" if self.split else "fused", launch)
 
 
-D64, D128, D256 = BACKWARD[64], BACKWARD[128], BACKWARD[256]
+D64, D128, D256 = (BACKWARD[columns].launch for columns in (64, 128, 256))
 D192 = replace(D256, stages=2, stages_dout=2)  # as `choose_backward` has it where values are narrower
 VARIANTS = {
     "64": Variant(64, D64),
@@ -293,30 +295,47 @@ def compile_all(names: list[str]) -> int:
     return failures
 
 
+class Backward(Experiment[AttentionProblem]):
+    """A cell is a problem, of variants that are right (`right`, once they were checked)."""
+
+    output, budget_s = "benchmarks/results/hopper-backward.csv", 150
+    right: Sequence[str] = ()
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--head-dim", type=int, nargs="+", choices=list(TIMED), default=list(TIMED))
+        parser.add_argument("--variant", nargs="+", choices=list(VARIANTS))
+        parser.add_argument("--rounds", type=at_least_one, default=4)
+        parser.add_argument("--dry", action="store_true", help="compile every variant, without a GPU")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        chosen.names = [n for n in chosen.variant or VARIANTS if VARIANTS[n].head_dim in chosen.head_dim]
+        if not chosen.names:
+            parser.error("no variant that is named has a head dim that is")
+        return int(bool(compile_all(chosen.names))) if chosen.dry else None
+
+    def begin(self, record: Record) -> AbstractContextManager[Any]:
+        self.right = check_all(check, self.chosen.names, record)
+        return nullcontext()
+
+    def cells(self) -> list[AttentionProblem]:
+        dims = dict.fromkeys(VARIANTS[name].head_dim for name in self.right)
+        return [problem for head_dim in dims for problem in timed(head_dim)]
+
+    def name(self, cell: AttentionProblem) -> str:
+        return cell.spell()
+
+    def place(self, cell: AttentionProblem) -> dict[str, str]:
+        return dict(problem=cell.spell(), provider="all")
+
+    def measure(self, cell: AttentionProblem, record: Record, until: float) -> None:
+        mine = [name for name in self.right if VARIANTS[name].head_dim == cell.head_dim]
+        measure(cell, mine, self.chosen.rounds, until, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=list(TIMED), default=list(TIMED))
-    parser.add_argument("--variant", nargs="+", choices=list(VARIANTS))
-    parser.add_argument("--rounds", type=at_least_one, default=4)
-    options(parser, "benchmarks/results/hopper-backward.csv", 150)
-    parser.add_argument("--dry", action="store_true", help="compile every variant, without a GPU")
-    chosen = parser.parse_args()
-    names = [n for n in chosen.variant or VARIANTS if VARIANTS[n].head_dim in chosen.head_dim]
-    if not names:
-        parser.error("no variant that is named has a head dim that is")
-    if chosen.dry:
-        return 1 if compile_all(names) else 0
-    need_gpu(parser)
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
-    right = check_all(check, names, record)
-    dims = dict.fromkeys(VARIANTS[name].head_dim for name in right)
-    problems = [problem for head_dim in dims for problem in timed(head_dim)]
-    for problem, until in record.parts(problems, AttentionProblem.spell):
-        mine = [name for name in right if VARIANTS[name].head_dim == problem.head_dim]
-        with record.attempt(problem=problem.spell(), provider="all"):
-            measure(problem, mine, chosen.rounds, until, record)
-        torch.cuda.empty_cache()
-    return record.end()
+    return main_of(Backward)
 
 
 if __name__ == "__main__":

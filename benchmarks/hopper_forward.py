@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.hopper_backward import Tensors, bind, check_all, distance, poisoned
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.sm90.backend import BACKEND
@@ -233,24 +235,38 @@ def compile_all(names: list[str]) -> int:
     return failures
 
 
+class Forward(Experiment[str]):
+    """A cell is a row that others are compared with, of those that are right (`right`, once they were checked)."""
+
+    output, budget_s = "benchmarks/results/hopper-forward.csv", 140
+    right: Sequence[str] = ()
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--row", nargs="+", choices=list(ROWS), default=list(ROWS))
+        parser.add_argument("--rounds", type=at_least_one, default=6)
+        parser.add_argument("--dry", action="store_true", help="compile every row, without a GPU")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        return int(bool(compile_all(chosen.row))) if chosen.dry else None
+
+    def begin(self, record: Record) -> AbstractContextManager[Any]:
+        self.right = check_all(check, self.chosen.row, record)
+        return nullcontext()
+
+    def cells(self) -> list[str]:
+        return list(dict.fromkeys(ROWS[name].base for name in self.right))
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(row=cell, problem="all that are compared with it")
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        measure(cell, [name for name in self.right if ROWS[name].base == cell], self.chosen.rounds, until, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--rounds", type=at_least_one, default=6)
-    options(parser, "benchmarks/results/hopper-forward.csv", 140)
-    parser.add_argument("--dry", action="store_true", help="compile every row, without a GPU")
-    chosen = parser.parse_args()
-    if chosen.dry:
-        return 1 if compile_all(chosen.row) else 0
-    need_gpu(parser)
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
-    right = check_all(check, chosen.row, record)
-    bases = list(dict.fromkeys(ROWS[name].base for name in right))
-    for base, until in record.parts(bases):
-        with record.attempt(row=base, problem="all that are compared with it"):
-            measure(base, [name for name in right if ROWS[name].base == base], chosen.rounds, until, record)
-        torch.cuda.empty_cache()
-    return record.end()
+    return main_of(Forward)
 
 
 if __name__ == "__main__":

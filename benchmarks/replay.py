@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import processes
-from benchmarks.record import Record, is_lost, machine, need_gpu, options
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.record import Record, is_lost
 from flashtile.bench.cases import BF16, FP16, Direction, case, suite_named
 from flashtile.bench.child import Run, Session
 from flashtile.bench.providers import PEERS, Attend, Provider, first_line
@@ -215,25 +216,54 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+class Replay(Experiment[AttentionProblem]):
+    """A cell is a problem."""
+
+    output, budget_s, ahead_share = "bench-output/replay.csv", 480, 0.5
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.session = session_of(chosen.without)
+        self.side = torch.cuda.Stream(self.session.device)
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--without", nargs="+", choices=BESIDE, default=[], help="peers to leave out; flex compiles for long"
+        )
+
+    def device(self) -> torch.device:
+        return self.session.device
+
+    def about(self) -> Row:
+        return {**{f"{what}s": calls for what, calls in CALLS.items()}, "rounds": ROUNDS}
+
+    def ahead(self) -> Ahead:
+        compiling = [name for name, provider in self.session.providers.items() if provider.compiles]
+        return compile_one, [(problem.spell(), name) for name in compiling for problem in PROBLEMS]
+
+    def begin(self, record: Record) -> AbstractContextManager[Any]:
+        """One stream for everything, tensors and checks too: who works on another one is found out."""
+        return torch.cuda.stream(self.side)
+
+    def cells(self) -> Sequence[AttentionProblem]:
+        return PROBLEMS
+
+    def name(self, cell: AttentionProblem) -> str:
+        return cell.spell()
+
+    def place(self, cell: AttentionProblem) -> Row:
+        return dict(problem=cell.spell())
+
+    def measure(self, cell: AttentionProblem, record: Record, until: float) -> None:
+        measure(self.session, cell, self.side, record, until)
+
+    def report(self, record: Record) -> None:
+        print(*summary(record.rows), sep="\n", flush=True)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without", nargs="+", choices=BESIDE, default=[], help="peers to leave out; flex compiles for long")
-    options(parser, "bench-output/replay.csv", 480)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    session = session_of(chosen.without)
-    about = {**{f"{what}s": calls for what, calls in CALLS.items()}, "rounds": ROUNDS, **machine(session.device, chosen.commit)}
-    record = Record(chosen.output, chosen.budget, about)
-    compiling = [name for name, provider in session.providers.items() if provider.compiles]
-    jobs = [(problem.spell(), name) for name in compiling for problem in PROBLEMS]
-    processes.compile_ahead(compile_one, jobs, record.left(), 0.5)
-    side = torch.cuda.Stream(session.device)
-    with torch.cuda.stream(side):  # for everything, tensors and checks too: who works on another stream is found out
-        for problem, until in record.parts(PROBLEMS, AttentionProblem.spell):
-            with record.attempt(problem=problem.spell()):
-                measure(session, problem, side, record, until)
-    print(*summary(record.rows), sep="\n", flush=True)
-    return record.end()
+    return main_of(Replay)
 
 
 if __name__ == "__main__":

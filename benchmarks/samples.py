@@ -21,12 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.counters import CELLS, MOST_S, PROBLEMS, ask, nsight
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.record import Record, need_gpu
 
 _JUMP = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 Line = dict[str, str]
@@ -117,21 +116,36 @@ def sample(ncu: str, cell: str, record: Record, keep: Path | None) -> None:
         )
 
 
+class Samples(Experiment[str]):
+    """A cell is a kernel of `counters.CELLS`."""
+
+    output, budget_s, reserve_s = "benchmarks/results/samples-h100.csv", 300, 25.0
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cell", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="NAME")
+        parser.add_argument("--keep", type=Path, help="a folder for what ncu says of every instruction, a CSV a cell")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        need_gpu(parser)
+        chosen.ncu, chosen.version = nsight(parser)
+
+    def about(self) -> dict[str, str]:
+        return {"ncu": self.chosen.version}
+
+    def cells(self) -> list[str]:
+        return self.chosen.cell
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(cell=cell)
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        sample(self.chosen.ncu, cell, record, self.chosen.keep)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="NAME")
-    parser.add_argument("--keep", type=Path, help="a folder for what ncu says of every instruction, a CSV a cell")
-    options(parser, "benchmarks/results/samples-h100.csv", 300)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    ncu, version = nsight(parser)
-    record = Record(chosen.output, chosen.budget, {"ncu": version, **machine(torch.device("cuda", 0), chosen.commit)})
-    for cell, _ in record.parts(chosen.cell, reserve_s=25.0):
-        try:
-            sample(ncu, cell, record, chosen.keep)
-        except RuntimeError as error:
-            record.fail(str(error), cell=cell)
-    return record.end()
+    return main_of(Samples)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,15 @@ def test_the_other_backends_say_why() -> None:
     assert "triton" in asked.refusals
 
 
+def test_the_rules_behind_each_tile_are_told() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    for half in str(flashtile.explain(PROBLEM, device=A100)).split("\n\nother backends")[0].split("backward:"):
+        lines = half.splitlines()
+        tiles = [i for i, line in enumerate(lines) if " tile " in line and "rule:" not in line]
+        assert tiles
+        assert all(lines[i + 1].startswith("    rule: ") and lines[i + 1].endswith("]") for i in tiles)
+
+
 def test_layout_notes() -> None:
     x = torch.randn(1, 32, 4, 34)
     q, k, v = x[..., :16], x[..., ::2][..., :16], x[:, :, :1, 1:17].expand(1, 32, 4, 16)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from flashtile.errors import InvalidProblem
 from flashtile.kernels.portable import choose
 from flashtile.kernels.portable.candidates import shared_bytes
-from flashtile.kernels.portable.tile import Launch, Pass, padded, products
+from flashtile.kernels.portable.rules import TABLES, TWICE, Asked
+from flashtile.kernels.portable.tile import Launch, Pass, products
 from flashtile.memory import cache_clear
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.dtype import DType
 
 PASSES: tuple[Pass, ...] = ("forward", "keys", "queries", "fused", "pairs")
 
@@ -55,25 +55,13 @@ def forced(text: str) -> Generator[None]:
 
 def choosable(problem: AttentionProblem, device: Device, which: Pass) -> list[Launch]:
     """Every tile that some rule or tuned table has for a pass of a problem's dtype and head dims, and that fits the device."""
-    width, half, made_of = max(*padded(problem), 64), problem.dtype is not DType.FP32, products(problem, device, which)
-    found: list[Launch] = []
-    if half:
-        found += choose.SIXTEEN_BIT[which][width]
-        tables = (choose.SCORED, choose.LINED, choose.BIASED, choose.ROOMY, choose.SCATTERED, choose.UNEQUAL)
-        found += [table[which, width] for table in tables if (which, width) in table]
-        if which == "queries" and width in choose.TWICE:
-            found.append(choose.TWICE[width])
-    elif made_of == "float64":
-        found += [replace(choose.FLOAT64[width], block_q=rows) for rows in {16, choose.FLOAT64[width].block_q}]
-    elif problem.precision == "ieee":
-        found += [*choose.IEEE[width], *(choose.IEEE_QUERIES.get(width, ()) if which == "queries" else ())]
-    else:
-        own = choose.OWN_TILES[made_of].get((which, width), ()) if made_of != "unit" else ()
-        found += [*choose.FP32[which][width], *own]
-    columns, columns_v = padded(problem)
-    kind = problem.precision if not half else "16bit"
-    start = f"{which}/{kind}/{columns}x{columns_v}/"
+    made_of = products(problem, device, which)
+    asked = Asked(problem, device, which, made_of)
+    found = [tile for table in TABLES if asked.kind in table.kinds for tile in table.tiles.get((which, asked.width), ())]
+    if asked.narrow and which == "queries" and asked.width in TWICE:
+        found.append(TWICE[asked.width])
     if made_of != "float64":
-        found += [launch for key, launch in choose.tiles_of(device.target).items() if key.startswith(start)]
+        start, _, _ = choose.plain_family(problem, which).rpartition("/")
+        found += [launch for key, launch in choose.tiles_of(device.target).items() if key.startswith(f"{start}/")]
     tiles = [replace(launch, products=made_of) for launch in found]
     return [launch for launch in dict.fromkeys(tiles) if shared_bytes(problem, launch, which) <= device.smem_bytes]

@@ -84,9 +84,8 @@ _COMPILING = RLock()
 def assembler() -> str | None:
     """The path of the assembler for NVIDIA GPUs that kernels are to be compiled with, where it is not Triton's own choice.
 
-    ptxas 12.8, which Triton 3.6 takes below sm100, can leave an address that two loops share uncomputed where the first loop is
-    skipped, so that results are wrong (`audit/descriptors.py` finds such code). The 12.9 that the same release brings for
-    newer GPUs compiles the same text rightly. Whoever sets TRITON_PTXAS_PATH has chosen.
+    That is where its ptxas is older than SOUND_PTXAS, and it brings a newer one: SHARED_ADDRESS in `workarounds.py`. Whoever
+    sets TRITON_PTXAS_PATH has chosen.
     """
     if "TRITON_PTXAS_PATH" in os.environ or not hasattr(knobs.nvidia, "ptxas_blackwell"):
         return None

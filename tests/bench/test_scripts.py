@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import companion_cells, companion_sections, processes, record, replay
+from benchmarks import __main__ as commands
+from benchmarks import companion_cells, companion_sections, experiment, processes, record, replay
 from flashtile.demo.train import Setup
 from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
@@ -21,7 +22,7 @@ from flashtile.problem.attention import AttentionProblem
 from tests.bench import fake_gpu
 
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
-SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("*.py") if "__main__" in p.read_text())
+SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("[!_]*.py") if '"__main__"' in p.read_text())
 NAMED: dict[str, list[str]] = {"exported": ["here.so"], "field_tests": ["tests"]}  # what a script does not begin without
 
 # Of a script: arguments, constants that are made small, and how many rows there are at least.
@@ -160,6 +161,70 @@ def test_arguments_are_checked_before_anything_is_done(name, monkeypatch, capsys
             script.main()
         assert end.value.code == 2
         assert wrong[0] in capsys.readouterr().err
+
+
+class Letters(experiment.Experiment[str]):
+    """An experiment of three cells, of which one is wrong."""
+
+    output, budget_s, gpu = "letters.csv", 60.0, False
+
+    @classmethod
+    def add_options(cls, parser: Any) -> None:
+        parser.add_argument("--times", type=record.at_least_one, default=1)
+
+    @classmethod
+    def check(cls, chosen: Any, parser: Any) -> int | None:
+        return 7 if chosen.times == 7 else None
+
+    def about(self) -> dict[str, int]:
+        return {"times": self.chosen.times}
+
+    def cells(self) -> list[str]:
+        return ["a", "b", "c"]
+
+    def place(self, cell: str) -> dict[str, str]:
+        return {"letter": cell}
+
+    def measure(self, cell: str, record: record.Record, until: float) -> None:
+        assert until > time.monotonic()
+        if cell == "b":
+            raise ArithmeticError("wrong")
+        record.add({"letter": cell, "repeated": cell * self.chosen.times})
+
+    def report(self, record: record.Record) -> None:
+        print(f"{len(record.rows)} letters")
+
+
+def test_an_experiment_is_its_cells_and_a_measurement(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr(record, "STARTED", time.monotonic())
+    monkeypatch.setattr(sys, "argv", ["letters", "--times", "2", "--output", str(path), "--commit", "told"])
+    assert experiment.main_of(Letters) == 1
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["letter"], row["repeated"], row["failure"]) for row in rows] == [
+        ("a", "aa", ""), ("b", "", "ArithmeticError: wrong"), ("c", "cc", ""),
+    ]  # fmt: skip
+    assert {(row["times"], row["commit"]) for row in rows} == {("2", "told")}
+    assert "3 letters" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["letters", "--times", "7", "--output", str(tmp_path / "none.csv")])
+    assert experiment.main_of(Letters) == 7
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_every_experiment_is_listed_and_run_by_one_command(monkeypatch, capsys) -> None:
+    assert sorted(commands.experiments()) == SCRIPTS
+    assert all(commands.experiments().values())
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    assert commands.main() == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name} " in listed for name in SCRIPTS)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "nothing"])
+    assert commands.main() == 2
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "cpu", "--budget", "0"])
+    with pytest.raises(SystemExit) as end:
+        commands.main()
+    assert end.value.code == 2
+    assert "--budget: 0 is not above zero" in capsys.readouterr().err
 
 
 def test_rows_are_kept_as_they_come(tmp_path) -> None:

@@ -9,10 +9,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile.kernels.sm90.host.choose_forward import TOGETHER_BYTES, choose_forward
+from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward
+from flashtile.kernels.sm90.host.choose_forward import TOGETHER_BYTES, choose_forward, forward_choice, queries_choice
 from flashtile.kernels.sm90.host.schedule import busiest
 from flashtile.plan.device import H100
+from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
+
+DOCUMENTS = ",where=document(4096;4096;1x4096:int32;1x4096:int32),blocks=128x128"
 
 
 def problem(batch: int, seqlen: int, heads: int, rest: str) -> AttentionProblem:
@@ -50,6 +54,41 @@ def test_causal_heads_together_have_room_in_the_cache(batch: int, seqlen: int) -
     launch = choose_forward(problem(batch, seqlen, 16, ",band=:0"), H100)
     assert launch.resident
     assert launch.swizzle * seqlen * 512 <= TOGETHER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rest", "forward", "backward"),
+    [
+        (",band=:0", ["two warpgroups take turns", "the cheapest of"], ["three stages of queries", "a warp of this pass"]),
+        (
+            "",
+            ["two warpgroups take turns", "the cheapest of 2 ways"],
+            ["three stages of queries", "fewer heads have to go together"],
+        ),
+        (
+            ",deterministic",
+            ["two warpgroups take turns", "the cheapest of 2 ways"],
+            ["three stages of queries", "in a fixed order"],
+        ),
+        (",dropout=0.1", ["two warpgroups take turns"], ["three stages of queries", "roles with more to say"]),
+        (",used=qk,band=:0", ["two warpgroups", "the items' lengths"], ["three stages", "differ in length under a causal"]),
+        (DOCUMENTS, ["two warpgroups", "how long lists are"], ["three stages", "tiles of documents"]),
+    ],
+)
+def test_rules_that_fired_are_told(rest: str, forward: list[str], backward: list[str]) -> None:
+    p = problem(1, 4096, 16, rest)
+    for words, (launch, fired) in ((forward, forward_choice(p, H100)), (backward, backward_choice(p, H100))):
+        lines = told(fired)
+        assert launch in (choose_forward(p, H100), choose_backward(p, H100))
+        found = [next((i for i, line in enumerate(lines) if word in line), -1) for word in words]
+        assert -1 not in found, (words, lines)
+        assert found == sorted(found)
+
+
+def test_dq_s_pass_tells_why_it_has_half_the_keys() -> None:
+    whole, half = (queries_choice(problem(1, 4096, 16, rest), H100) for rest in ("", ",dropout=0.1"))
+    assert (whole[0].block_k, half[0].block_k) == (128, 64)
+    assert [any("128 keys spill" in line for line in told(fired)) for _, fired in (whole, half)] == [False, True]
 
 
 def test_all_heads_go_together_where_the_cache_holds_them() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flashtile.kernels.portable import choose
+import flashtile
+from flashtile.kernels.portable import choose, rules
 from flashtile.kernels.portable.backend import BACKEND
 from flashtile.kernels.portable.candidates import shared_bytes
-from flashtile.kernels.portable.tile import Launch
-from flashtile.plan.device import A100, H100, named
+from flashtile.kernels.portable.tile import Launch, Pass, products
+from flashtile.plan.device import A100, H100, Device, named
+from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
 from flashtile.triton_glue import language as _triton
+from flashtile.triton_glue.workarounds import WORKAROUNDS
 
 
 def problem(tail: str = "", dtype: str = "bf16") -> AttentionProblem:
@@ -51,13 +57,60 @@ def test_a_tuned_tile_of_the_feature_comes_before_the_plain_problems(monkeypatch
     assert choose.measured(capped, H100, "forward") == own
 
 
+def table_of(p: AttentionProblem, device: Device) -> rules.Table:
+    """The first table that has tiles of the pass over keys."""
+    asked = rules.Asked(p, device, "keys", products(p, device, "keys"))
+    return next(table for table in rules.TABLES if table.of(asked))
+
+
 def test_tiles_for_modifiers_are_those_of_wgmma_and_16_bits() -> None:
     biased = ",score=bias(1x4x256x256:{}:grad)"
-    assert choose.modified(problem(biased.format("bf16")), H100, "keys", 128) == choose.BIASED["keys", 128]
-    assert choose.modified(problem(",score=bias(2x1x1x256:bf16)"), H100, "keys", 128) == choose.SCORED["keys", 128]
-    assert choose.modified(problem(biased.format("bf16")), A100, "keys", 128) is None
-    assert choose.modified(problem(biased.format("fp32"), "fp32"), H100, "keys", 128) is None
-    assert choose.modified(problem(), H100, "keys", 128) is None
+    assert table_of(problem(biased.format("bf16")), H100) is rules.BIASED
+    assert table_of(problem(",score=bias(2x1x1x256:bf16)"), H100) is rules.SCORED
+    assert table_of(problem(biased.format("bf16")), A100) is rules.SIXTEEN_BIT
+    assert table_of(problem(biased.format("fp32"), "fp32"), H100).kinds == ("float64",)
+    assert table_of(problem(), H100) is rules.SIXTEEN_BIT
+
+
+def test_every_table_has_tiles_for_every_pass_and_width() -> None:
+    """Nothing is asked that no rule answers: each kind has, for all passes, a table of all its widths."""
+    for kind in ("16bit", "float64", "parts", "short", "ieee", "fp32"):
+        whole = [table for table in rules.TABLES if kind in table.kinds and table.when is rules.always]
+        for which in ("forward", "keys", "queries", "fused", "pairs"):
+            for width in (64, 128, 256, 512) if kind == "16bit" else (64, 128, 256):
+                assert any((which, width) in table.tiles for table in whole), (kind, which, width)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "device", "which", "words"),
+    [
+        ("q=2x256x4x128,kv=256x4x128,bf16", "H100", "keys", ["such problems were tuned"]),
+        ("q=2x256x4x128,kv=256x4x128,bf16", "A100", "keys", ["16 bits"]),
+        ("q=2x256x4x128,kv=256x4x128,bf16,dropout=0.1", "A100", "keys", ["16 bits", "the widest tile would spill"]),
+        ("q=8x2048x8x64,kv=2048x8x64,fp32,tf32x3", "B200", "forward", ["fp32", "the widest tile", "does nothing"]),
+        ("q=1x90x4x64,kv=90x4x64,bf16", "A100", "queries", ["16 bits", "walks the keys twice"]),
+        ("q=2x96x4x256,kv=96x2x256,fp16,where=key_padding(96;2x96:bool),dropout=0.1", "A100", "queries", ["mma.sync leaves"]),
+    ],
+)  # fmt: skip
+def test_the_rules_that_fired_are_told(spelling: str, device: str, which: Pass, words: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    place = {"H100": H100, "A100": A100, "B200": named("sm100")}[device]
+    launch, fired = choose.choice(AttentionProblem.parse(f"attention({spelling})"), place, which)
+    assert launch == choose.choose(AttentionProblem.parse(f"attention({spelling})"), place, which)
+    lines = told(fired)
+    assert all(line.startswith("  rule: ") and line.endswith("]") for line in lines)
+    found = [next((i for i, line in enumerate(lines) if word in line), -1) for word in words]
+    assert found == sorted(found)
+    assert -1 not in found, (words, lines)
+
+
+def test_a_workaround_stands_where_it_says() -> None:
+    """Each entry is named in the file that does it, so that none is left behind when code goes."""
+    root = Path(flashtile.__file__).parent
+    assert len(WORKAROUNDS) >= 9
+    for name, workaround in WORKAROUNDS.items():
+        assert name in (root / workaround.at).read_text(), name
+        assert "." in workaround.releases, name
 
 
 @pytest.mark.parametrize("which", ["forward", "keys", "queries", "pairs", "fused"])
@@ -110,9 +163,9 @@ def test_dropout_takes_room_from_wide_tiles(which: choose.Pass, monkeypatch: pyt
         AttentionProblem.parse(f"attention(q=2x256x4x256,kv=256x4x256,bf16{rest},band=:0)")
         for rest in ("", ",dropout=0.1", ",score=softcap(2.0),dropout=0.1")
     )
-    assert choose.choose(dropped, H100, which) == choose.ROOMY[which, 256]
+    assert choose.choose(dropped, H100, which) == rules.ROOMY.tiles[which, 256][0]
     assert choose.choose(plain, H100, which) == choose.measured(plain, H100, which)
-    assert choose.choose(scored, H100, which) != choose.ROOMY[which, 256]
+    assert choose.choose(scored, H100, which) != rules.ROOMY.tiles[which, 256][0]
     own = Launch(16, 32)
     monkeypatch.setattr(choose, "tiles_of", lambda target: {choose.family(dropped, which): own})
     assert choose.choose(dropped, H100, which) == own

@@ -17,7 +17,7 @@ from flashtile.kernels.portable import broadcast
 from flashtile.kernels.portable.append import plan_append
 from flashtile.kernels.portable.cached import plan_cached
 from flashtile.kernels.portable.candidates import shared_bytes
-from flashtile.kernels.portable.choose import CONVERT, DELTA, choose, choose_variant
+from flashtile.kernels.portable.choose import CONVERT, DELTA, choice, choose, choose_variant
 from flashtile.kernels.portable.forward import attention_forward
 from flashtile.kernels.portable.repair import repairing
 from flashtile.kernels.portable.rows import attention_delta
@@ -38,6 +38,7 @@ from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
+from flashtile.plan.rules import told
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
 from flashtile.problem.dtype import DType
@@ -85,7 +86,7 @@ class TritonBackend:
     def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem.listed
-        launch, sink = launches.get("forward") or choose(p, device, "forward"), None if p.sink is None else "sink"
+        (launch, why), sink = _launch(p, device, "forward", launches), None if p.sink is None else "sink"
         schedules = Schedules(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
@@ -93,7 +94,7 @@ class TritonBackend:
             tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
-        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}",))
+        return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}", *why))
 
     def backward(
         self,
@@ -109,14 +110,14 @@ class TritonBackend:
         fused = variant == "fused"
         adds_dq = fused and "q" in gradients.wanted
         key_pass: Pass = "fused" if adds_dq else "keys"
-        key_launch = launches.get(key_pass) or choose(p, device, key_pass)
+        key_launch, why_keys = _launch(p, device, key_pass, launches)
         wide = key_launch.products == "float64"
         sums_dq = adds_dq and (wide or p.dtype is not DType.FP32)  # into a buffer of its own, instead of dq
         buffers, notes = _backward_buffers(p, gradients, adds_dq and not sums_dq), [f"backward {variant}"]
         captured = bool(captures(p.score))
         dlse, stats = "dlse" if gradients.dlse else None, "stats" if p.float32_grade else None
         sink = None if p.sink is None else "sink"
-        query_launch = launches.get("queries") or choose(p, device, "queries")
+        query_launch, why_queries = _launch(p, device, "queries", launches)
         sink_sums = _sink_partials(p, query_launch)
         elements: tuple[Buffer, ...] = ()
         sums: list[tuple[Buffer, Pointer | None]] = [(buffer, None) for buffer in sink_sums]
@@ -143,7 +144,7 @@ class TritonBackend:
                 tail=(p.scale_value, score_args(p), capture.args, _region(p, schedule)), slots=capture.slots,
                 correction=correction,
             ))  # fmt: skip
-            notes.append(f"queries pass tile {query_launch.spell()}")
+            notes += [f"queries pass tile {query_launch.spell()}", *why_queries]
         if wants_keys:
             outputs = (("dq_sum" if sums_dq else "dq") if adds_dq else None,
                        *(f"d{n}" if n in gradients.wanted else None for n in "kv"))  # fmt: skip
@@ -152,7 +153,7 @@ class TritonBackend:
                 bwd.attention_backward_keys, p, device, key_launch, key_pass, (inputs, outputs), strides,
                 tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, key_pass, key_launch), True)),
             ))  # fmt: skip
-            notes.append(f"keys pass tile {key_launch.spell()}")
+            notes += [f"keys pass tile {key_launch.spell()}", *why_keys]
         if sums_dq:
             buffers += (Buffer("dq_sum", shapes(p)["q"], "fp64" if wide else "fp32", "scratch", zeroed=True),)
             calls.append(_call(
@@ -174,11 +175,11 @@ class TritonBackend:
             calls.append(_sum_shared(buffer.name, buffer.name.replace("sums.", "d"), 1, 1, prod(buffer.shape)))
         buffers += (*(partial for partial, _ in sums), *elements, *schedules.buffers)
         for i, j in broadcast_gradients(p):
-            launch = launches.get("pairs") or choose(p, device, "pairs")
+            launch, why = _launch(p, device, "pairs", launches)
             scratch, own_calls = _broadcast_calls(p, device, i, j, launch)
             buffers += tuple(scratch)
             calls += own_calls
-            notes.append(f"gradient of {p.score[i].kind.name} tile {launch.spell()}")
+            notes += [f"gradient of {p.score[i].kind.name} tile {launch.spell()}", *why]
         return Plan(p, self.name, variant, buffers, (*schedules.calls, *calls), tuple(notes))
 
     def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None:
@@ -201,6 +202,14 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
+
+
+def _launch(p: AttentionProblem, device: Device, which: Pass, launches: Launches) -> tuple[Launch, tuple[str, ...]]:
+    """The tile of a pass, and the lines that say why; none where `launches` has it."""
+    if given := launches.get(which):
+        return given, ()
+    launch, fired = choice(p, device, which)
+    return launch, told(fired)
 
 
 def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> list[str]:

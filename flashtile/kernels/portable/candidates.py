@@ -81,7 +81,7 @@ def candidates(problem: AttentionProblem, device: Device, which: Pass) -> list[L
         summed = min(resident, streamed) if which == "fused" else streamed
         if which != "pairs" and summed < WHOLE_FRAGMENT and reads_bytes_and_joins(problem, device, launch.products):
             continue
-        if warps == 8 and streamed == 16:  # 64 rows of 16 columns fault on an H100 (Triton 3.6.0, fp32)
+        if warps == 8 and streamed == 16:  # triton_glue/workarounds.py: STREAMED_16
             continue
         if shared_bytes(problem, launch, which) > device.smem_bytes or registers(problem, launch, which) > MOST_REGISTERS:
             continue

@@ -143,9 +143,7 @@ class Tile:
 def padded(problem: AttentionProblem) -> tuple[int, int]:
     """(columns, columns_v) of a tile for these head dims: powers of two, at least the matrix units' depth.
 
-    That is 16; in fp32 it is 32, because eight warps on fp32 tiles of 16 columns fault on an H100 (Triton 3.6.0). There,
-    too, fp32 forwards of 64 columns beside 32 of v, with 64 keys or more, are wrong or fault: ptxas's doing, for the same
-    PTX is right under its -O0 and under a newer ptxas. 64 of v are right, as are 32 beside 64 or 128.
+    That is 16; in fp32 it is 32, and of v 64 beside 64 (triton_glue/workarounds.py: NARROW_FP32, NARROW_VALUES).
     """
     fp32 = problem.dtype is DType.FP32
     columns, columns_v = (max(32 if fp32 else 16, 1 << (n - 1).bit_length()) for n in (problem.head_dim, problem.head_dim_v))
@@ -233,10 +231,7 @@ def narrow_loads(problem: AttentionProblem) -> set[str]:
     return {*captured, *asked} & NARROW
 
 
-# The fewest terms of a product where `reads_bytes_and_joins`. Triton 3.6.0 to 3.7.1 then hold 8 neighbours of an operand row in
-# a thread (kWidth: 32 bits over the narrowest load's 8, twice that for a `tl.join`), the row in four threads. Of a product of
-# 16 terms mma.sync leaves half out and counts the others twice: on an H100 results are off by 1.2 to 2.3 of the largest; 32 and
-# 64 terms are right. 3.8.0 holds 4 at most. `audit/fragments.py` finds such products in compiled kernels.
+# The fewest terms of a product where `reads_bytes_and_joins`: triton_glue/workarounds.py, SHORT_PRODUCTS.
 WHOLE_FRAGMENT = 32
 
 

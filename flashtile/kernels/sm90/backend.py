@@ -15,8 +15,14 @@ from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
-from flashtile.kernels.sm90.host.choose_backward import choose_backward, is_split
-from flashtile.kernels.sm90.host.choose_forward import choose_forward, choose_queries, forward_grid
+from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
+from flashtile.kernels.sm90.host.choose_forward import (
+    choose_forward,
+    choose_queries,
+    forward_choice,
+    forward_grid,
+    queries_choice,
+)
 from flashtile.kernels.sm90.host.tile_backward import (
     PADDED_ROWS,
     BackwardLaunch,
@@ -39,6 +45,7 @@ from flashtile.plan.backend import NO_PASSES, Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
+from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
 from flashtile.problem.options import Variant
@@ -141,7 +148,7 @@ class HopperBackend:
         from flashtile.kernels.sm90.forward.kernel import attention_forward
 
         p = problem.listed
-        launch = launch or choose_forward(p, device)
+        launch, fired = forward_choice(p, device) if launch is None else (launch, ())
         form, schedules = form_of(p), Schedules(p)
         tile = make_forward_tile(p, launch, form)
         tiles, tail = over_queries(p, launch, tile, schedules)
@@ -167,7 +174,7 @@ class HopperBackend:
             early=True,
         )
         buffers = (*forward_buffers(p), *schedules.buffers)
-        notes = (f"forward tile {launch.spell()}",)
+        notes = (f"forward tile {launch.spell()}", *told(fired))
         plan = Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
         return plan.followed_by(self.repairs and self.repairs.repair_forward(problem, device))
 
@@ -185,7 +192,7 @@ class HopperBackend:
 
         p = problem.listed
         split = is_split(p, variant)
-        launch = launch or choose_backward(p, device, split)
+        launch, fired = backward_choice(p, device, split) if launch is None else (launch, ())
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
@@ -281,11 +288,11 @@ class HopperBackend:
             for part in parts
         ]
         calls = [*schedules.calls, *ds_zeros, rows, *keys, *ds_sums]
-        notes = (f"backward {'split' if split else 'fused'}", f"keys pass tile {launch.spell()}")
+        notes = (f"backward {'split' if split else 'fused'}", f"keys pass tile {launch.spell()}", *told(fired))
         if "q" in gradients.wanted and split:
-            queries = choose_queries(p, device)
+            queries, fired = queries_choice(p, device)
             calls.append(queries_call(p, device, queries, tile, schedules))
-            notes += (f"queries pass tile {queries.spell()}",)
+            notes += (f"queries pass tile {queries.spell()}", *told(fired))
         elif "q" in gradients.wanted and not tile.converts:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)

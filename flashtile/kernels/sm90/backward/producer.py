@@ -60,7 +60,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                 if T.divided > 0:
                     passed = gl.minimum(before, steps)
                     before -= passed
-                # from 0: of what a loop carries for the bounds of another one alone, Triton 3.6.0 keeps the first value
+                # from 0: see CARRIED_BOUND in triton_glue/workarounds.py
                 for nth in range(gl.minimum(steps - passed, place.visits.end - step)):
                     start, masked = place.visit(passed + nth, asked, listed, T)
                     edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from flashtile.kernels.device.score import Form, form_of
@@ -10,14 +11,62 @@ from flashtile.kernels.sm90.host.bias_gradient import paired, stored
 from flashtile.kernels.sm90.host.tile_backward import COUNTS, BackwardLaunch, backward_tiles, queries_bytes, rotates
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, columns_of
 from flashtile.plan.device import Device
+from flashtile.plan.rules import Reason, Rule, apply_all, apply_first
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.options import Variant
 
-# By the wider head dim of the tile; the reasons are in docs/lab/hopper-backward.md.
+LAB = "an H100, docs/lab/hopper-backward.md"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a tile is chosen for. split: dq is made by a pass over queries."""
+
+    problem: AttentionProblem
+    device: Device
+    split: bool
+
+    @cached_property
+    def form(self) -> Form:
+        return form_of(self.problem)
+
+    @property
+    def columns(self) -> int:
+        return columns_of(self.problem.head_dim)
+
+    @property
+    def columns_v(self) -> int:
+        return columns_of(self.problem.head_dim_v)
+
+    @property
+    def width(self) -> int:
+        """Columns of the wider head dim."""
+        return max(self.columns, self.columns_v)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether shares of dq are added in a fixed order."""
+        return self.problem.deterministic and not self.split
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile, and why it is that of its width."""
+
+    launch: BackwardLaunch
+    because: str
+    measured: str = LAB
+
+
+# By the wider head dim of the tile.
 BACKWARD = {
-    64: BackwardLaunch(block_q=128, joined=True),
-    128: BackwardLaunch(stages=3),
-    256: BackwardLaunch(stages=1, stages_dout=1, parted=True),
+    64: Tiling(BackwardLaunch(block_q=128, joined=True), "of 64 columns tiles have 128 queries, and roles fewer words"),
+    128: Tiling(BackwardLaunch(stages=3), "of 128 columns there is room for three stages of queries"),
+    256: Tiling(
+        BackwardLaunch(stages=1, stages_dout=1, parted=True),
+        "of 256 columns registers have no room for dk and dv: a pass over keys makes each",
+    ),
 }
 
 
@@ -40,32 +89,20 @@ BRIEF = 1024
 
 
 def choose_backward(problem: AttentionProblem, device: Device, split: bool = False) -> BackwardLaunch:
-    launch = BACKWARD[max(columns_of(problem.head_dim), columns_of(problem.head_dim_v))]
-    form = form_of(problem)
-    asks = problem.where and (form.curved or problem.blocks is None)
-    busy = problem.dropout is not None or form.prescale or form.adds or asks
-    if busy and launch.block_q > GROUP_ROWS:  # what each score of 128 queries needs besides spills in the loop
-        launch = replace(launch, block_q=GROUP_ROWS)
-    if problem.blocks is not None:
-        launch = replace(launch, block_q=max(min(launch.block_q, problem.blocks.block_q), GROUP_ROWS))
-    if launch.parted and columns_of(problem.head_dim_v) < columns_of(problem.head_dim):  # room for more
-        launch = replace(launch, stages=2, stages_dout=2)
-    if joins(problem, form, launch):
-        launch = replace(launch, stages_dout=launch.stages, joined=True)
-    if paired(problem) and not problem.deterministic:  # room for what a second entry's gradient is added to
-        launch = replace(launch, stages=2)
-    launch = replace(launch, swizzle=heads_abreast(problem, launch, split))
-    if problem.deterministic and not split:
-        return ordered(launch, problem, device)
-    if not split:
-        launch = replace(launch, pieces=pieces_of(problem, launch))
-    helps = not split and is_one_wave(problem, launch, device)
-    joined = launch.joined and not helps  # which spills where it helps: 0.95 of the speed
-    if split or not converts(problem, form, launch, device):
-        return replace(launch, helps=helps, joined=joined)
-    if joined and columns_of(problem.head_dim) == 128:  # room for a part of the sum
-        launch = replace(launch, stages=2, stages_dout=2)
-    return replace(launch, joined=joined, converts=True)
+    """The tile of the passes over keys."""
+    return backward_choice(problem, device, split)[0]
+
+
+def backward_choice(
+    problem: AttentionProblem, device: Device, split: bool = False
+) -> tuple[BackwardLaunch, tuple[Reason, ...]]:
+    """The tile of the passes over keys, and the rules that fired."""
+    asked = Asked(problem, device, split)
+    tiling = BACKWARD[asked.width]
+    fired = list[Reason]([tiling])
+    launch = apply_all(TILES, asked, tiling.launch, fired)
+    launch = apply_first(HEADS, asked, launch, fired)
+    return apply_all((ORDERED,) if asked.ordered else SHARING, asked, launch, fired), tuple(fired)
 
 
 def joins(problem: AttentionProblem, form: Form, launch: BackwardLaunch) -> bool:
@@ -104,31 +141,19 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
     return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 4
 
 
-# Of 1 x 16384 x 16 x 128 (17 MB) four heads together take 0.96 of the time of one by one, of 1 x 32768 (34 MB) 1.20; with
-# lists at 80 and 95 % sparsity there 1.16 and 1.36. head_dim 256 at 16384 (34 MB), limited by its additions: 0.98 (an H100,
-# 2026-11-22).
 CACHED_BYTES = 24 << 20
-# The same of as many heads as go together with lists, whose tiles read other queries each: 1 x 8192 x 16 x 128 (8 MiB a head)
-# at 80 % by four 0.551 ms, by two 0.541, one by one 0.558; 95 % diagonal 0.262, 0.250, 0.253 (an H100, 2026-11-27).
 LISTED_BYTES = 16 << 20
-# And heads of documents, whose tiles read and add to few of a head's queries: 1 x 8192 of 128 by two, four, eight 0.505, 0.480,
-# 0.469 ms, causal 0.368, 0.358, 0.370; of 64 0.658, 0.657, 0.629, causal 0.507, 0.508, 0.494; of 256 by one, four, eight 0.878,
-# 0.772, 0.698 (an H100, 2026-11-27).
 DOCUMENTS = 8
 
 
-def heads_abreast(problem: AttentionProblem, launch: BackwardLaunch, split: bool) -> int:
-    """How many heads go together."""
-    p, each = problem, queries_bytes(problem)
-    if p.blocks is not None and any(leaf.kind.name == "document" for leaf in p.leaves):
-        return DOCUMENTS if p.band.right is None else max(min(DOCUMENTS, 2 * LISTED_BYTES // max(each, 1)), 1)
-    if p.blocks is not None:
-        return max(min(launch.swizzle, LISTED_BYTES // max(each, 1)), 1)
-    if each > CACHED_BYTES and not (p.lengths.ragged or launch.parted):
-        return 1
-    if p.lengths.ragged and p.band.right is not None:
-        return 1  # 64 items of 1k causal 1.012 of the speed of four, full 0.93
-    return 2 if rotates(p, split) else launch.swizzle
+def is_of_documents(problem: AttentionProblem) -> bool:
+    """Whether lists are those of documents, whose tiles read and add to few of a head's queries."""
+    return problem.blocks is not None and any(leaf.kind.name == "document" for leaf in problem.leaves)
+
+
+def _abreast(heads: int, problem: AttentionProblem, most_bytes: int) -> int:
+    """So many heads, or as many as have their queries within these bytes, but one at least."""
+    return max(min(heads, most_bytes // max(queries_bytes(problem), 1)), 1)
 
 
 # predicates that show every key to about as many queries
@@ -148,8 +173,128 @@ def pieces_of(problem: AttentionProblem, launch: BackwardLaunch) -> int:
 
 
 def ordered(launch: BackwardLaunch, problem: AttentionProblem, device: Device) -> BackwardLaunch:
-    """The same with as many heads at a time as fill the device: tiles end in the order in which the next ones have to begin.
-
-    Resident blocks would wait for their turns: 6.2 ms instead of 1.6 for 4 x 4096 causal, 32 heads of 64, on an H100.
-    """
+    """The same with as many heads at a time as fill the device: tiles end in the order in which the next ones have to begin."""
     return replace(launch, swizzle=max(1, device.sm_count // ceil(problem.seqlen_k / launch.block_k)), resident=False)
+
+
+def _is_busy(asked: Asked) -> bool:
+    """Whether each score of 128 queries needs something besides."""
+    p, form = asked.problem, asked.form
+    asks = p.where and (form.curved or p.blocks is None)
+    return bool(p.dropout is not None or form.prescale or form.adds or asks)
+
+
+def _within_blocks(blocks: BlockSpec | None, launch: BackwardLaunch) -> BackwardLaunch:
+    return launch if blocks is None else replace(launch, block_q=max(min(launch.block_q, blocks.block_q), GROUP_ROWS))
+
+
+Rules = tuple[Rule[Asked, BackwardLaunch], ...]
+# All that hold, in order.
+TILES: Rules = (
+    Rule(
+        lambda a, launch: _is_busy(a) and launch.block_q > GROUP_ROWS,
+        lambda _, launch: replace(launch, block_q=GROUP_ROWS),
+        "what each score of 128 queries needs besides spills in the loop",
+        "compiled for sm90",
+    ),
+    Rule(
+        lambda a, _: a.problem.blocks is not None,
+        lambda a, launch: _within_blocks(a.problem.blocks, launch),
+        "tiles are no larger than a block of the mask's lists",
+        "by what kernels can walk",
+    ),
+    Rule(
+        lambda a, launch: launch.parted and a.columns_v < a.columns,
+        lambda _, launch: replace(launch, stages=2, stages_dout=2),
+        "values are narrower than keys: there is room for a second stage",
+        "by shared memory",
+    ),
+    Rule(
+        lambda a, launch: joins(a.problem, a.form, launch),
+        lambda _, launch: replace(launch, stages_dout=launch.stages, joined=True),
+        "roles with more to say share words, and there is room for as many stages of dout as of queries",
+        LAB,
+    ),
+    Rule(
+        lambda a, _: paired(a.problem) and not a.problem.deterministic,
+        lambda _, launch: replace(launch, stages=2),
+        "two batch entries share a bias: there has to be room for what the second one's gradient is added to",
+        "by shared memory",
+    ),
+)
+# The first that holds says how many heads go together.
+HEADS: Rules = (
+    Rule(
+        lambda a, _: is_of_documents(a.problem) and a.problem.band.right is None,
+        lambda _, launch: replace(launch, swizzle=DOCUMENTS),
+        "tiles of documents read and add to few of a head's queries",
+        "an H100, 2026-11-27: 1 x 8192 of 128 columns by two, four, eight heads 0.505, 0.480, 0.469 ms; of 64 0.658, 0.657, "
+        "0.629; of 256 by one, four, eight 0.878, 0.772, 0.698",
+    ),
+    Rule(
+        lambda a, _: is_of_documents(a.problem),
+        lambda a, launch: replace(launch, swizzle=_abreast(DOCUMENTS, a.problem, 2 * LISTED_BYTES)),
+        "tiles of causal documents read and add to few of a head's queries",
+        "an H100, 2026-11-27: 1 x 8192 of 128 columns by two, four, eight heads 0.368, 0.358, 0.370 ms; of 64 0.507, 0.508, "
+        "0.494",
+    ),
+    Rule(
+        lambda a, _: a.problem.blocks is not None,
+        lambda a, launch: replace(launch, swizzle=_abreast(launch.swizzle, a.problem, LISTED_BYTES)),
+        "tiles of lists read other queries each: as many heads go together as the cache has room for",
+        "an H100, 2026-11-27: 1 x 8192 x 16 x 128 (8 MiB a head) at 80 % by four 0.551 ms, by two 0.541, one by one 0.558; 95 "
+        "% diagonal 0.262, 0.250, 0.253",
+    ),
+    Rule(
+        lambda a, launch: queries_bytes(a.problem) > CACHED_BYTES and not (a.problem.lengths.ragged or launch.parted),
+        lambda _, launch: replace(launch, swizzle=1),
+        "the cache has no room for the queries of more heads than one",
+        "an H100, 2026-11-22: of 1 x 16384 x 16 x 128 (17 MB) four heads together take 0.96 of the time of one by one, of "
+        "1 x 32768 (34 MB) 1.20; of 256 columns at 16384 (34 MB), limited by its additions, 0.98",
+    ),
+    Rule(
+        lambda a, _: a.problem.lengths.ragged and a.problem.band.right is not None,
+        lambda _, launch: replace(launch, swizzle=1),
+        "items differ in length under a causal mask",
+        "64 items of 1k, an H100: one head 1.012 of the speed of four, full 0.93",
+    ),
+    Rule(
+        lambda a, _: rotates(a.problem, a.split),
+        lambda _, launch: replace(launch, swizzle=2),
+        "no two tiles of a head add to one part of dq's sum at a time: fewer heads have to go together",
+        "an H100, 2026-11-27: 1 x 16384 1.012 of the speed, 64 items of 1k 1.015",
+    ),
+)
+# Tiles in a fixed order.
+ORDERED: Rule[Asked, BackwardLaunch] = Rule(
+    lambda _, __: True,
+    lambda a, launch: ordered(launch, a.problem, a.device),
+    "dq is added up in a fixed order: as many heads at a time as fill the device, and no block stays to wait for its turn",
+    "4 x 4096 causal, 32 heads of 64, an H100: 1.6 ms, 6.2 where blocks stay",
+)
+# Tiles in any order. All that hold, in order.
+SHARING: Rules = (
+    Rule(
+        lambda a, _: not a.split,
+        lambda a, launch: replace(launch, pieces=pieces_of(a.problem, launch)),
+        "lists differ in length: the longest are taken in pieces",
+        LAB,
+    ),
+    Rule(
+        lambda a, launch: not a.split and is_one_wave(a.problem, launch, a.device),
+        lambda _, launch: replace(launch, helps=True, joined=False),
+        "every block has one tile: those of short ones take the last steps of long ones, which spills where words are joined",
+        "an H100: 0.95 of the speed with joined words",
+    ),
+    Rule(
+        lambda a, launch: not a.split and converts(a.problem, a.form, launch, a.device),
+        lambda a, launch: replace(_with_room(a, launch), converts=True),
+        "most heads are done long before the last one, and there is room: a warp of this pass makes dq",
+        LAB,
+    ),
+)
+
+
+def _with_room(asked: Asked, launch: BackwardLaunch) -> BackwardLaunch:
+    """The same with room for a part of dq's sum."""
+    return replace(launch, stages=2, stages_dout=2) if launch.joined and asked.columns == 128 else launch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import ceil
 
 from flashtile.kernels.device.score import form_of
@@ -11,51 +11,103 @@ from flashtile.kernels.sm90.host.schedule import MOST_QUEUED, busiest, queued, t
 from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, bounded, cut
 from flashtile.memory import remembered
 from flashtile.plan.device import Device
+from flashtile.plan.rules import Reason, Rule, apply_all
 from flashtile.problem.attention import AttentionProblem
 
-# Tiles by the wider head dim, or both, each with the microseconds of a key tile on an H100's SM (docs/lab/hopper-forward.md).
-# Where there are several, the problem's size decides.
-Priced = tuple[ForwardLaunch, float]
 Widths = int | tuple[int, int]
-FULL: dict[Widths, tuple[Priced, ...]] = {
+Priced = tuple[ForwardLaunch, float]  # with the microseconds of a key tile on an H100's SM
+LAB = "an H100, docs/lab/hopper-forward.md"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile of problems for which `when` holds, and its price: of several the problem's size decides."""
+
+    launch: ForwardLaunch
+    key_us: float  # of a key tile on an H100's SM
+    because: str
+    when: Callable[[AttentionProblem], bool] = lambda p: True
+    measured: str = LAB
+
+
+def is_single(p: AttentionProblem) -> bool:
+    """Whether three warpgroups have registers and blocks enough, each with its own products under way.
+
+    With them the random words of dropout spill, up to 1,300 bytes, and predicates 1,900 and, causal, 4,300 (200 and 290 with
+    two); blocks of a list have powers of two.
+    """
+    return not (p.dropout is not None or p.blocks is not None or p.where)
+
+
+def is_bare(p: AttentionProblem) -> bool:
+    """The same of wide heads, whose products are apart: what modifiers add and masks of more than one bound spill there, and of
+    items of unequal lengths too many tiles of 192 queries are not full (64 of 1k on average, an H100: 0.99 of the speed).
+    """
+    form = form_of(p)
+    capped = bounded(p, form) and form.adds == 0 and not (p.returns_lse or is_causal(p))
+    return not (not is_single(p) or (p.score and not capped) or p.lengths.ragged or p.mask.left is not None)
+
+
+THREE = "three warpgroups take turns, and share each key tile"
+APART = "three warpgroups, each of whose products are apart, fill each other's gaps"
+TURNS = "two warpgroups take turns: one multiplies while the other exponentiates"
+FITS_64 = "of 192 columns 64 keys fit, in two stages"
+FITS_128 = "values are narrower than keys of 192 columns, so that 128 keys fit"
+NO_ROOM = "of 256 columns 64 keys fit, in two stages, and out takes the place of queries"
+APART_ROLES = ForwardLaunch(groups=3, swizzle=1, turns=False, loader_warps=1, apart=True)
+# By the wider head dim, or both.
+FULL: dict[Widths, tuple[Tiling, ...]] = {
     64: (
-        (ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45),
-        (ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15),
+        Tiling(ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45, THREE, is_single),
+        Tiling(ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15, TURNS),
     ),
     96: (
-        (ForwardLaunch(groups=3, swizzle=1, resident=True, turns=False, loader_warps=1, apart=True), 1.95),
-        (ForwardLaunch(swizzle=1, resident=True), 1.4),
+        Tiling(replace(APART_ROLES, resident=True), 1.95, APART, is_bare),
+        Tiling(ForwardLaunch(swizzle=1, resident=True), 1.4, TURNS),
     ),
     128: (
-        (ForwardLaunch(groups=3, swizzle=1, resident=True, turns=False, loader_warps=1, apart=True), 2.29),
-        (ForwardLaunch(swizzle=1, resident=True), 1.6),
+        Tiling(replace(APART_ROLES, resident=True), 2.29, APART, is_bare),
+        Tiling(ForwardLaunch(swizzle=1, resident=True), 1.6, TURNS),
     ),
-    192: ((ForwardLaunch(block_k=64, swizzle=4), 1.2),),
-    (192, 128): ((ForwardLaunch(swizzle=1, resident=True, staged=False), 1.85),),
-    256: ((ForwardLaunch(block_k=64, swizzle=1, resident=True, staged=False, turns=False), 1.5),),
-}
-CAUSAL: dict[Widths, tuple[Priced, ...]] = {
+    192: (Tiling(ForwardLaunch(block_k=64, swizzle=4), 1.2, FITS_64),),
+    (192, 128): (
+        Tiling(ForwardLaunch(swizzle=1, resident=True, staged=False), 1.85, FITS_128),
+    ),
+    256: (
+        Tiling(
+            ForwardLaunch(block_k=64, swizzle=1, resident=True, staged=False, turns=False), 1.5,
+            NO_ROOM,
+        ),
+    ),
+}  # fmt: skip
+CAUSAL: dict[Widths, tuple[Tiling, ...]] = {
     64: (
-        (ForwardLaunch(groups=3, resident=True, loader_warps=1), 1.45),
-        (ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15),
+        Tiling(ForwardLaunch(groups=3, resident=True, loader_warps=1), 1.45, THREE, is_single),
+        Tiling(ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15, TURNS),
     ),
     96: (
-        (ForwardLaunch(resident=True), 1.4),
-        (ForwardLaunch(groups=3, turns=False, loader_warps=1, apart=True), 1.95),
+        Tiling(ForwardLaunch(resident=True), 1.4, TURNS),
+        Tiling(replace(APART_ROLES, swizzle=2), 1.95, APART, is_bare),
     ),
-    128: ((ForwardLaunch(resident=True), 1.6),),
-    192: ((ForwardLaunch(block_k=64), 1.2),),
-    (192, 128): ((ForwardLaunch(resident=True, staged=False), 1.95),),
-    256: ((ForwardLaunch(block_k=64, staged=False), 1.5),),
-}
+    128: (Tiling(ForwardLaunch(resident=True), 1.6, TURNS),),
+    192: (Tiling(ForwardLaunch(block_k=64), 1.2, FITS_64),),
+    (192, 128): (
+        Tiling(ForwardLaunch(resident=True, staged=False), 1.95, FITS_128),
+    ),
+    256: (
+        Tiling(ForwardLaunch(block_k=64, staged=False), 1.5, NO_ROOM),
+    ),
+}  # fmt: skip
 # Of the pass over queries that makes dq: three products a key tile. Of 96 and 192 columns the matrix unit's share, and a third.
-QUERIES: dict[int, Priced] = {
-    64: (ForwardLaunch(stages=3, resident=True, turns=False, staged=False, loader_warps=1), 1.4),
-    96: (ForwardLaunch(stages=2, resident=True, turns=False, staged=False, loader_warps=1), 1.8),
-    128: (ForwardLaunch(stages=2, resident=True, turns=False, staged=False, loader_warps=1), 2.15),
-    192: (ForwardLaunch(block_k=64, stages=2, resident=True, turns=False, staged=False, loader_warps=1), 1.8),
-    256: (ForwardLaunch(block_k=64, stages=1, resident=True, turns=False, staged=False, loader_warps=1), 2.4),
-}
+QUERIES: dict[int, Tiling] = {
+    width: Tiling(
+        ForwardLaunch(block_k=keys, stages=stages, resident=True, turns=False, staged=False, loader_warps=1), key_us,
+        f"dq's pass over queries, of {width} columns, has stages of {keys} keys: {stages}",
+    )
+    for width, keys, stages, key_us in (
+        (64, 128, 3, 1.4), (96, 128, 2, 1.8), (128, 128, 2, 2.15), (192, 64, 2, 1.8), (256, 64, 1, 2.4),
+    )
+}  # fmt: skip
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
 # Keys and values that heads computed together may have: above, the L2 cache (two halves of 25 MB) loses them, unless all of
@@ -70,53 +122,93 @@ MOST_PLAYED = 40000  # tiles whose schedules are compared; with more every tile 
 
 def choose_forward(problem: AttentionProblem, device: Device) -> ForwardLaunch:
     """The tile of the forward on a device."""
-    return _choose(problem, device.sm_count)
-
-
-@remembered(1024, "tiles of forwards on sm90")
-def _choose(p: AttentionProblem, blocks: int) -> ForwardLaunch:
-    full, causal = options(p)
-    tiles, schedules = (causal, _causal) if is_causal(p) else (full, _full)
-    if p.blocks is not None:
-        return _listed(p, *tiles[0], blocks)
-    if p.lengths.ragged:  # nobody knows the lengths here, but the longest items come first (64 of 1k: +2 to +5 % by residence)
-        together = 16 if _width(p) == 64 else 4 if is_causal(p) else 1  # the last 1.003 and 1.009 of the speed of four
-        return replace(tiles[0][0], resident=True, swizzle=min(p.heads_q, together))
-    timed = [option for launch, key_us in tiles for option in schedules(p, launch, key_us, blocks)]
-    return min(timed, key=lambda option: option[0])[1]
+    return forward_choice(problem, device)[0]
 
 
 def choose_queries(problem: AttentionProblem, device: Device) -> ForwardLaunch:
     """The tile of the backward's pass over queries."""
-    p, (launch, key_us) = problem, QUERIES[_width(problem)]
-    if launch.block_k == 128 and _width(p) > 64 and (p.dropout is not None or p.where):  # what 128 keys need beside spills
-        launch, key_us = replace(launch, block_k=64, stages=2 * launch.stages), key_us / 2
+    return queries_choice(problem, device)[0]
+
+
+def forward_choice(problem: AttentionProblem, device: Device) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+    """The tile of the forward on a device, and the rules that fired."""
+    return _choose(problem, device.sm_count)
+
+
+@remembered(1024, "tiles of forwards on sm90")
+def _choose(p: AttentionProblem, blocks: int) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+    full, causal = tilings(p)
+    tiles = causal if is_causal(p) else full
+    first = tiles[0]
     if p.blocks is not None:
-        return _listed(p, launch, key_us, device.sm_count)
+        return _listed(p, first.launch, first.key_us, blocks), (first, LISTED)
     if p.lengths.ragged:
-        return replace(launch, swizzle=min(p.heads_q, 4))
+        together = 16 if _width(p) == 64 else 4 if is_causal(p) else 1
+        return replace(first.launch, resident=True, swizzle=min(p.heads_q, together)), (first, UNEVEN)
+    return _cheapest(p, tiles, blocks)
+
+
+def queries_choice(problem: AttentionProblem, device: Device) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+    """The tile of the backward's pass over queries, and the rules that fired."""
+    p, tiling = problem, QUERIES[_width(problem)]
+    fired = list[Reason]([tiling])
+    launch, key_us = apply_all((HALF_KEYS,), p, (tiling.launch, tiling.key_us), fired)
+    if p.blocks is not None:
+        return _listed(p, launch, key_us, device.sm_count), (*fired, LISTED)
+    if p.lengths.ragged:
+        return replace(launch, swizzle=min(p.heads_q, 4)), (*fired, UNEVEN)
+    found, (_, *more) = _cheapest(p, (replace(tiling, launch=launch, key_us=key_us),), device.sm_count)
+    return found, (*fired, *more)
+
+
+# What 128 keys need besides spills.
+HALF_KEYS: Rule[AttentionProblem, Priced] = Rule(
+    lambda p, tile: tile[0].block_k == 128 and _width(p) > 64 and (p.dropout is not None or bool(p.where)),
+    lambda _, tile: (replace(tile[0], block_k=64, stages=2 * tile[0].stages), tile[1] / 2),
+    "random words and predicates' answers of 128 keys spill",
+    "compiled for sm90",
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Why tiles are shared as they are."""
+
+    because: str
+    measured: str
+
+
+PRICED = "by the prices of tiles on an H100, played through for these sizes"
+LISTED = Order(
+    "nobody knows how long lists are, but the longest come first: blocks stay, and as few heads go together as give nearly "
+    "every block a tile, or up to twice as many, whatever comes out most even",
+    "an H100, docs/lab/hopper-forward.md",
+)
+UNEVEN = Order(
+    "nobody knows the items' lengths, but the longest come first: blocks stay, and some heads go together",
+    "64 items of 1k, an H100: 2 to 5 % by blocks that stay; one head together where full, 1.003 and 1.009 of the speed of four",
+)
+
+
+def _cheapest(p: AttentionProblem, tiles: tuple[Tiling, ...], blocks: int) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+    """The tile and its schedule that take the least time, played through."""
     schedules = _causal if is_causal(p) else _full
-    return min(schedules(p, launch, key_us, device.sm_count), key=lambda option: option[0])[1]
+    timed = [(us, launch, tiling) for tiling in tiles for us, launch in schedules(p, tiling.launch, tiling.key_us, blocks)]
+    us, launch, tiling = min(timed, key=lambda option: option[0])
+    if len(timed) == 1:
+        return launch, (tiling,)
+    return launch, (tiling, Order(f"the cheapest of {len(timed)} ways to share tiles: {us:.4g} us on {blocks} blocks", PRICED))
+
+
+def tilings(p: AttentionProblem) -> tuple[tuple[Tiling, ...], tuple[Tiling, ...]]:
+    """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
+    full, causal = (tuple(tiling for tiling in tiles[_widths(p)] if tiling.when(p)) for tiles in (FULL, CAUSAL))
+    return full, causal
 
 
 def options(p: AttentionProblem) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:
-    """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
-    # with three warpgroups the random words of dropout spill, up to 1,300 bytes, and predicates 1,900 and, causal, 4,300 (200
-    # and 290 with two); blocks of a list have powers of two
-    pairs = p.dropout is not None or p.blocks is not None or bool(p.where)
-    # the same of wide heads, whose products are apart: what modifiers add and masks of more than one bound spill there, and
-    # of items of unequal lengths too many tiles of 192 queries are not full (64 of 1k on average, an H100: 0.99 of the speed)
-    form = form_of(p)
-    capped = bounded(p, form) and form.adds == 0 and not (p.returns_lse or is_causal(p))
-    bare = not (pairs or (p.score and not capped) or p.lengths.ragged or p.mask.left is not None)
-    full, causal = (
-        tuple(
-            (launch, key_us)
-            for launch, key_us in tiles[_widths(p)]
-            if launch.groups == 2 or (bare if launch.apart else not pairs)
-        )
-        for tiles in (FULL, CAUSAL)
-    )
+    """The same as launches with their prices."""
+    full, causal = (tuple((tiling.launch, tiling.key_us) for tiling in tiles) for tiles in tilings(p))
     return full, causal
 
 
