@@ -86,6 +86,21 @@ SUITES: tuple[Suite, ...] = (
         ),
     ),
     Suite(
+        "models",
+        "attention as today's models train it, bf16: Llama 3 8B and 70B, Qwen3 32B, Gemma 3 27B, GPT-OSS 120B, DeepSeek V3, "
+        "a video DiT, ViT-L",
+        (
+            case(2, 32, 8192, 128, BF16, True, heads_kv=8),
+            case(1, 64, 8192, 128, BF16, True, heads_kv=8),
+            case(2, 64, 4096, 128, BF16, True, heads_kv=8),
+            case(1, 32, 8192, 128, BF16, True, heads_kv=16),
+            case(2, 64, 4096, 64, BF16, True, heads_kv=8),
+            case(1, 128, 4096, 192, BF16, True, head_dim_v=128),
+            case(1, 24, 32768, 128, BF16, False),
+            case(64, 16, 577, 64, BF16, False),
+        ),
+    ),
+    Suite(
         "jax-split",
         "jax-triton's split against fused backward: batch 4, 4096 tokens, hidden size 2048, bf16",
         tuple(

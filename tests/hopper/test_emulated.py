@@ -114,6 +114,7 @@ BACKWARD = {
         Tile((CAUSAL, SHARED_HEADS, STRIPE, NEGATIVE), 128, launch=JOINED),
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
+        Tile((GROUPED, LEFT), 128, launch=dict(interleaves=True)),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),

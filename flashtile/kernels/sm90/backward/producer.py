@@ -101,9 +101,9 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
 def load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T: gl.constexpr):
     """Load the steps of a tile of grouped heads, all heads of the group at one place of the queries before the next place.
 
-    Tiles that run at a time then read, and add to, the same queries at about the same time, whatever their length: under a right
-    bound they begin with the last queries, which all of them see. Each begins a place with a head of its own, so that fewer add
-    to one part of dq's sum at once. How many steps needed blanks, with these.
+    Tiles that run at a time then read, and add to, the same queries at about the same time, whatever their length: under a
+    right bound they begin with the last queries, which all of them see. Each begins a place with a head of its own, so that
+    fewer add to one part of dq's sum at once. How many steps needed blanks, with these.
     """
     tiles, offset = place.visits.tiles, place.tile % T.group
     for nth in range(tiles):

@@ -99,7 +99,7 @@ class BackwardTile:
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
     converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
-    interleaves: bool = False  # of grouped heads: see `producer.load_group`
+    interleaves: bool = False  # of grouped heads, no lists, in any order: see `producer.load_group`
 
     @property
     def wide(self) -> bool:
@@ -332,7 +332,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,
         converts=launch.converts,
-        interleaves=launch.interleaves and p.group > 1 and p.blocks is None and not deterministic,
+        interleaves=launch.interleaves and p.group > 1,
     )
 
 
