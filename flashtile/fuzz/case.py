@@ -10,6 +10,7 @@ from typing import Any
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import Band
+from flashtile.problem.options import DELTAS
 
 EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 # Names of modifiers by the axes of (batch, heads_q, seqlen_q, seqlen_k) that their tensor has; the others have size 1.
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "upstream": ("both", "out", "lse", "alone", "none"),
     "backward": ("auto", "split", "fused"),
     "precision": ("tf32x3", "tf32", "ieee"),
+    "delta": DELTAS,
     "score_dtype": tuple(EPS),
     "sink": ("", *EPS),
     "fixed": ("", "score", "sink", "score+sink"),
@@ -75,6 +77,7 @@ class Case:
     backward: str = "auto"
     deterministic: bool = False
     precision: str = "tf32x3"
+    delta: str = "rounded"
     backend: str = ""
     tile: str = ""
     data: str = "normal"

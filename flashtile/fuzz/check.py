@@ -15,8 +15,9 @@ import torch
 from flashtile.errors import NotSupported
 from flashtile.fuzz import guard
 from flashtile.fuzz.case import EPS, Case
-from flashtile.fuzz.formula import Scene, level, soil, yardsticks
+from flashtile.fuzz.formula import Scene, fused, level, soil, yardsticks
 from flashtile.fuzz.make import HUGE, Inputs, Tensors, apart, build, call
+from flashtile.fuzz.rounding import rounds_lse, slack
 from flashtile.fuzz.tiles import forced
 from flashtile.memory import cache_clear
 from flashtile.torch.execute import bound as run
@@ -76,13 +77,15 @@ def check(case: Case, device: torch.device, backend: str = "", function: Call = 
         return Result("wrong", f"it raised {type(error).__name__}: {str(error)[:300]}{at}", math.inf, frozenset(kernels))
     try:
         truth, plain = yardsticks(inputs, scene)
+        beside = slack(inputs, scene) if rounds_lse(case, device) else {}
+        own = fused(inputs) if case.backend in ("", "cpu") else {}
     except torch.OutOfMemoryError as error:
         return Result("refused", f"the formula does not fit into memory: {str(error)[:60]}")
     except Exception as error:
         if is_lost(error):
             raise
         return Result("wrong", f"the formula itself raised {type(error).__name__}: {str(error)[:300]}", math.inf)
-    text, ratio = verdict(case, made, again, truth, plain, guards)
+    text, ratio = verdict(case, made, again, truth, plain, guards, beside, own)
     status = "right" if not text else "close" if ratio <= CLEAR else "wrong"
     return Result(status, text, ratio, frozenset(kernels))
 
@@ -119,9 +122,11 @@ def results(inputs: Inputs, backend: str, function: Call) -> Tensors:
 
 
 def verdict(
-    case: Case, made: Tensors, again: Tensors | None, truth: Tensors, plain: Tensors, guards: list[torch.Tensor]
-) -> tuple[str, float]:
-    """(what is wrong, the worst error over what is allowed). The device is waited for once."""
+    case: Case, made: Tensors, again: Tensors | None, truth: Tensors, plain: Tensors, guards: list[torch.Tensor],
+    beside: dict[str, float], own: Tensors,
+) -> tuple[str, float]:  # fmt: skip
+    """(what is wrong, the worst error over what is allowed). The device is waited for once. beside: what is allowed of a
+    result, beside the rule, for what its arithmetic cannot know (`rounding`). own: PyTorch's fused results, if there are."""
     found = list(_misshapen(made, truth, plain))
     if again is not None:
         found += list(_misshapen(again, truth, plain))
@@ -129,7 +134,7 @@ def verdict(
         return "; ".join(found), math.inf
     runs = [made] if again is None else [made, again]
     names = [name for name, exact in truth.items() if exact.numel()]
-    rows = [measure(name, one[name], truth[name], plain[name]) for one in runs for name in names]
+    rows = [measure(name, one[name], truth[name], plain[name], own.get(name)) for one in runs for name in names]
     device = truth["out"].device
     spilt = guard.broken(guards).double() if guards else torch.zeros((), dtype=torch.float64, device=device)
     differ = [_different(made[name], again[name]) for name in repeatable(case, names)] if again is not None else []
@@ -145,7 +150,7 @@ def verdict(
     cells = numbers[1 + len(differ) :]
     for i in range(len(runs) * len(names)):
         name = names[i % len(names)]
-        text, ratio = judged(case, name, cells[6 * i : 6 * i + 6], plain[name].dtype)
+        text, ratio = judged(case, name, cells[6 * i : 6 * i + 6], plain[name].dtype, beside.get(name, 0.0))
         worst = max(worst, ratio)
         if text:
             found.append(("the second time " if i >= len(names) else "") + text)
@@ -164,7 +169,9 @@ def _misshapen(made: Tensors, truth: Tensors, plain: Tensors) -> Iterator[str]:
             yield f"{name} is {made[name].dtype}, not {dtype}"
 
 
-def measure(name: str, got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def measure(
+    name: str, got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, own: torch.Tensor | None = None
+) -> torch.Tensor:
     """Six numbers of a result: its largest error, plain PyTorch's, the largest element, and what of each is not finite."""
     if name == "lse":
         empty = exact == -torch.inf
@@ -175,11 +182,13 @@ def measure(name: str, got: torch.Tensor, exact: torch.Tensor, plain: torch.Tens
         largest = torch.where(error.isnan(), torch.inf, error).amax()
         return torch.stack([largest, zero, zero, apart.sum().double(), exact.isnan().sum().double(), nan.sum().double()])
     mine, other = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    if own is not None:
+        other = torch.maximum(other, (own.double() - exact).abs())
     counts = [(~tensor.isfinite()).sum().double() for tensor in (got, exact, plain)]
     return torch.stack([mine.amax(), other.amax(), exact.abs().amax(), *counts])
 
 
-def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype) -> tuple[str, float]:
+def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype, beside: float = 0.0) -> tuple[str, float]:
     """(what breaks the rule or nothing, error over what is allowed) of a result of this dtype."""
     error, plain, largest, odd, odd_exact, odd_plain = numbers
     if name == "lse":
@@ -195,7 +204,7 @@ def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype) -> t
         return f"{name} is not finite in {odd:.0f} elements", math.inf
     ulp = max(2.0**-10 if case.precision == "tf32" and case.dtype == "fp32" else EPS[case.dtype], torch.finfo(dtype).eps)
     unit = FLOAT32 * (16.0 * HUGE if case.kind == "huge" else 1.0)
-    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, unit)
+    allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, unit) + beside
     if error <= allowed:
         return "", error / allowed if allowed else 0.0
     said = "nothing finite" if odd_plain else f"{plain:.3g}"

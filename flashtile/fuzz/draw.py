@@ -134,7 +134,7 @@ def _variant(dice: random.Random, number: str, backend: str, means: Means) -> Va
         wants=pick(dice, {"qkv": 12, "q": 0.4, "kv": 0.4, "k": 0.2, "v": 0.2, "qv": 0.2}), backward=backward,
         deterministic=backward != "fused" and dice.random() < 0.2,
         precision=pick(dice, {"tf32x3": 5, "tf32": 1, "ieee": 1 if max(dims) <= 128 else 0.2}) if dtype == "fp32" else "tf32x3",
-        backend=backend,
+        delta=pick(random.Random(f"{number}-{backend}-delta"), {"rounded": 5, "exact": 1}), backend=backend,
     )  # fmt: skip
     if template.precision == "tf32" and not means.tf32:
         template = replace(template, fixed="score+sink")

@@ -247,6 +247,29 @@ def softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return powers / total, (most + total.log())[..., 0]
 
 
+def fused(inputs: Inputs) -> Tensors:
+    """What PyTorch's own attention makes of a float32 case on a CPU; empty where it has no such function.
+
+    It is plain PyTorch, too: its largest errors are now the one's, now the other's. `Options(precision="ieee")` asks for more.
+    """
+    c = inputs.case
+    first = max(c.seqlen_q - c.seqlen_k, 0) if c.band == ":0" else 0  # queries before it see nothing
+    causal = c.band == ":0" and c.seqlen_q - first == c.seqlen_k and c.scale_value > 0  # aligned at both ends
+    default = (c.dtype, c.precision, inputs.device.type) == ("fp32", "tf32x3", "cpu") and c.upstream in ("out", "alone")
+    others = (c.score, c.sink, c.dropout, c.where, c.items, c.used)
+    if not (default and (causal or c.band == ":")) or any(others) or not c.batch * c.seqlen_q * c.seqlen_k:
+        return {}
+    leaves = {name: inputs.leaves[name].detach().requires_grad_() for name in "qkv"}
+    q, k, v = (leaf.transpose(1, 2) for leaf in leaves.values())
+    k, v = (t.repeat_interleave(c.heads_q // c.heads_kv, 1) for t in (k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    seen = attend(q[:, :, first:], k, v, is_causal=causal, scale=c.scale_value).transpose(1, 2)
+    out = torch.cat([seen.new_zeros((c.batch, first, *seen.shape[2:])), seen], 1)
+    names = inputs.wanted
+    given = torch.autograd.grad(out, [leaves[name] for name in names], inputs.flows["dout"]) if names else ()
+    return {"out": out.detach(), **{f"d{name}": gradient for name, gradient in zip(names, given, strict=True)}}
+
+
 def yardsticks(inputs: Inputs, scene: Scene) -> tuple[Tensors, Tensors]:
     """(the truth, what plain PyTorch makes of the same inputs in their own dtype)."""
     truth, lost = evaluate(inputs, scene, torch.float64)

@@ -317,7 +317,8 @@ def arguments(inputs: Inputs, leaves: Tensors, backend: str = "") -> dict[str, A
         asked["sink"] = leaves["sink"]
     if c.dropout:
         asked["dropout"] = inputs.dropout
-    how: dict[str, Any] = {"backward": c.backward, "precision": c.precision, "deterministic": c.deterministic or None}
+    how: dict[str, Any] = {name: getattr(c, name) for name in ("backward", "precision", "delta")}
+    how["deterministic"] = c.deterministic or None
     asked["options"] = Options(backend=backend or c.backend or None, **how)
     asked["return_lse"] = c.returns_lse
     return asked

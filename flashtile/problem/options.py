@@ -34,7 +34,8 @@ class Options:
     delta: of what a 16-bit backward forms delta, the mean that it takes from each row's gradients. "rounded": of out, whose 16
         bits then show where gradients should cancel: in rows that see few keys, or of what shifts all scores of a row.
         "exact": of the row's own probabilities, so that the gradients of a row's scores add up to less than 2^-12 of their
-        magnitudes, and those of a row with one key are 0. That takes no memory; on a GPU another walk over the keys, 9
+        magnitudes, and those of a row with one key are 0; and the probabilities of scores as large as 10^6, of which lse alone
+        knows too little, are exact. That takes 4 bytes a row while the backward runs; on a GPU another walk over the keys, 9
         products a tile instead of 7 (split) or 7 instead of 5 (fused), by the portable kernels, for Hopper's own have no such
         walk. Small problems have it anyway, and float32 by itself. On a CPU it costs nothing where products are float32
         anyway, and elsewhere makes them float32.

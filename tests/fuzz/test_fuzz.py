@@ -15,16 +15,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashtile import InvalidProblem, NotSupported, dispatch
+from flashtile import Bias, InvalidProblem, NotSupported, dispatch
 from flashtile.cli import app
 from flashtile.fuzz import check as checks
 from flashtile.fuzz import draw, guard, tiles
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import Result, check
-from flashtile.fuzz.formula import Scene, evaluate, soil, yardsticks
+from flashtile.fuzz.formula import Scene, evaluate, fused, soil, yardsticks
 from flashtile.fuzz.main import lines_of
 from flashtile.fuzz.make import Inputs, build, call, mask_of, modifier_of
 from flashtile.fuzz.pool import Event, Order, judge
+from flashtile.fuzz.rounding import rounds_lse, slack
 from flashtile.fuzz.shrink import shrink
 from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.device import H100
@@ -124,6 +125,72 @@ def test_a_formula_beside_a_large_offset_is_finite_and_shifted() -> None:
     truth, plain = yardsticks(inputs, Scene(inputs))
     assert all(tensor.isfinite().all() for made in (truth, plain) for tensor in made.values())
     assert truth["lse"].min() < -0.9e9
+
+
+HUGE = replace(BASE, data="huge", scale=1.0, dtype="bf16", upstream="out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "rounds"),
+    [
+        ({"backend": "hopper"}, "cpu", True),
+        ({"backend": ""}, "cuda", True),
+        ({"backend": ""}, "cpu", False),
+        ({"backend": "cpu"}, "cpu", False),
+        ({"backend": "triton"}, "cuda", False),  # small: the portable backward walks the keys first
+        ({"backend": "triton", "seqlen_q": 4096, "seqlen_k": 4096}, "cuda", True),
+        ({"backend": "triton", "seqlen_q": 4096, "seqlen_k": 4096, "delta": "exact"}, "cuda", False),
+        ({"backend": "triton", "seqlen_q": 4096, "seqlen_k": 4096, "dtype": "fp32"}, "cuda", False),
+        ({"backend": "hopper", "data": "normal"}, "cpu", False),
+    ],
+)
+def test_which_backwards_know_no_more_than_a_rounded_lse(changes: dict[str, Any], device: str, rounds: bool) -> None:
+    assert rounds_lse(replace(HUGE, **changes), torch.device(device)) == rounds
+
+
+def test_what_the_rounding_of_lse_may_do_is_bounded() -> None:
+    """A factor of each row of p, as large as the roundings may make it, puts gradients off by what is allowed for, not less."""
+    case = replace(HUGE, backend="hopper", heads_q=2, seqlen_q=40)
+    inputs = build(case, CPU)
+    allowed = slack(inputs, Scene(inputs))
+    q, k, v = (inputs.leaves[name].double() for name in "qkv")
+    score = torch.zeros(2, 2, 40, 37, dtype=torch.float64, requires_grad=True)
+    out, lse = attention_reference(q, k, v, scale=1.0, score=(Bias(score),))
+    dout = inputs.flows["dout"].double()
+    (ds,) = torch.autograd.grad(out, score, dout)
+    p = (torch.einsum("bihd,bjhd->bhij", q, k) - lse[..., None]).exp()
+    chance = torch.where(torch.rand(lse.shape) < 0.5, -1.0, 1.0).double()
+    factor = torch.expm1(chance * 4.3 * 2.0**-24 * lse.abs())[..., None]
+    made = {
+        "dq": torch.einsum("bhij,bjhd->bihd", factor * ds, k),
+        "dk": torch.einsum("bhij,bihd->bjhd", factor * ds, q),
+        "dv": torch.einsum("bhij,bihd->bjhd", factor * p, dout),
+    }
+    for name, error in made.items():
+        assert 0.02 * allowed[name] <= error.abs().max().item() <= allowed[name], name
+
+
+@pytest.mark.parametrize("delta", ["rounded", "exact"])
+def test_delta_is_part_of_a_call(delta: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("flashtile.fuzz.make.attention", lambda *_, options, **__: seen.append(options))
+    with pytest.raises(TypeError):
+        call(build(replace(BASE, delta=delta), CPU))
+    assert [options.delta for options in seen] == [delta]
+
+
+def test_float32_on_a_cpu_is_judged_beside_both_attentions_of_pytorch() -> None:
+    inputs = build(replace(BASE, upstream="out"), CPU)
+    assert fused(inputs).keys() == {"out", "dq", "dk", "dv"}
+    for changes in (
+        {"precision": "ieee"},
+        {"dtype": "fp16"},
+        {"score": "alibi"},
+        {"band": "9:0"},
+        {"upstream": "both"},
+        {"band": ":0"},
+    ):
+        assert not fused(build(replace(BASE, **{"upstream": "out", **changes}), CPU))
 
 
 WRONG: dict[str, Callable[[Inputs, str], Any]] = {

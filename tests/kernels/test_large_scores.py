@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Bias, Dropout, Options
+from flashtile import Bias, Dropout, Options, dispatch
+from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.judge import FACTOR
 
 LEAST = torch.finfo(torch.float32).min
@@ -58,6 +59,35 @@ def test_a_row_s_offset_changes_nothing_but_its_rounding(
         largest = true.abs().max().item()
         error, allowed = ((x.double() - true).abs().max().item() / largest for x in (mine, other))
         assert error <= max(FACTOR * allowed, 2 * torch.finfo(dtype).eps), (name, error, allowed)
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "exact"])
+@pytest.mark.parametrize(("backend", "backward"), FORMS[:3], ids=["cpu", "split", "fused"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_a_million_are_softmax_s_backward_too(
+    backend: str, backward: str, dtype: torch.dtype, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lse, one float32, has lost log(sum): a pass that walks the keys first finds it again."""
+    if not small:
+        monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
+        for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
+            function.cache_clear()
+        _CALLS.clear()
+    torch.manual_seed(0)
+    place = device_for(backend)
+    q, k, v, dout = (torch.randn(2, 24, heads, 16, device=place) for heads in (4, 2, 2, 4))
+    q, k = (x.round().clamp(-1, 1) * 512 for x in (q, k))  # scores are exact: multiples of 2^18
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    options = Options(backend=backend, backward=backward, delta="rounded" if small else "exact")  # pyright: ignore
+    made = gradients(flashtile.attention(*leaves, scale=1.0, options=options), leaves, dout)
+    bias = torch.zeros(1, 1, 24, 24, device=place, dtype=torch.float64)
+    doubles = [x.double().requires_grad_() for x in (4.0 * q, k, v)]  # `plain` scales by 1 / 4
+    exact = gradients(plain(*doubles, bias, False), doubles, dout)
+    exact[1] *= 4.0
+    for name, mine, true in zip(("out", "dq", "dk", "dv"), made, exact, strict=True):
+        error, largest = (mine.double() - true).abs().max().item(), true.abs().max().item()
+        assert error <= 2 * torch.finfo(dtype).eps * largest, (name, error, largest)
 
 
 def test_a_row_that_minus_infinity_hides_gives_zero() -> None:

@@ -29,6 +29,7 @@ from flashtile.kernels.portable.tile import (
     form_in,
     is_mended,
     make_tile,
+    mends_lse,
     products,
     reads_bytes_and_joins,
     tells_sizes,
@@ -130,13 +131,13 @@ class TritonBackend:
         calls, inputs = [delta], ("q", "k", "v", "dout", "rows")
         wants_keys = fused or bool(gradients.wanted & {"k", "v"})
         correction = correction_of(p, query_launch)
-        if captured or sink_sums or wide or is_mended(p) or p.shares_offset or (not fused and "q" in gradients.wanted):
+        if captured or sink_sums or wide or mends_lse(p) or (not fused and "q" in gradients.wanted):
             schedule = _schedule(schedules, "queries", query_launch)
             capture = _capture(p, _tiles(p, query_launch, "queries"), _sum_dtype(query_launch))
             sums += [(buffer, schedule) for buffer in capture.partials]
             elements += capture.elements
             dq = "dq" if "q" in gradients.wanted and not fused else None
-            slip = dlse if (correction or p.shares_offset) and not p.float32_grade else None
+            slip = dlse if (correction or mends_lse(p)) and not p.float32_grade else None
             sunk = sink_sums[0].name if sink_sums else None
             calls.append(_call(
                 bwd.attention_backward_queries, p, device, query_launch, "queries", ((*inputs, slip, sink, dq, sunk),),
@@ -417,6 +418,6 @@ def _backward_buffers(p: AttentionProblem, gradients: Gradients, adds_into_dq: b
         zeroed.add("dq")
     padded = padded_total(p.span_q, p.batch, p.lengths.varlen)
     stats = (Buffer("stats", _stats_shape(p), "fp32", "input"),) if p.float32_grade else ()
-    count = 4 if p.float32_grade or tells_sizes(p) else 3 if p.shares_offset else 2
+    count = 4 if p.float32_grade or tells_sizes(p) else 3 if mends_lse(p) else 2
     rows = Buffer("rows", (p.slabs, p.heads_q, count, padded), "fp32", "scratch")
     return (*backward_buffers(p, gradients, zeroed), *stats, rows)

@@ -68,7 +68,7 @@ class Tile:
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
     products: str  # as in Launch
-    offset: bool  # below it, where a problem `shares_offset`: the backward gets lse, and what its rounding lacks
+    offset: bool  # a backward pass below it, where the problem `mends_lse`: it gets lse, and what its rounding lacks
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     makes_lse: bool
     lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
@@ -200,6 +200,13 @@ def is_mended(problem: AttentionProblem) -> bool:
     return problem.exact_delta or (is_small(problem) and not problem.float32_grade)
 
 
+def mends_lse(problem: AttentionProblem) -> bool:
+    """Whether a backward below float32's grade finds what the rounding of lse lacks: where scores may share a large offset by
+    a tensor that is added, and where the pass over queries walks the keys first anyway.
+    """
+    return problem.shares_offset or is_mended(problem)
+
+
 def may_leave_one(problem: AttentionProblem) -> bool:
     """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
     return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
@@ -221,7 +228,8 @@ NARROW = BYTES | {"fp16", "bf16"}
 
 def form_in(problem: AttentionProblem, which: Pass) -> Form:
     """How a pass applies modifiers."""
-    return Form(prescale=True) if problem.shares_offset else form_of(problem, forms_captured(problem, which))
+    whole = problem.shares_offset if which == "forward" else mends_lse(problem)
+    return Form(prescale=True) if whole else form_of(problem, forms_captured(problem, which))
 
 
 def narrow_loads(problem: AttentionProblem) -> set[str]:
@@ -264,7 +272,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         adds=form.adds,
         curved=form.curved,
         exact=problem.float32_grade,
-        offset=problem.shares_offset,
+        offset=backward and mends_lse(problem),
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
