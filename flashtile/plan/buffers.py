@@ -98,12 +98,10 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
 
 
 def tangent_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
-    """The inputs, their tangents, and those of out and lse."""
-    made = (
-        Buffer("tout", shapes(p)["out"], p.dtype.value, "output", like="q"),
-        Buffer("tlse", shapes(p)["lse"], p.sum_dtype, "output"),
-    )
-    return (*input_buffers(p), *_moved(p, direction), *made)
+    """The inputs, their tangents, out and lse, and the tangents of these."""
+    made = forward_buffers(p)
+    tangents = (replace(b, name=f"t{b.name}") for b in made if b.role == "output")
+    return (*made, *_moved(p, direction), *tangents)
 
 
 def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:

@@ -105,12 +105,13 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
 
 
 def tangent(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """tout and tlse; 0 in rows that belong to no item."""
+    """out, lse and their tangents; 0, and -inf in lse, in rows that belong to no item."""
     from flashtile.kernels.cpu import tangent
 
     q = tensors["q"]
-    made = {"tout": q.new_zeros((*q.shape[:3], p.head_dim_v))}
-    made["tlse"] = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(p))
+    made = {name: q.new_zeros((*q.shape[:3], p.head_dim_v)) for name in ("out", "tout")}
+    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=lse_dtype(p))
+    made["tlse"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
         _embed(item, made, _call(tangent.forward, item, tensors, outputs))
     return made

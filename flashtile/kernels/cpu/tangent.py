@@ -77,11 +77,14 @@ def scores(queries: Queries, keys: Keys, tile: Tile) -> tuple[torch.Tensor, torc
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """tout and tlse. `first_batch` is what modifiers take the first batch entry for."""
-    wide = wide_dtype(p)
-    made = {"tout": tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))}
-    made["tlse"] = tensors["q"].new_zeros((p.batch, p.heads_q, p.seqlen_q), dtype=lse_dtype(p))
-    if "tsink" in tensors:  # what rows have that see nothing
+    """out, lse and their tangents. `first_batch` is what modifiers take the first batch entry for."""
+    wide, q = wide_dtype(p), tensors["q"]
+    made = {name: q.new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)) for name in ("out", "tout")}
+    made["lse"] = q.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=lse_dtype(p))
+    made["tlse"] = torch.zeros_like(made["lse"])
+    if "sink" in tensors:  # what rows have that see nothing
+        made["lse"].copy_(tensors["sink"][:, None])
+    if "tsink" in tensors:
         there = tensors["sink"] != -math.inf
         made["tlse"].copy_(torch.where(there, tensors["tsink"], 0.0)[:, None])
     modifiers, drop = DirectedModifiers(p, tensors, wide), Drop(p, tensors)
@@ -89,8 +92,9 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
         keys = Keys.of(strip, tensors, wide)
         for rows in strip.runs():
             moved = attend(rows, modifiers, drop, Queries.of(rows, p, tensors, wide), keys)
-            rows.of(made["tout"]).copy_(rows.by_head(moved.tout))
-            rows.of(made["tlse"].transpose(1, 2).unsqueeze(3)).copy_(rows.by_head(moved.tlse))
+            for name, found in moved._asdict().items():
+                whole = made[name] if name.endswith("out") else made[name].transpose(1, 2).unsqueeze(3)
+                rows.of(whole).copy_(rows.by_head(found))
     return made
 
 
