@@ -32,7 +32,7 @@ class Direction:
 
     moved: inputs that have a tangent, among "q", "k", "v", "score.I.J", "sink"; that of x is the buffer `tx`.
     given: of a second derivative, which of "dout", "dlse" and their own tangents "tdout", "tdlse" there are; what is not there
-    is zero. wanted: of which of "q", "k", "v" it makes gradients.
+    is zero. wanted: of which of "q", "k", "v" it makes gradients; "out", "lse" where their tangents are wanted too.
     """
 
     moved: frozenset[str]

@@ -105,10 +105,15 @@ def tangent_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, 
 
 
 def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
-    """The inputs, their tangents, the gradients that arrive with theirs, and the derivatives of the wanted gradients."""
+    """The inputs, their tangents, the gradients that arrive with theirs, and the wanted derivatives and tangents."""
     kinds = {"out": p.dtype.value, "lse": p.sum_dtype}
     arriving = [Buffer(n, shapes(p)[n[-3:]], kinds[n[-3:]], "input") for n in sorted(direction.given)]
-    return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted))
+    tangents = (
+        Buffer(f"t{n}", shapes(p)[n], kinds[n], "output", like="q" if n == "out" else None)
+        for n in ("out", "lse")
+        if n in direction.wanted
+    )
+    return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted), *tangents)
 
 
 def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:

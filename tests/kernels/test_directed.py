@@ -17,7 +17,7 @@ from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.prepared import PreparedCall
 from flashtile.torch.routes.eager import prepare
-from tests.cases import Case, Tensors
+from tests.cases import Case
 from tests.torch.test_second_order import drawn
 
 DRAWS, SHARDS = 160, 4
@@ -93,7 +93,7 @@ def test_any_direction(shard: int, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_as_exact_as_plain_pytorch(dtype: torch.dtype, offset: float, device: torch.device) -> None:
-    """At most 1.5 times as far from float64 as attention in a few lines of the same dtype, tangents with a common offset too."""
+    """At most 1.5 times as far from float64 as attention in a few lines of the dtype, tangents with a common offset too."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 90, 2, 32, generator=generator).to(device, dtype) for _ in range(3))
     moved = [torch.randn(t.shape, generator=generator).to(device, dtype) for t in (q, k, v)]

@@ -121,7 +121,10 @@ def second(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> T
     """The derivatives of the gradients named, as `backward` has these."""
     from flashtile.kernels.cpu import second
 
-    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float64) for name in outputs}
+    q, rows = tensors["q"], (tensors["q"].shape[0], p.heads_q, tensors["q"].shape[1])
+    shapes = {"tout": (*q.shape[:3], p.head_dim_v), "tlse": rows}
+    shapes |= {name: tensors[name.removeprefix("d")].shape for name in outputs if name not in shapes}
+    made = {name: q.new_zeros(shapes[name], dtype=torch.float64) for name in outputs}
     for item in items(p, tensors):
         _embed(item, made, _call(second.backward, item, tensors, outputs))
     return made

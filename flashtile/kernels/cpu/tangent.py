@@ -78,7 +78,19 @@ def scores(queries: Queries, keys: Keys, tile: Tile) -> tuple[torch.Tensor, torc
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
     """out, lse and their tangents. `first_batch` is what modifiers take the first batch entry for."""
-    wide, q = wide_dtype(p), tensors["q"]
+    wide, made = wide_dtype(p), no_rows(p, tensors)
+    modifiers, drop = DirectedModifiers(p, tensors, wide), Drop(p, tensors)
+    for strip in strips(p, tensors, first_batch):
+        keys = Keys.of(strip, tensors, wide)
+        for rows in strip.runs():
+            moved = attend(rows, modifiers, drop, Queries.of(rows, p, tensors, wide), keys)
+            put(rows, made, moved)
+    return made
+
+
+def no_rows(p: AttentionProblem, tensors: Tensors) -> Tensors:
+    """out, lse and their tangents of rows that see nothing."""
+    q = tensors["q"]
     made = {name: q.new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)) for name in ("out", "tout")}
     made["lse"] = q.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=lse_dtype(p))
     made["tlse"] = torch.zeros_like(made["lse"])
@@ -87,15 +99,15 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fir
     if "tsink" in tensors:
         there = tensors["sink"] != -math.inf
         made["tlse"].copy_(torch.where(there, tensors["tsink"], 0.0)[:, None])
-    modifiers, drop = DirectedModifiers(p, tensors, wide), Drop(p, tensors)
-    for strip in strips(p, tensors, first_batch):
-        keys = Keys.of(strip, tensors, wide)
-        for rows in strip.runs():
-            moved = attend(rows, modifiers, drop, Queries.of(rows, p, tensors, wide), keys)
-            for name, found in moved._asdict().items():
-                whole = made[name] if name.endswith("out") else made[name].transpose(1, 2).unsqueeze(3)
-                rows.of(whole).copy_(rows.by_head(found))
     return made
+
+
+def put(rows: Rows, made: Tensors, moved: Moved) -> None:
+    """Write a run of rows of those that are there."""
+    for name, found in moved._asdict().items():
+        if name in made:
+            whole = made[name] if name.endswith("out") else made[name].transpose(1, 2).unsqueeze(3)
+            rows.of(whole).copy_(rows.by_head(found))
 
 
 def attend(rows: Rows, modifiers: DirectedModifiers, drop: Drop, queries: Queries, keys: Keys) -> Moved:

@@ -33,18 +33,18 @@ INTERPRETED: dict[Pass, Launch] = {
 # spills (sm80 and sm90, Triton 3.6.0), not timed yet.
 SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
-        64: (Launch(128, 64, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
-        128: (Launch(128, 64, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 4, 1, 8), Launch(32, 32, 4, 1, 8)),
+        64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
+        128: (Launch(128, 64, 8, 2, 8), Launch(128, 32, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(32, 32, 4, 1, 8)),
         256: (Launch(64, 32, 8, 2, 8), Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_queries": {
-        64: (Launch(64, 64, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
-        128: (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
+        128: (Launch(128, 32, 8, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(64, 32, 8, 1, 8), Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_keys": {
-        64: (Launch(64, 64, 8, 2, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 4, 1, 8)),
-        128: (Launch(64, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        64: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
+        128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(32, 64, 8, 1, 8), Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
 }  # fmt: skip
@@ -117,7 +117,8 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     if sunk:
         tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)
         buffers.append(Buffer("partial.sink", (p.heads_q, tiles), sum_dtype, "scratch"))
-    made = (None, None, None, None, "rows", "partial.sink" if sunk else None)
+    tangents = ("tout" if "out" in direction.wanted else None, "tlse" if "lse" in direction.wanted else None)
+    made = (None, None, *tangents, "rows", "partial.sink" if sunk else None)
     calls = [_tangent_call(p, device, direction, chosen["tangent"], schedules, made)]
     there = _names(direction)
     inputs = ("q", "k", "v", there("tq"), there("tk"), there("tv"), there("dout"), there("tdout"), "rows")
@@ -159,7 +160,7 @@ def _tangent_call(
     arriving = tuple(there(n) for n in ("dout", "dlse", "tdout", "tdlse"))
     own = "q", "k", "v", sink or "q", "q", "q", "q", "q"
     laid = (*moved, *arriving)
-    strides = ("q", "k", "v", made[0] or "q", sink or "q", *(n or o for n, o in zip(laid, own, strict=True)))
+    strides = ("q", "k", "v", made[2] or "q", sink or "q", *(n or o for n, o in zip(laid, own, strict=True)))
     return _call(attention_tangent, p, device, direction, launch, "tangent", schedules,
                  ("q", "k", "v", sink, *moved, *arriving), made, strides)  # fmt: skip
 

@@ -32,7 +32,7 @@ def load_fields(fields_ptr, span, index, end):
 
 @jit
 def gradient_products(dout, tdout, v, tv, survives, factor, like, T: tl.constexpr, BY_KEY: tl.constexpr):
-    """(dp, its tangent), dropout applied; of parts, queries by keys or if BY_KEY keys by queries. like: a tile of that shape."""
+    """(dp, its tangent), dropout applied: of parts, queries by keys, or keys by queries if BY_KEY; `like` has that shape."""
     dp, tdp = tl.zeros_like(like), tl.zeros_like(like)
     if T.has_dout:
         dp = product(v, dout, T) if BY_KEY else product(dout, v, T)
