@@ -7,6 +7,7 @@ that is zero. A modifier is elementwise, so that its `backward` of a tangent is 
 from __future__ import annotations
 
 from flashtile.kernels.device.exponential import LOG2E, exp
+from flashtile.kernels.device.score import stages
 from flashtile.problem.attention import AttentionProblem
 from flashtile.triton_glue.language import JitTuple, jit, tl
 
@@ -68,26 +69,34 @@ def row_probability(score, row, scale, T: tl.constexpr):
 
 
 @jit
-def directed_gradients(raw, traw, dp, tdp, row, at, keep, scale, args, MASKED: tl.constexpr, T: tl.constexpr,
-                       SCORE: tl.constexpr, ALONG: tl.constexpr):  # fmt: skip
-    """(p, its tangent p (T - mu), the gradient of the scaled product, its tangent) of a tile.
+def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                           ALONG: tl.constexpr):  # fmt: skip
+    """(p, T - mu, and of all `stages` the scores and their tangents) of a tile; p's tangent is p (T - mu).
 
-    raw, traw: the product q k^T and its tangent; dp, tdp: the gradient of p and its tangent, dropout applied.
-    row = (level, norm, mu, delta, tdelta), as `row_probability` has it; args = (score_args, moved_args).
+    raw, traw: the product q k^T and its tangent. row = (level, norm, mu, ...), as `row_probability` has it;
+    args = (score_args, moved_args).
     """
     if T.prescale:
-        scores = (raw * scale,)
-        for i in tl.static_range(len(SCORE) // 2):
-            scores = scores + (SCORE[2 * i](scores[i], at, args[0][i]),)  # noqa: RUF005
+        scores = stages(raw, at, scale, args[0], SCORE)
         slopes = slopes_of(traw, scores, at, scale, args[0], args[1], SCORE, ALONG)
         p = row_probability(scores[len(SCORE) // 2], row, scale, T)
         bend = slopes[len(SCORE) // 2] - row[2]
     else:
+        scores, slopes = (raw,), (traw,)
         p = row_probability(raw, row, scale, T)
         bend = traw * scale - row[2]
     if MASKED:
-        p = tl.where(keep, p, 0.0)
-        bend = tl.where(keep, bend, 0.0)
+        p, bend = tl.where(keep, p, 0.0), tl.where(keep, bend, 0.0)
+    return p, bend, scores, slopes
+
+
+@jit
+def directed_gradients(p, bend, scores, slopes, dp, tdp, row, at, keep, args, MASKED: tl.constexpr, T: tl.constexpr,
+                       SCORE: tl.constexpr, ALONG: tl.constexpr):  # fmt: skip
+    """(the gradient of the scaled product, its tangent) of a tile, given its `directed_probabilities`.
+
+    dp, tdp: the gradient of p and its tangent, dropout applied; row = (..., delta, its tangent).
+    """
     e = dp - row[3]
     ds, ds2 = p * e, p * (bend * e + (tdp - row[4]))
     if T.prescale:
@@ -100,4 +109,4 @@ def directed_gradients(raw, traw, dp, tdp, row, at, keep, scale, args, MASKED: t
             ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, made, at, own)
     if MASKED:  # dp, or a modifier's derivative, may be NaN where nothing is to be seen
         ds, ds2 = tl.where(keep, ds, 0.0), tl.where(keep, ds2, 0.0)
-    return p, p * bend, ds, ds2
+    return ds, ds2

@@ -7,7 +7,7 @@ ds = p (dp - delta): its tangent is p ((T - mu) (dp - delta) + dp' - delta'), wh
 from __future__ import annotations
 
 from flashtile.kernels.device.blocks import block_list, block_start
-from flashtile.kernels.device.direction import directed_gradients
+from flashtile.kernels.device.direction import directed_gradients, directed_probabilities
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
@@ -79,10 +79,11 @@ def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place,
     traw = tl.zeros_like(raw)
     if T.moves_q or T.moves_k:
         traw = product_tangent(queries[0], queries[1], k_t, transposed(tk, T), T)
+    p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     v_t, tv_t = transposed(aligned_parts(v, T), T), transposed(aligned_parts(tv, T), T)
-    dp, tdp = gradient_products(queries[2], queries[3], v_t, tv_t, survives, place[4].factor, raw, T, False)
-    _, _, ds, ds2 = directed_gradients(raw, traw, dp, tdp, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
+    dp, tdp = gradient_products(queries[2], queries[3], v_t, tv_t, survives, place[4].factor, p, T, False)
+    ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
     dq = add_product(dq, free_parts(ds2, k[0].dtype, T), k, T)
     if T.moves_k:
         dq = add_product(dq, free_parts(ds, k[0].dtype, T), tk, T)
@@ -214,15 +215,16 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
         traw = product(keys[0], transposed(tq, T), T)
     elif T.moves_k:
         traw = product(keys[2], q_t, T)
+    p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
-    dp, tdp = gradient_products(
-        transposed(dout, T), transposed(tdout, T), keys[1], keys[3], survives, place[4].factor, raw, T, True
-    )
-    p, bent, ds, ds2 = directed_gradients(raw, traw, dp, tdp, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
     if T.has_dout:
-        dv = add_product(dv, free_parts(dropped(bent, survives, place[4], T), dout[0].dtype, T), dout, T)
+        dv = add_product(dv, free_parts(dropped(p * bend, survives, place[4], T), dout[0].dtype, T), dout, T)
     if T.has_tdout:
         dv = add_product(dv, free_parts(dropped(p, survives, place[4], T), tdout[0].dtype, T), tdout, T)
+    dp, tdp = gradient_products(
+        transposed(dout, T), transposed(tdout, T), keys[1], keys[3], survives, place[4].factor, p, T, True
+    )
+    ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
     dk = add_product(dk, free_parts(ds2, q[0].dtype, T), q, T)
     if T.moves_q:
         dk = add_product(dk, free_parts(ds, q[0].dtype, T), tq, T)
