@@ -66,10 +66,11 @@ def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: D
     """The first backend's plan of one of PASSES, or the named one's. Raises NotSupported with everybody's reasons."""
     (what, missing), reasons = PASSES[name], dict[str, list[str]]()
     for candidate in BACKENDS if backend is None else (backend_named(backend),):
-        make = candidate.passes.get(name)
-        reasons[candidate.name] = candidate.unsupported(problem, device) + ([] if make else [missing])
-        if make and not reasons[candidate.name]:
-            return make(problem, device, direction)
+        offered = candidate.passes.get(name)
+        found = candidate.unsupported(problem, device)
+        reasons[candidate.name] = found + (offered.unsupported(problem, device, direction) if offered else [missing])
+        if offered and not reasons[candidate.name]:
+            return offered.plan(problem, device, direction)
     raise NotSupported(f"{what} of {problem.spell()} on {device.target}", reasons)
 
 

@@ -119,7 +119,8 @@ def support(proof: Iterable[Evidence]) -> str:
         cells = list[str]()
         for target in targets:
             try:
-                cells.append(f"run on ({dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset('qkv'))).backend})")
+                backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
+                cells.append(f"{'run on' if target == 'cpu' else 'compiled for'} ({backend})")
             except NotSupported as refusal:
                 reasons.setdefault((what, told_of(refusal, target)), []).append(target)
                 cells.append("refused")

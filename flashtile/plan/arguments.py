@@ -28,6 +28,19 @@ def mask_args(p: AttentionProblem) -> tuple[Any, ...]:
     return tuple(chained)
 
 
+def moved_args(p: AttentionProblem, moved: frozenset[str]) -> tuple[Any, ...]:
+    """As `score_args`, of modifiers whose captured tensors have tangents, with these in the tensors' place; else empty."""
+    chained: list[tuple[Any, ...]] = []
+    for i, spec in enumerate(p.score):
+        tensors: list[Any] = []
+        for j, captured in enumerate(spec.kind.captured):
+            name = f"tscore.{i}.{j}"
+            if name[1:] in moved:
+                tensors += [Pointer(name), Strides(name, captured.broadcast)]
+        chained.append((*spec.scalars, *tensors) if tensors else ())
+    return tuple(chained) if any(chained) else ()
+
+
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     """Per modifier its scalars, then pointer and strides of each captured tensor; after the modifiers those of dropout.
 

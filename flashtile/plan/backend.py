@@ -32,7 +32,7 @@ class Direction:
 
     moved: inputs that have a tangent, among "q", "k", "v", "score.I.J", "sink"; that of x is the buffer `tx`.
     given: of a second derivative, which of "dout", "dlse" and their own tangents "tdout", "tdlse" there are; what is not there
-    is zero. wanted: of which of "q", "k", "v" it makes gradients.
+    is zero. wanted: of which of "q", "k", "v" it makes gradients; "out", "lse" where their tangents are wanted too.
     """
 
     moved: frozenset[str]
@@ -50,15 +50,26 @@ PASSES = {
 }
 
 
-Passes = Mapping[str, Callable[[AttentionProblem, Device, Direction], Plan]]
+Asked = Callable[[AttentionProblem, Device, Direction], list[str]]
+
+
+@dataclass(frozen=True)
+class OfferedPass:
+    """What makes the plans of a pass, and says why it cannot: reasons beside those against the backend's forward."""
+
+    plan: Callable[[AttentionProblem, Device, Direction], Plan]
+    unsupported: Asked = lambda *_: []
+
+
+Passes = Mapping[str, OfferedPass]
 NO_PASSES: Passes = MappingProxyType({})
 
 
 class Backend(Protocol):
     """A way to run problems. `unsupported` is read by dispatch, error texts, the support matrix and the tests.
 
-    passes: what makes the plans of those of PASSES that there are. "tangent" goes from inputs and tangents to `tout`, `tlse`;
-    "second" from these, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`).
+    passes: those of PASSES that there are. "tangent" goes from inputs and tangents to `out`, `lse`, `tout`, `tlse`;
+    "second" from the former, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`).
     """
 
     name: str

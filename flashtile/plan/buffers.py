@@ -98,19 +98,22 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
 
 
 def tangent_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
-    """The inputs, their tangents, and those of out and lse."""
-    made = (
-        Buffer("tout", shapes(p)["out"], p.dtype.value, "output", like="q"),
-        Buffer("tlse", shapes(p)["lse"], p.sum_dtype, "output"),
-    )
-    return (*input_buffers(p), *_moved(p, direction), *made)
+    """The inputs, their tangents, out and lse, and the tangents of these."""
+    made = forward_buffers(p)
+    tangents = (replace(b, name=f"t{b.name}") for b in made if b.role == "output")
+    return (*made, *_moved(p, direction), *tangents)
 
 
 def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
-    """The inputs, their tangents, the gradients that arrive with theirs, and the derivatives of the wanted gradients."""
+    """The inputs, their tangents, the gradients that arrive with theirs, and the wanted derivatives and tangents."""
     kinds = {"out": p.dtype.value, "lse": p.sum_dtype}
     arriving = [Buffer(n, shapes(p)[n[-3:]], kinds[n[-3:]], "input") for n in sorted(direction.given)]
-    return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted))
+    tangents = (
+        Buffer(f"t{n}", shapes(p)[n], kinds[n], "output", like="q" if n == "out" else None)
+        for n in ("out", "lse")
+        if n in direction.wanted
+    )
+    return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted), *tangents)
 
 
 def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:

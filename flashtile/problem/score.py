@@ -8,6 +8,12 @@ A modifier changes the scaled score s[i, j] before the mask and the softmax. It 
 * `apply(score, at, scalars, tensors)`: the same formula in differentiable PyTorch (CPU backend, reference), a static method;
 * `captured`: for each captured tensor a `Captured`, which says how its gradient is formed.
 
+Kernels of second derivatives (`create_graph=True`) ask a modifier without `add` for
+
+* `second(grad, score, out, at, args)`: a `@jit` function that returns grad times the second derivative with respect to `score`.
+
+and those of tangents one with `add` whose captured tensors have tangents, to say that what it adds is `linear` in them.
+
 A kernel's scores are float32, or float64 in small fp32 problems (`score.dtype`). `at` is a `Position`; `args` is
 `(*scalars, tensor 0, its strides, tensor 1, its strides, ...)`, where the stride of an axis of size 1 is 0.
 
@@ -104,6 +110,8 @@ class Score:
     add: ClassVar[Callable[..., Any] | None] = None
     load: ClassVar[Callable[..., Any] | None] = None
     join: ClassVar[Callable[..., Any] | None] = None
+    linear: ClassVar[bool] = False
+    second: ClassVar[Callable[..., Any] | None] = None
     curve: ClassVar[Curve | None] = None
     by_distance: ClassVar[bool] = False
     why: ClassVar[str] = ""  # behind the refusal of one without `forward` and `backward`: the reason

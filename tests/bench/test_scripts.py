@@ -56,6 +56,8 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         ["--models", "tiny", "--batch", "2", "--keys", "32"],
         dict(MODELS={"tiny": (2, 1, 16)}, PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured), 6,
     ),
+    "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
+    "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 6),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 

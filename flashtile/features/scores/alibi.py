@@ -33,6 +33,7 @@ class Alibi(Slopes, Score):
     forward = alibi_forward
     backward = added_backward
     add = alibi_add
+    linear = True
     by_distance = True
     captured = (Captured(alibi_slope_contribution),)
 

@@ -61,6 +61,7 @@ class Bias(Score):
     forward = bias_forward
     backward = added_backward
     add = bias_add
+    linear = True
     load = bias_load
     join = bias_join
     captured = (Captured(bias_contribution, broadcast=True, identity=True),)

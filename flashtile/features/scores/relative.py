@@ -33,6 +33,7 @@ class Relative(Slopes, Score):
     forward = relative_forward
     backward = added_backward
     add = relative_add
+    linear = True
     by_distance = True
     captured = (Captured(relative_contribution),)
 

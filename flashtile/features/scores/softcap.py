@@ -56,6 +56,12 @@ def softcap_backward(grad, score, out, at, args):
     return grad * (1.0 - ratio * ratio)
 
 
+@jit
+def softcap_second(grad, score, out, at, args):
+    ratio = out / args[0]
+    return grad * (-2.0 * ratio * (1.0 - ratio * ratio)) / args[0]
+
+
 @dataclass(frozen=True)
 class Softcap(Score):
     """Score modifier cap * tanh(score / cap); `cap` is a positive number."""
@@ -65,6 +71,7 @@ class Softcap(Score):
     name = "softcap"
     forward = softcap_forward
     backward = softcap_backward
+    second = softcap_second
     curve = Curve(tanh, tanh_derivative, softcap_width, tanh_approximate, largest=lambda scalars: scalars[0])
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
 from flashtile.kernels.cpu import ways
-from flashtile.plan.backend import Direction, Gradients, Passes
+from flashtile.plan.backend import Direction, Gradients, OfferedPass, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, second_buffers, shapes, tangent_buffers
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
@@ -28,7 +28,7 @@ def plan_tangent(problem: AttentionProblem, device: Device, direction: Direction
     from flashtile.kernels.cpu import items, tangent
 
     function = items.tangent if problem.lengths.ragged else tangent.forward
-    call = HostCall(function, ("tout", "tlse"))
+    call = HostCall(function, ("out", "lse", "tout", "tlse"))
     return Plan(problem, "cpu", "", tangent_buffers(problem, direction), (call,), ("cpu: tangents by tiles",))
 
 
@@ -47,7 +47,7 @@ class CpuBackend:
     """Everything, on the CPU. Its one backward, "split", sums in a fixed order and so is always deterministic."""
 
     name = "cpu"
-    passes: Passes = MappingProxyType({"tangent": plan_tangent, "second": plan_second})
+    passes: Passes = MappingProxyType({"tangent": OfferedPass(plan_tangent), "second": OfferedPass(plan_second)})
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""

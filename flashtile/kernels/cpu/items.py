@@ -105,12 +105,13 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) ->
 
 
 def tangent(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
-    """tout and tlse; 0 in rows that belong to no item."""
+    """out, lse and their tangents; 0, and -inf in lse, in rows that belong to no item."""
     from flashtile.kernels.cpu import tangent
 
     q = tensors["q"]
-    made = {"tout": q.new_zeros((*q.shape[:3], p.head_dim_v))}
-    made["tlse"] = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(p))
+    made = {name: q.new_zeros((*q.shape[:3], p.head_dim_v)) for name in ("out", "tout")}
+    made["lse"] = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=lse_dtype(p))
+    made["tlse"] = torch.zeros_like(made["lse"])
     for item in items(p, tensors):
         _embed(item, made, _call(tangent.forward, item, tensors, outputs))
     return made
@@ -120,7 +121,10 @@ def second(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> T
     """The derivatives of the gradients named, as `backward` has these."""
     from flashtile.kernels.cpu import second
 
-    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float64) for name in outputs}
+    q, rows = tensors["q"], (tensors["q"].shape[0], p.heads_q, tensors["q"].shape[1])
+    shapes = {"tout": (*q.shape[:3], p.head_dim_v), "tlse": rows}
+    shapes |= {name: tensors[name.removeprefix("d")].shape for name in outputs if name not in shapes}
+    made = {name: q.new_zeros(shapes[name], dtype=torch.float64) for name in outputs}
     for item in items(p, tensors):
         _embed(item, made, _call(second.backward, item, tensors, outputs))
     return made

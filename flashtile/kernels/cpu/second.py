@@ -18,16 +18,17 @@ import torch
 from flashtile.kernels.cpu.directed import DirectedModifiers
 from flashtile.kernels.cpu.dropout import Drop
 from flashtile.kernels.cpu.strip import Rows, strips
-from flashtile.kernels.cpu.tangent import Keys, Moved, Queries, attend, finite, scores, wide_dtype
+from flashtile.kernels.cpu.tangent import Keys, Moved, Queries, attend, finite, no_rows, put, scores, wide_dtype
 from flashtile.problem.attention import AttentionProblem
 
 Tensors = dict[str, torch.Tensor]
 
 
 def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """The derivatives of those of dq, dk, dv, dscore.I.J and dsink that `outputs` names."""
+    """The derivatives of those of dq, dk, dv, dscore.I.J and dsink that `outputs` names, and of out and lse as tout, tlse."""
     wide = wide_dtype(p)
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
+    made |= {name: t for name, t in no_rows(p, tensors).items() if name in outputs}
     modifiers, drop = DirectedModifiers(p, tensors, wide), Drop(p, tensors)
     sinks = torch.zeros(p.heads_q, dtype=torch.float64, device="cpu")
     if p.sink is not None and "dsink" in outputs and "tdlse" in tensors:  # of rows that see nothing, lse is the sink
@@ -37,7 +38,9 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
         sums = {n: torch.zeros_like(t) for n, t in (("dk", keys.k), ("dv", keys.v)) if n in made}
         for rows in strip.runs():
             queries = Queries.of(rows, p, tensors, wide)
-            given = _load(rows, tensors, wide, attend(rows, modifiers, drop, queries, keys))
+            moved = attend(rows, modifiers, drop, queries, keys)
+            put(rows, made, moved)
+            given = _load(rows, tensors, wide, moved)
             dq = torch.zeros_like(queries.q) if "dq" in made else None
             _add(p, rows, modifiers, drop, queries, keys, given, dq, sums)
             if dq is not None:

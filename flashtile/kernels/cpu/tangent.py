@@ -77,21 +77,37 @@ def scores(queries: Queries, keys: Keys, tile: Tile) -> tuple[torch.Tensor, torc
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """tout and tlse. `first_batch` is what modifiers take the first batch entry for."""
-    wide = wide_dtype(p)
-    made = {"tout": tensors["q"].new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v))}
-    made["tlse"] = tensors["q"].new_zeros((p.batch, p.heads_q, p.seqlen_q), dtype=lse_dtype(p))
-    if "tsink" in tensors:  # what rows have that see nothing
-        there = tensors["sink"] != -math.inf
-        made["tlse"].copy_(torch.where(there, tensors["tsink"], 0.0)[:, None])
+    """out, lse and their tangents. `first_batch` is what modifiers take the first batch entry for."""
+    wide, made = wide_dtype(p), no_rows(p, tensors)
     modifiers, drop = DirectedModifiers(p, tensors, wide), Drop(p, tensors)
     for strip in strips(p, tensors, first_batch):
         keys = Keys.of(strip, tensors, wide)
         for rows in strip.runs():
             moved = attend(rows, modifiers, drop, Queries.of(rows, p, tensors, wide), keys)
-            rows.of(made["tout"]).copy_(rows.by_head(moved.tout))
-            rows.of(made["tlse"].transpose(1, 2).unsqueeze(3)).copy_(rows.by_head(moved.tlse))
+            put(rows, made, moved)
     return made
+
+
+def no_rows(p: AttentionProblem, tensors: Tensors) -> Tensors:
+    """out, lse and their tangents of rows that see nothing."""
+    q = tensors["q"]
+    made = {name: q.new_zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)) for name in ("out", "tout")}
+    made["lse"] = q.new_full((p.batch, p.heads_q, p.seqlen_q), -math.inf, dtype=lse_dtype(p))
+    made["tlse"] = torch.zeros_like(made["lse"])
+    if "sink" in tensors:  # what rows have that see nothing
+        made["lse"].copy_(tensors["sink"][:, None])
+    if "tsink" in tensors:
+        there = tensors["sink"] != -math.inf
+        made["tlse"].copy_(torch.where(there, tensors["tsink"], 0.0)[:, None])
+    return made
+
+
+def put(rows: Rows, made: Tensors, moved: Moved) -> None:
+    """Write a run of rows of those that are there."""
+    for name, found in moved._asdict().items():
+        if name in made:
+            whole = made[name] if name.endswith("out") else made[name].transpose(1, 2).unsqueeze(3)
+            rows.of(whole).copy_(rows.by_head(found))
 
 
 def attend(rows: Rows, modifiers: DirectedModifiers, drop: Drop, queries: Queries, keys: Keys) -> Moved:

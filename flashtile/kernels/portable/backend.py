@@ -18,6 +18,7 @@ from flashtile.kernels.portable.append import plan_append
 from flashtile.kernels.portable.cached import plan_cached
 from flashtile.kernels.portable.candidates import shared_bytes
 from flashtile.kernels.portable.choose import CONVERT, DELTA, choice, choose, choose_variant
+from flashtile.kernels.portable.directed import PASSES
 from flashtile.kernels.portable.forward import attention_forward
 from flashtile.kernels.portable.repair import repairing
 from flashtile.kernels.portable.rows import attention_delta
@@ -35,7 +36,7 @@ from flashtile.kernels.portable.tile import (
     tells_sizes,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import NO_PASSES, Gradients, Passes
+from flashtile.plan.backend import Gradients, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -55,7 +56,7 @@ class TritonBackend:
     """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
 
     name = "triton"
-    passes: Passes = NO_PASSES
+    passes: Passes = PASSES
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons = unavailable(device, "matrix units")

@@ -13,7 +13,10 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.triton_glue.language import INTERPRETED
 
-Pass = Literal["forward", "keys", "queries", "fused", "pairs"]  # pairs: gradients of broadcast tensors
+# pairs: gradients of broadcast tensors; behind it the passes beyond first derivatives (`directed.py`)
+Pass = Literal["forward", "keys", "queries", "fused", "pairs", "tangent", "second_queries", "second_keys"]
+OVER_KEYS = frozenset({"keys", "fused", "second_keys"})  # whose programs have a tile of keys
+DIRECTED = frozenset({"tangent", "second_queries", "second_keys"})
 Products = Literal["unit", "cut", "short", "aligned", "float64"]
 Correction = Literal["", "after", "before"]
 
@@ -90,7 +93,34 @@ class Tile:
     together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     wave: int = 0  # tiles that go together at least
+    moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
+    arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
+
+    @property
+    def moves_q(self) -> bool:
+        return "q" in self.moves
+
+    @property
+    def moves_k(self) -> bool:
+        return "k" in self.moves
+
+    @property
+    def moves_v(self) -> bool:
+        return "v" in self.moves
+
+    @property
+    def bends(self) -> bool:
+        """Scores have tangents."""
+        return self.moves not in ("", "v")
+
+    @property
+    def has_dout(self) -> bool:
+        return "g" in self.arrives
+
+    @property
+    def has_tdout(self) -> bool:
+        return "t" in self.arrives
 
     @property
     def wide(self) -> bool:
@@ -168,6 +198,8 @@ def products(problem: AttentionProblem, device: Device, which: Pass) -> Products
     """
     if problem.dtype is not DType.FP32:
         return "unit"
+    if which in DIRECTED:
+        return "float64" if is_small(problem) and device.multiplies_float64 and problem.precision != "tf32" else "unit"
     if problem.precision == "tf32":
         return "short" if device.target == "sm90" else "unit"
     if (is_small(problem) or (which == "queries" and sums_per_head(problem))) and device.multiplies_float64:
@@ -227,8 +259,10 @@ NARROW = BYTES | {"fp16", "bf16"}
 
 
 def form_in(problem: AttentionProblem, which: Pass) -> Form:
-    """How a pass applies modifiers."""
-    whole = problem.shares_offset if which == "forward" else mends_lse(problem)
+    """How a pass applies modifiers; directed ones know what each of them makes of a scaled score."""
+    if which in DIRECTED and problem.score:
+        return Form(prescale=True)
+    whole = problem.shares_offset if which in ("forward", *DIRECTED) else mends_lse(problem)
     return Form(prescale=True) if whole else form_of(problem, forms_captured(problem, which))
 
 
@@ -250,12 +284,13 @@ def reads_bytes_and_joins(problem: AttentionProblem, device: Device, products: P
     return not narrow_loads(problem).isdisjoint(BYTES)
 
 
-def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "") -> Tile:
+def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "",
+              moves: str = "", arrives: str = "") -> Tile:  # fmt: skip
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     band, lengths = problem.band, problem.lengths
     columns, columns_v = padded(problem)
     form = form_in(problem, which)
-    grouped, backward = which in ("keys", "fused") and problem.group > 1, which != "forward"
+    grouped, backward = which in OVER_KEYS and problem.group > 1, which not in {"forward"} | DIRECTED
     return Tile(
         block_q=launch.block_q,
         block_k=launch.block_k,
@@ -266,7 +301,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         grouped=grouped,
         left=band.left is not None,
         right=band.right is not None,
-        pads_keys=(which in ("keys", "fused", "pairs") or bool(problem.score or problem.where))
+        pads_keys=(which in OVER_KEYS | {"pairs"} or bool(problem.score or problem.where))
         and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
         prescale=form.prescale,
         adds=form.adds,
@@ -278,13 +313,13 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         score_precision=PRODUCTS["tf32x3" if problem.precision == "tf32" else problem.precision],
         products=launch.products,
         narrow=launch.products == "float64" and bool(narrow_loads(problem)),
-        makes_lse=which == "forward",
+        makes_lse=which in ("forward", "tangent"),
         lone=backward and problem.lone and not is_mended(problem),
         sink=problem.sink is not None,
         dropout=problem.dropout is not None,
         modifiers=len(problem.score),
         swizzle=launch.swizzle,
-        last_first=band.right is not None and which in ("forward", "queries"),
+        last_first=band.right is not None and which not in OVER_KEYS | {"pairs"},
         adds_dq=which == "fused",
         correction=correction,
         lonely=backward and tells_sizes(problem),
@@ -296,6 +331,8 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
         blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
         together=shares_items(problem),
+        moves=moves,
+        arrives=arrives,
         slots=1 << (slots - 1).bit_length() if slots else 0,
         # Tiles of keys read the queries of a whole group of heads: the L2 cache has no room for more of these.
         wave=0 if grouped else WAVE,

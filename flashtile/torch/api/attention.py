@@ -68,8 +68,8 @@ def attention(
     which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
 
     Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
-    here can run; both before any launch. On the CPU tangents (forward mode) and second derivatives are computed too, in
-    O(seqlen) memory; elsewhere they are refused so.
+    here can run; both before any launch. Tangents (forward mode) and second derivatives are computed too, in O(seqlen)
+    memory.
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """

@@ -9,42 +9,54 @@ import torch
 from flashtile import dispatch
 from flashtile.plan.backend import Direction
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.prepared import PreparedCall, Tensors
+from flashtile.torch.execute.prepared import PreparedCall, Tensors, alignment
+from flashtile.torch.execute.replay import addresses_of
 
 Maybe = torch.Tensor | None
 
 
 def tangents(
     call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], moved: Sequence[Maybe]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tangents of out and lse. moved: those of packs and others, None for zero."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse and the tangents of both. moved: those of packs and others, None for zero."""
     tensors, names = _along(call, packs, others, moved)
-    plan = dispatch.plan_pass("tangent", call.problem, call.place, Direction(names), call.options.backend)
-    made = Bound(plan, tensors, call.device).run(tensors)
-    return made["tout"], made["tlse"]
+    made = _run(call, "tangent", Direction(names), tensors)
+    return made["out"], made["lse"], made["tout"], made["tlse"]
 
 
 def second_derivatives(
     call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], moved: Sequence[Maybe],
-    arriving: Mapping[str, Maybe], needs: Sequence[bool],
+    arriving: Mapping[str, Maybe], needs: Sequence[bool], tangents: bool = False,
 ) -> list[Maybe]:  # fmt: skip
     """How the gradients of packs and others change, where needed, as these and the gradients that arrive move.
 
+    tangents: those of out and lse are wanted too, behind the others; the passes come by them anyway.
     arriving: "dout", "dlse", "tdout", "tdlse", None for zero.
     """
     tensors, names = _along(call, packs, others, moved)
     given = {name: _resolved(t) for name, t in arriving.items() if t is not None}
     wanted, made_names = call.wish(tuple(needs))
-    direction = Direction(names, frozenset(given), wanted)
-    plan = dispatch.plan_pass("second", call.problem, call.place, direction, call.options.backend)
-    made = Bound(plan, tensors | given, call.device).run(tensors | given)
+    along = ("out", "lse") if tangents else ()
+    made = _run(call, "second", Direction(names, frozenset(given), wanted.union(along)), tensors | given)
     for pack in call.packing.packs:
         parts = [made[f"d{name}"] for name in pack.parts if f"d{name}" in made]
         if len(parts) > 1:
             whole = torch.stack(parts, 2) if pack.heads is None else torch.cat(parts, 2)
             made["d" + "".join(pack.parts)] = whole
     found = [None if name is None else made[name] for name in made_names]
-    return [None if g is None else g.to(t.dtype) for g, t in zip(found, (*packs, *others), strict=True)]
+    found = [None if g is None else g.to(t.dtype) for g, t in zip(found, (*packs, *others), strict=True)]
+    return [*found, *(made[f"t{name}"] for name in along)]
+
+
+def _run(call: PreparedCall, name: str, direction: Direction, tensors: Tensors) -> Tensors:
+    """The tensors with a pass's outputs."""
+    given = tensors.values()
+    key = name, direction, alignment(addresses_of(given)) if call.on_gpu else 0, *map(torch.Tensor.stride, given)
+    bound = call.bound_directed.get(key)
+    if bound is None:
+        plan = dispatch.plan_pass(name, call.problem, call.place, direction, call.options.backend)
+        bound = call.bound_directed[key] = Bound(plan, tensors, call.device)
+    return bound.run(tensors)
 
 
 def _along(

@@ -35,6 +35,7 @@ class PreparedCall:
         self.kept = tuple(b.name for b in self.plan.named("output"))  # out, lse, and what else the backward wants
         self.bound_forward: Bound | None = None
         self.bound_backward: dict[Any, Bound] = {}
+        self.bound_directed: dict[Any, Bound] = {}  # of passes beyond first derivatives (`execute.directed`)
         self.packing, self.packings = APART, dict[Packing, PreparedCall]()
         self.wished: dict[tuple[bool, ...], tuple[frozenset[str], list[str | None]]] = {}
         self.direct: dict[
@@ -61,7 +62,7 @@ class PreparedCall:
         found = self.packings.get(packing)
         if found is None:
             found = self.packings[packing] = copy(self)
-            found.packing, found.bound_backward, found.wished, found.direct = packing, {}, {}, {}
+            found.packing, found.bound_backward, found.bound_directed, found.wished, found.direct = packing, {}, {}, {}, {}
             found.hosted, found.hosted_backward = None, {}
         return found
 

@@ -1,8 +1,9 @@
 """Attention as functions that PyTorch differentiates in every way, twice too, and the operators under torch.func.
 
-Three functions call each other's passes: `_Attention`, its gradients `_Backward`, and its tangents `_Tangent`. What a second
-derivative needs is `_Second`, which ends the chain: a third one is refused by name. Each takes what runs it, `_Asked` (the
-operators, with what they are asked) or `Prepared` (an eager call); the two have the same methods.
+Functions call each other's passes: `_Attention`, its gradients `_Backward`, its tangents `_Tangent`, and `_Dual`, which has
+out and its tangent of one pass. What a second derivative needs is `_Second`, which ends the chain: a third one is refused by
+name. Each takes what runs it, `_Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the two have
+the same methods.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile.errors import NotSupported
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
+from flashtile.torch.routes.derivatives import is_dual_level
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE
 from flashtile.torch.routes.operator import ATTENTION, BACKWARD, SECOND, TANGENT, Maybe, below_autograd, spread
 from flashtile.torch.routes.request import read
@@ -44,15 +47,15 @@ class _Asked:
         with _below():
             return BACKWARD(*arriving, q, k, v, others, *kept, self.wanted, *self.numbers)
 
-    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v, *others = given
         with _below():
             return TANGENT(q, k, v, others, _there(given, moved), self.wanted, *self.numbers)
 
-    def second(self, arriving: Tensors, given: Tensors, moved: Tensors) -> list[torch.Tensor]:
+    def second(self, arriving: Tensors, given: Tensors, moved: Tensors, along: bool) -> list[torch.Tensor]:
         q, k, v, *others = given
         with _below():
-            return SECOND(*arriving, q, k, v, others, _there(given, moved), self.wanted, *self.numbers)
+            return SECOND(*arriving, q, k, v, others, _there(given, moved), along, self.wanted, *self.numbers)
 
 
 class Prepared:
@@ -77,18 +80,19 @@ class Prepared:
             found = self.call.gradients(saved, dout, dlse, self.needs)
         return self.wished(found, (*packs, *others))
 
-    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, ...]:
         packs, others = self.split(given)
         with torch.no_grad():
             return tangents(self.call, packs, others, [t for some in self.split(moved) for t in some])
 
-    def second(self, arriving: Tensors, given: Tensors, moved: Tensors) -> list[torch.Tensor]:
+    def second(self, arriving: Tensors, given: Tensors, moved: Tensors, along: bool) -> list[torch.Tensor]:
         packs, others = self.split(given)
-        along = [t for some in self.split(moved) for t in some]
+        direction = [t for some in self.split(moved) for t in some]
         named: dict[str, Maybe] = dict(zip(("dout", "dlse", "tdout", "tdlse"), arriving, strict=True))
         with torch.no_grad():
-            found = second_derivatives(self.call, packs, others, along, named, self.needs)
-        return self.wished(found, (*packs, *others))
+            found = second_derivatives(self.call, packs, others, direction, named, self.needs, along)
+        count = len(self.needs)
+        return [*self.wished(found[:count], (*packs, *others)), *(t for t in found[count:] if t is not None)]
 
     def wished(self, found: Sequence[Maybe], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are needed; the gradient of what nothing depends on is zero."""
@@ -118,8 +122,23 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
 
 
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
-    """(out, lse, residual), as the operator gives them."""
-    return _Attention.apply(_Asked(*asked), q, k, v, *others)
+    """(out, lse, residual), as the operator gives them; of duals of the innermost level without residual."""
+    runs, given = _Asked(*asked), (q, k, v, *others)
+    if makes_duals():
+        duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
+        if any(tangent is not None for _, tangent in duals):
+            made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
+            out, lse, tout, tlse = made
+            return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse), None
+    return _Attention.apply(runs, *given)
+
+
+def makes_duals() -> bool:
+    """Whether forward mode is what is innermost: of torch.func's transforms, or by itself."""
+    if not transforms():
+        return is_dual_level()
+    inside: Any = torch._C
+    return inside._functorch.peek_interpreter_stack().key() == inside._functorch.TransformType.Jvp
 
 
 def gradients(runs: Any, arriving: Tensors, kept: Tensors, packs: Tensors, others: Tensors) -> Any:
@@ -197,9 +216,11 @@ class _Backward(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * (6 + len(given))
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
+        along = any(ctx.needs_input_grad[1:3])
         if any(ctx.needs_input_grad[6:]):
-            found = _Second.apply(ctx.runs, dout, dlse, None, None, *given, *moved)
-        if any(ctx.needs_input_grad[1:3]):
+            made: Any = _Second.apply(ctx.runs, along, dout, dlse, None, None, *given, *moved)
+            found, (tout, tlse) = (made[:-2], made[-2:]) if along else (made, (None, None))
+        elif along:
             try:
                 tout, tlse = _Tangent.apply(ctx.runs, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
             except NotSupported as error:  # it is no tangent that was asked for
@@ -211,7 +232,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         dout, dlse, *given = ctx.saved_tensors
-        return _Second.apply(ctx.runs, dout, dlse, *moved[1:3], *given, *moved[6:])
+        return _Second.apply(ctx.runs, False, dout, dlse, *moved[1:3], *given, *moved[6:])
 
 
 class _Tangent(torch.autograd.Function):
@@ -222,7 +243,7 @@ class _Tangent(torch.autograd.Function):
     @staticmethod
     def forward(runs: Any, out: Maybe, lse: Maybe, residual: Maybe, *given: Maybe) -> Any:
         count = len(given) // 2
-        return runs.tangent(given[:count], given[count:])
+        return runs.tangent(given[:count], given[count:])[2:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -239,30 +260,80 @@ class _Tangent(torch.autograd.Function):
             return (None,) * (4 + len(rest))
         if out is None:
             raise _refuse("the third derivative", runs, "derivatives of second derivatives are not implemented")
-        second = _placed(runs, given, _Second.apply(runs, *grads, None, None, *given, *moved))
-        bits, index = 0, 0
-        for tensor, tangent in zip(given, moved, strict=True):
-            bits |= (tangent is not None) << index
-            index += tensor is not None
-        linear = runs.wanting(bits)
+        second = _placed(runs, given, _Second.apply(runs, False, *grads, None, None, *given, *moved))
+        linear = runs.wanting(_bits(given, moved))
         first = _placed(linear, given, _Backward.apply(linear, *grads, out, lse, residual, *given))
         return None, None, None, None, *second, *first
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        reason = "tangents of tangents are not implemented; use reverse mode over forward mode, or torch.func.hessian"
-        raise _refuse("forward-mode differentiation of forward-mode differentiation", ctx.runs, reason)
+        raise _tangents_twice(ctx.runs)
 
 
-class _Second(torch.autograd.Function):
-    """How the gradients that are wanted change along a direction; the end of the chain."""
+def _bits(given: Tensors, moved: Tensors) -> int:
+    """Which of the tensors that are there have a tangent."""
+    bits, index = 0, 0
+    for tensor, tangent in zip(given, moved, strict=True):
+        bits |= (tangent is not None) << index
+        index += tensor is not None
+    return bits
+
+
+def _tangents_twice(runs: Any) -> NotSupported:
+    reason = "tangents of tangents are not implemented; use reverse mode over forward mode, or torch.func.hessian"
+    return _refuse("forward-mode differentiation of forward-mode differentiation", runs, reason)
+
+
+class _Dual(torch.autograd.Function):
+    """(out, lse, their tangents) in one pass, as a function of the inputs and of their tangents."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(runs: Any, dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, *given: Maybe) -> Any:
+    def forward(runs: Any, *given: Maybe) -> Any:
         count = len(given) // 2
-        return tuple(runs.second((dout, dlse, tdout, tdlse), given[:count], given[count:]))
+        return runs.tangent(given[:count], given[count:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.runs = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:], *output[:2])
+        ctx.save_for_forward(*inputs[1:])  # for torch.func, which takes them apart before `jvp` refuses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        runs, (*rest, out, lse) = ctx.runs, ctx.saved_tensors
+        given, moved = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        arriving, along = grads[:2], grads[2:]
+        if all(g is None for g in grads):
+            return (None,) * (1 + len(rest))
+
+        def first(runs: Any, arriving: Tensors) -> list[Maybe]:
+            kept = (out, lse, out.new_empty(0))
+            if out.dtype is torch.float32:  # whose backward wants more of its forward
+                kept = _Attention.apply(runs, *given)
+            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *given))
+
+        if all(g is None for g in along):
+            return None, *first(runs, arriving), *(None for _ in moved)
+        second = _placed(runs, given, _Second.apply(runs, False, *along, *arriving, *given, *moved))
+        return None, *second, *first(runs.wanting(_bits(given, moved)), along)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _tangents_twice(ctx.runs)
+
+
+class _Second(torch.autograd.Function):
+    """How the gradients that are wanted change along a direction, and if `along` out and lse; the end of the chain."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(runs: Any, along: bool, dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, *given: Maybe) -> Any:
+        count = len(given) // 2
+        return tuple(runs.second((dout, dlse, tdout, tdlse), given[:count], given[count:], along))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -338,7 +409,7 @@ torch.library.register_vmap(f"{NAMESPACE}::attention_backward", _map_backward, l
 
 
 def _map_tangent(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return tuple(one_by_one(TANGENT, info.batch_size, in_dims, args)), (0, 0)
+    return tuple(one_by_one(TANGENT, info.batch_size, in_dims, args)), (0,) * 4
 
 
 def _map_second(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

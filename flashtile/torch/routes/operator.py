@@ -2,8 +2,9 @@
 
     flashtile::attention(q, k?, v?, others, wanted, text, floats, ints) -> (out, lse, residual)
     flashtile::attention_backward(dout?, dlse?, q, k?, v?, others, out, lse, residual, wanted, text, floats, ints) -> gradients
-    flashtile::attention_tangent(q, k?, v?, others, moved, wanted, text, floats, ints) -> tangents of (out, lse)
-    flashtile::attention_second(dout?, dlse?, tdout?, tdlse?, q, k?, v?, others, moved, wanted, ...) -> derivatives of gradients
+    flashtile::attention_tangent(q, k?, v?, others, moved, wanted, text, floats, ints) -> (out, lse, tangents of both)
+    flashtile::attention_second(dout?, dlse?, tdout?, tdlse?, q, k?, v?, others, moved, tangents, wanted, ...)
+        -> derivatives of gradients, and if `tangents` those of out and lse
 
 q, k, v as the caller has them: (batch, seqlen, heads, head_dim), of varlen (total, heads, head_dim), one or two packed tensors
 in their place. others, text, floats, ints: `request.py`. wanted: bit i says whether the i-th of q, k, v and others has a
@@ -85,18 +86,18 @@ def run_backward(
 
 def run_tangent(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], *asked: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
         packs, rest = _resolved((q, k, v)), _resolved(others)
         layout = _layout(packs, rest, *asked)
-        tout, tlse = tangents(layout.call, layout.slabs(packs), rest, layout.moved(moved))
-        tout, tlse = (tout[0], tlse[0]) if layout.varlen else (tout, tlse)
-        return laid(tout, layout.out_strides), tlse.contiguous()
+        made = tangents(layout.call, layout.slabs(packs), rest, layout.moved(moved))
+        out, lse, tout, tlse = (t[0] for t in made) if layout.varlen else made
+        return laid(out, layout.out_strides), lse.contiguous(), laid(tout, layout.out_strides), tlse.contiguous()
 
 
 def run_second(
     dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
-    moved: list[Maybe], *asked: Any,
+    moved: list[Maybe], along: bool, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     with torch.no_grad():
         packs, rest = _resolved((q, k, v)), _resolved(others)
@@ -104,11 +105,14 @@ def run_second(
         arriving = {"dout": dout, "dlse": dlse, "tdout": tdout, "tdlse": tdlse}
         if layout.varlen:
             arriving = {name: None if t is None else t[None] for name, t in arriving.items()}
-        found = second_derivatives(layout.call, layout.slabs(packs), rest, layout.moved(moved), arriving, layout.needs)
+        found = second_derivatives(layout.call, layout.slabs(packs), rest, layout.moved(moved), arriving, layout.needs, along)
         made: list[torch.Tensor] = []
-        for i, grad in enumerate(found):
+        for i, grad in enumerate(found[: len(layout.needs)]):
             if grad is not None:
                 made.append(laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
+        if along:
+            tout, tlse = (t[0] if layout.varlen else t for t in found[-2:] if t is not None)
+            made += [laid(tout, layout.out_strides), tlse.contiguous()]
         return made
 
 
@@ -257,15 +261,17 @@ def fake_backward(
 
 def fake_tangent(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], *asked: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_forward(q, k, v, others, *asked)[:2]
+) -> tuple[torch.Tensor, ...]:
+    made = fake_forward(q, k, v, others, *asked)[:2]
+    return (*made, *map(torch.empty_like, made))
 
 
 def fake_second(
     dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
-    moved: list[Maybe], *asked: Any,
+    moved: list[Maybe], along: bool, *asked: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return fake_backward(dout, dlse, q, k, v, others, q, q, q, *asked)
+    made = fake_backward(dout, dlse, q, k, v, others, q, q, q, *asked)
+    return [*made, *fake_forward(q, k, v, others, *asked)[:2]] if along else made
 
 
 def _check_sizes(
@@ -374,9 +380,12 @@ BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
     run_backward, fake_backward, record_gradients,
 )  # fmt: skip
-TANGENT = define(f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor)", run_tangent, fake_tangent)
+TANGENT = define(
+    f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor, Tensor, Tensor)", run_tangent, fake_tangent
+)
 SECOND = define(
-    f"attention_second(Tensor? dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, {GIVEN}Tensor?[] moved, {ASKED}) -> Tensor[]",
+    f"attention_second(Tensor? dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, {GIVEN}Tensor?[] moved, bool tangents, "
+    f"{ASKED}) -> Tensor[]",
     run_second, fake_second,
 )  # fmt: skip
 

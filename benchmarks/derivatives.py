@@ -1,0 +1,253 @@
+"""Tangents and double backward beside our own forward and backward, and beside who else has them, on a GPU.
+
+    python benchmarks/derivatives.py [--shapes 1x8192x32x64 ...] [--tiles] [--rounds 10] [--budget 600]
+                                     [--output bench-output/derivatives.csv] [--commit HASH]
+
+A cell is a shape (batch x seqlen x heads x head_dim), full and causal, in bf16. Its passes take turns: our forward, the tangent
+pass of all inputs and of q alone (out, lse and their tangents in one launch), the same by torch.func.jvp from end to end, our
+backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v and dout); plain PyTorch where its scores fit, and
+jvp_flash_attention where it is installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every
+result is checked first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in
+bf16 is, or 2 units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in
+the chosen tile and in candidates. The exit status is 1 if anything is wrong or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import flashtile
+from benchmarks.record import Record, at_least_one, machine, need_gpu, options, sized
+from flashtile.bench.rotation import rotate
+from flashtile.bench.timing import burst_ms, calls_for
+from flashtile.kernels.portable import directed as portable
+from flashtile.kernels.portable.tile import Launch, Pass
+from flashtile.plan.backend import Direction
+from flashtile.plan.call import KernelCall
+from flashtile.reference.attention import attention_plain
+from flashtile.torch.execute.bound import Bound
+from flashtile.torch.execute.directed import tangents
+from flashtile.torch.routes.eager import prepare
+
+SHAPES = ("1x8192x32x64", "1x16384x16x64", "1x16384x16x128")
+ROUNDS = 10
+MATH_MOST_BYTES = 2 << 30  # of one matrix of all scores in bf16, of which plain PyTorch's passes hold a dozen
+EXACT = 8192  # tokens up to which one head's truth is float64's
+ULP = 2.0**-8
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Sequence[torch.Tensor]]
+
+# Candidates of --tiles, by pass and head dim.
+CANDIDATES: dict[Pass, dict[int, tuple[Launch, ...]]] = {
+    "tangent": {
+        64: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 3, 8), Launch(128, 128, 8, 2, 8), Launch(128, 64, 4, 3, 8)),
+        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8), Launch(64, 64, 8, 2, 8)),
+    },
+    "second_queries": {
+        64: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
+        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 8, 2, 8), Launch(64, 32, 4, 3, 8)),
+    },
+    "second_keys": {
+        64: (Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8)),
+        128: (Launch(32, 128, 8, 2, 8), Launch(64, 64, 8, 2, 8), Launch(32, 64, 4, 3, 8), Launch(32, 64, 8, 2, 8)),
+    },
+}  # fmt: skip
+
+
+class Cell:
+    """One problem's tensors, and its passes as calls."""
+
+    def __init__(self, shape: str, causal: bool, device: torch.device):
+        batch, seqlen, heads, head_dim = (int(n) for n in shape.split("x"))
+        self.size, self.causal = (batch, seqlen, heads, head_dim), causal
+        generator = torch.Generator(device).manual_seed(0)
+        made = [torch.randn(self.size, generator=generator, device=device).to(torch.bfloat16) for _ in range(8)]
+        self.inputs, self.moved, self.dout, self.ddout = tuple(made[:3]), tuple(made[3:6]), made[6], made[7]
+        self.prepared, _ = prepare(*self.inputs, causal)
+        self.leaves = tuple(t.detach().requires_grad_() for t in (*self.inputs, self.dout))
+        *qkv, dout = self.leaves
+        self.out = flashtile.attention(*qkv, causal=causal)
+        self.first = torch.autograd.grad(self.out, qkv, dout, create_graph=True)
+
+    def forward(self) -> Sequence[torch.Tensor]:
+        return (flashtile.attention(*self.inputs, causal=self.causal),)
+
+    def tangent(self, names: str = "qkv") -> Sequence[torch.Tensor]:
+        moved = [t if name in names else None for name, t in zip("qkv", self.moved, strict=True)]
+        out, _, tout, _ = tangents(self.prepared, self.inputs, (), moved)
+        return out, tout
+
+    def jvp(self) -> Sequence[torch.Tensor]:
+        return torch.func.jvp(partial(flashtile.attention, causal=self.causal), self.inputs, self.moved)
+
+    def backward(self) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(self.out, self.leaves[:3], self.dout, retain_graph=True)
+
+    def double_backward(self) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(self.first, self.leaves, self.moved, retain_graph=True)
+
+    def math_jvp(self) -> Sequence[torch.Tensor]:
+        return torch.func.jvp(self._plain(), self.inputs, self.moved)
+
+    def peer(self) -> Sequence[torch.Tensor]:
+        """jvp_flash_attention's, of (batch, heads, seqlen, head_dim)."""
+        from jvp_flash_attention.jvp_attention import JVPAttn  # pyright: ignore[reportMissingImports]
+
+        with forward_ad.dual_level():
+            pairs = zip(self.inputs, self.moved, strict=True)
+            duals = [forward_ad.make_dual(x.transpose(1, 2).contiguous(), t.transpose(1, 2).contiguous()) for x, t in pairs]
+            made = forward_ad.unpack_dual(JVPAttn.fwd_dual(*duals, causal=self.causal))
+            return made.primal.transpose(1, 2), made.tangent.transpose(1, 2)
+
+    def truth(self, what: str, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The first head's results by plain PyTorch in a dtype."""
+        x, moved = ([t[:1, :, :1].to(dtype) for t in some] for some in (self.inputs, self.moved))
+        dout = self.dout[:1, :, :1].to(dtype)
+        if what == "forward":
+            return (self._plain()(*x),)
+        if what == "tangent of q":
+            moved = [moved[0], *map(torch.zeros_like, moved[1:])]
+        if "tangent" in what or "jvp" in what:
+            return torch.func.jvp(self._plain(), tuple(x), tuple(moved))
+        leaves = [t.requires_grad_() for t in (*x, dout)]
+        grads = torch.autograd.grad(self._plain()(*leaves[:3]), leaves[:3], leaves[3], create_graph=what != "backward")
+        return grads if what == "backward" else torch.autograd.grad(grads, leaves, moved)
+
+    def _plain(self) -> Callable[..., torch.Tensor]:
+        return lambda *x: attention_plain(*x, causal=self.causal)[0]
+
+    def passes(self) -> dict[str, Call]:
+        """What is timed, ours first."""
+        made: dict[str, Call] = {
+            "forward": self.forward, "tangent": self.tangent, "tangent of q": partial(self.tangent, "q"), "jvp": self.jvp,
+            "backward": self.backward, "double backward": self.double_backward,
+        }  # fmt: skip
+        batch, seqlen, heads, _ = self.size
+        if 2 * batch * heads * seqlen * seqlen <= MATH_MOST_BYTES:
+            made["jvp of plain PyTorch"] = self.math_jvp
+        if importlib.util.find_spec("jvp_flash_attention") is not None:
+            made["jvp_flash_attention"] = self.peer
+        return made
+
+
+def errors(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> list[float]:
+    """The largest error of each result's first head, over its largest element."""
+    pairs = zip(found, truth, strict=True)
+    return [float((one[:1, :, :1].double() - exact).abs().max() / exact.double().abs().max()) for one, exact in pairs]
+
+
+def measure(cell: Cell, record: Record, rounds: int, device: torch.device, row: dict[str, Any]) -> None:
+    """Check every pass, then time those that are right in one rotation."""
+    exact = torch.float64 if cell.size[1] <= EXACT else torch.float32
+    right: dict[str, Call] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    truths: dict[str, tuple[Sequence[torch.Tensor], list[float]]] = {}
+    for what, call in cell.passes().items():
+        same = "tangent" if "jvp" in what else what
+        with record.attempt(**row, what=what):
+            if same not in truths:
+                truth = cell.truth(same, exact)
+                truths[same] = truth, errors(cell.truth(same, torch.bfloat16), truth)
+            truth, plain = truths[same]
+            found = errors(call(), truth)
+            wrong = [e for e, other in zip(found, plain, strict=True) if not e <= max(1.5 * other, 2 * ULP)]
+            facts[what] = {"error": f"{max(found):.2e}", "error_of_plain": f"{max(plain):.2e}"}
+            if wrong and what in ("jvp_flash_attention", "jvp of plain PyTorch"):
+                facts[what]["note"] = "less exact than 1.5 x plain PyTorch's"
+            elif wrong:
+                record.fail(f"off by {found}, plain PyTorch by {plain}", **row, what=what)
+                continue
+            right[what] = call
+    truths.clear()
+    torch.cuda.empty_cache()
+    counts = {what: calls_for(burst_ms(call, 2, device), device) for what, call in right.items()}
+    times = rotate(tuple(right), rounds, lambda what: burst_ms(right[what], counts[what], device))
+    mid = {what: median(some) for what, some in times.items()}
+    for what, ms in mid.items():
+        of = {f"of_{base}": f"{ms / mid[base]:.2f}" for base in ("forward", "backward") if base in mid}
+        print(*row.values(), what, f"{ms:.3f} ms", *(f"{name} {value}" for name, value in of.items()), facts[what], flush=True)
+        record.add({**row, "what": what, "ms": f"{ms:.4f}", **of, **facts[what]})
+
+
+def tiles(cell: Cell, record: Record, rounds: int, device: torch.device, row: dict[str, Any]) -> None:
+    """Time each pass's kernel in its tile and in the candidates, whose results must be those of the chosen tile."""
+    p, place, wide = cell.prepared.problem, cell.prepared.place, cell.size[3]
+    given = dict(zip(("q", "k", "v", "tq", "tk", "tv", "dout"), (*cell.inputs, *cell.moved, cell.dout), strict=True))
+    along = {
+        "tangent": Direction(frozenset("qkv")),
+        "second": Direction(frozenset("qkv"), frozenset({"dout"}), frozenset("qkv")),
+    }
+    for which in CANDIDATES:
+        name = which.partition("_")[0]
+        make: Any = portable.plan_tangent if name == "tangent" else portable.plan_second
+        chosen, runs = portable.choose_directed(p, place, which), dict[str, Call]()
+        expected: list[torch.Tensor] = []
+        for launch in (chosen, *CANDIDATES[which].get(64 if wide <= 64 else 128, ())):
+            fits = launch is chosen or portable.shared_bytes(p, launch, which) <= place.smem_bytes
+            if launch.spell() in runs or not fits:
+                continue
+            with record.attempt(**row, what=which, tile=launch.spell()):
+                plan = make(p, place, along[name], {which: launch})
+                inputs = {b.name: given[b.name] for b in plan.named("input")}
+                made = Bound(plan, dict(inputs), device).run(dict(inputs))
+                found = [made[b.name] for b in plan.named("output") if b.name != "lse"]
+                expected = expected or found
+                pairs = zip(found, expected, strict=True)
+                apart = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+                if not apart <= 4 * ULP:
+                    record.fail(f"is {apart:.1e} off the chosen tile's results", **row, what=which, tile=launch.spell())
+                    continue
+                runs[launch.spell()] = alone(plan, f"attention_{which}", made, device)
+        counts = {tile: calls_for(burst_ms(call, 2, device), device) for tile, call in runs.items()}
+        times = rotate(tuple(runs), rounds, lambda tile, runs=runs, counts=counts: burst_ms(runs[tile], counts[tile], device))
+        for tile, some in times.items():
+            print(*row.values(), which, tile, f"{median(some):.3f} ms", flush=True)
+            record.add({**row, "what": which, "tile": tile, "ms": f"{median(some):.4f}"})
+
+
+def alone(plan: Any, kernel: str, tensors: dict[str, torch.Tensor], device: torch.device) -> Call:
+    """The one launch of a plan whose kernel is called so, over tensors of a run."""
+    bound = Bound(plan, {b.name: tensors[b.name] for b in plan.named("input")}, device)
+    names = [call.kernel.fn.__name__ if isinstance(call, KernelCall) else "" for call in plan.calls]
+    launch: Any = bound.launches[names.index(kernel)]
+
+    def call() -> Sequence[torch.Tensor]:
+        launch(tensors)
+        return ()
+
+    return call
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser, "bench-output/derivatives.csv", 600)
+    parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
+    parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
+    told = parser.parse_args()
+    need_gpu(parser)
+    device = torch.device("cuda", 0)
+    record = Record(told.output, told.budget, machine(device, told.commit))
+    cells = [(shape, causal) for shape in told.shapes for causal in (False, True)]
+    for (shape, causal), _ in record.parts(cells, str):
+        row = {"shape": shape, "mask": "causal" if causal else "full"}
+        with record.attempt(**row):
+            (tiles if told.tiles else measure)(Cell(shape, causal, device), record, told.rounds, device, row)
+        torch.cuda.empty_cache()
+    return record.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Scores along a direction: their tangents through a chain of modifiers, and the gradients of both.
+
+ALONG = for each modifier a pair: its `add` where its captured tensor has a tangent, else None; its `second`, or None where
+that is zero. A modifier is elementwise, so that its `backward` of a tangent is the tangent of what it makes.
+"""
+
+from __future__ import annotations
+
+from flashtile.kernels.device.exponential import LOG2E, exp
+from flashtile.kernels.device.score import stages
+from flashtile.problem.attention import AttentionProblem
+from flashtile.triton_glue.language import JitTuple, jit, tl
+
+
+def along(p: AttentionProblem, moved: frozenset[str]) -> JitTuple:
+    """ALONG of a problem."""
+    pairs = [(spec.kind.add if moves_captured(i, moved) else None, spec.kind.second) for i, spec in enumerate(p.score)]
+    return JitTuple(function for pair in pairs for function in pair)
+
+
+def moves_captured(modifier: int, moved: frozenset[str]) -> bool:
+    """Whether some tensor of this modifier has a tangent."""
+    return any(name.startswith(f"score.{modifier}.") for name in moved)
+
+
+def tangent_refusals(p: AttentionProblem, moved: frozenset[str]) -> list[str]:
+    """Reasons against tangents of captured tensors."""
+    return [
+        f"{spec.kind.name}'s tensor has a tangent, and the modifier does not say that what it adds is `linear` in one tensor"
+        for i, spec in enumerate(p.score)
+        if moves_captured(i, moved) and not (spec.kind.linear and len(spec.tensors) == 1)
+    ]
+
+
+def second_refusals(p: AttentionProblem) -> list[str]:
+    """Reasons against second derivatives of modifiers."""
+    reasons = [
+        f"score modifier {spec.kind.name} has no `second`, its second derivative for kernels"
+        for spec in p.score
+        if spec.kind.add is None and spec.kind.second is None
+    ]
+    for spec in p.score:
+        if spec.wants_grad:
+            reasons.append(f"second derivatives by {spec.kind.name}'s tensor are not implemented")
+    return reasons
+
+
+@jit
+def slopes_of(traw, scores, at, scale, score_args, moved_args, SCORE: tl.constexpr, ALONG: tl.constexpr):
+    """The tangents of `stages`, given that of the product q k^T."""
+    slopes = (traw * scale,)
+    for i in tl.static_range(len(SCORE) // 2):
+        slope = SCORE[2 * i + 1](slopes[i], scores[i], scores[i + 1], at, score_args[i])
+        if ALONG[2 * i] is not None:
+            slope = ALONG[2 * i](slope, at, moved_args[i], 1.0)
+        slopes = slopes + (slope,)  # noqa: RUF005 (Triton knows no unpacking)
+    return slopes
+
+
+@jit
+def row_probability(score, row, scale, T: tl.constexpr):
+    """Probabilities of modified scores, or unless T.prescale of products; row = (level, norm, ...): a row's maximum and
+    1 / sum, or unless T.prescale its lse in units of the base-2 exponential.
+    """
+    if T.prescale:
+        return exp(score - row[0], T) * row[1]
+    else:
+        return tl.exp2(score * (scale * LOG2E) - row[0])
+
+
+@jit
+def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                           ALONG: tl.constexpr):  # fmt: skip
+    """(p, T - mu, and of all `stages` the scores and their tangents) of a tile; p's tangent is p (T - mu).
+
+    raw, traw: the product q k^T and its tangent. row = (level, norm, mu, ...), as `row_probability` has it;
+    args = (score_args, moved_args).
+    """
+    if T.prescale:
+        scores = stages(raw, at, scale, args[0], SCORE)
+        slopes = slopes_of(traw, scores, at, scale, args[0], args[1], SCORE, ALONG)
+        p = row_probability(scores[len(SCORE) // 2], row, scale, T)
+        bend = slopes[len(SCORE) // 2] - row[2]
+    else:
+        scores, slopes = (raw,), (traw,)
+        p = row_probability(raw, row, scale, T)
+        bend = traw * scale - row[2]
+    if MASKED:
+        p, bend = tl.where(keep, p, 0.0), tl.where(keep, bend, 0.0)
+    return p, bend, scores, slopes
+
+
+@jit
+def directed_gradients(p, bend, scores, slopes, dp, tdp, row, at, keep, args, MASKED: tl.constexpr, T: tl.constexpr,
+                       SCORE: tl.constexpr, ALONG: tl.constexpr):  # fmt: skip
+    """(the gradient of the scaled product, its tangent) of a tile, given its `directed_probabilities`.
+
+    dp, tdp: the gradient of p and its tangent, dropout applied; row = (..., delta, its tangent).
+    """
+    e = dp - row[3]
+    ds, ds2 = p * e, p * (bend * e + (tdp - row[4]))
+    if T.prescale:
+        for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
+            score, made = scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1]
+            own = args[0][len(SCORE) // 2 - r]
+            ds2 = SCORE[len(SCORE) - 2 * r + 1](ds2, score, made, at, own)
+            if ALONG[len(SCORE) - 2 * r + 1] is not None:
+                ds2 += ALONG[len(SCORE) - 2 * r + 1](ds * slopes[len(SCORE) // 2 - r], score, made, at, own)
+            ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, made, at, own)
+    if MASKED:  # dp, or a modifier's derivative, may be NaN where nothing is to be seen
+        ds, ds2 = tl.where(keep, ds, 0.0), tl.where(keep, ds2, 0.0)
+    return ds, ds2

@@ -1,0 +1,207 @@
+"""The portable backend's passes beyond first derivatives: their tiles, what they refuse, their plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from flashtile.kernels.device.direction import along, moves_captured, second_refusals, tangent_refusals
+from flashtile.kernels.device.mask import predicates
+from flashtile.kernels.device.score import chain
+from flashtile.kernels.device.sums import sum_partials
+from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
+from flashtile.kernels.portable.tangent import attention_tangent
+from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
+from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
+from flashtile.plan.backend import Direction, OfferedPass, Passes
+from flashtile.plan.buffers import second_buffers, tangent_buffers
+from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.dtype import DType
+from flashtile.triton_glue import language as _triton
+
+Launches = dict[Pass, Launch]
+MOST_COLUMNS = 256  # of a head: beyond, the smallest tiles' operands fit neither shared memory nor registers
+
+INTERPRETED: dict[Pass, Launch] = {
+    "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32),
+}  # fmt: skip
+# Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. By
+# spills (sm80 and sm90, Triton 3.6.0), not timed yet.
+SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
+    "tangent": {
+        64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
+        128: (Launch(128, 64, 8, 2, 8), Launch(128, 32, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(32, 32, 4, 1, 8)),
+        256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    },
+    "second_queries": {
+        64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
+        128: (Launch(128, 32, 8, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    },
+    "second_keys": {
+        64: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
+        128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    },
+}  # fmt: skip
+# With modifiers, predicates, dropout or scattered rows, which need registers; elsewhere the second of the rules above.
+CROWDED: dict[tuple[Pass, int], Launch] = {
+    ("second_queries", 128): Launch(64, 32, 4, 1, 8),
+    ("second_keys", 128): Launch(32, 32, 4, 1, 8),
+}
+# Of fp32, whose operands wait in several parts, and of float64 and "ieee", whose tiles are all small.
+FP32: dict[int, tuple[Launch, ...]] = {
+    64: (Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
+    128: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    256: (Launch(16, 16, 4, 1, 8),),
+}
+
+
+def choose_directed(p: AttentionProblem, device: Device, which: Pass) -> Launch:
+    """The tile of a directed pass; no larger than a block of the mask, where it has lists of them."""
+    kind, width = products(p, device, which), max(*padded(p), 64)
+    if _triton.INTERPRETED:
+        launch = INTERPRETED[which]
+    else:
+        rules = FP32[width] if p.dtype is DType.FP32 else SIXTEEN_BIT[which][width]
+        more = p.score or p.where or p.dropout is not None or p.head_dim % 16 or p.head_dim_v % 16
+        if (more or device.kind == "hip") and len(rules) > 1:
+            crowded = CROWDED.get((which, width)) if p.dtype is not DType.FP32 else None
+            rules = (crowded, *rules[1:]) if crowded else rules[1:]
+        fits = (launch for launch in rules if shared_bytes(p, replace(launch, products=kind), which) <= device.smem_bytes)
+        launch = next(fits, rules[-1])
+    if p.blocks is not None:
+        launch = replace(launch, block_q=min(launch.block_q, p.blocks.block_q), block_k=min(launch.block_k, p.blocks.block_k))
+    return replace(launch, products=kind)
+
+
+def shared_bytes(p: AttentionProblem, launch: Launch, which: Pass) -> int:
+    """Shared memory of a tile where everything moves: resident operands once, streamed ones per stage."""
+    (d, dv), size = padded(p), 8 if launch.products == "float64" else p.dtype.size_bytes
+    rows, keys = launch.block_q, launch.block_k
+    if which == "tangent":
+        return size * (rows * 2 * d + launch.num_stages * keys * 2 * (d + dv))
+    resident, streamed = (keys, rows) if which in OVER_KEYS else (rows, keys)
+    return size * 2 * (d + dv) * (resident + launch.num_stages * streamed)
+
+
+def refusals(p: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """Reasons against a tangent."""
+    reasons = tangent_refusals(p, direction.moved)
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(p, name) > MOST_COLUMNS:
+            reasons.append(f"{name} is {getattr(p, name)}; tangents and second derivatives are supported up to {MOST_COLUMNS}")
+    return reasons
+
+
+def refusals_of_second(p: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """Reasons against a second derivative."""
+    return refusals(p, device, direction) + second_refusals(p)
+
+
+def plan_tangent(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
+    """One launch; `launches` overrides its tile."""
+    p = p.listed
+    launch, schedules = (launches or {}).get("tangent") or choose_directed(p, device, "tangent"), Schedules(p)
+    call = _tangent_call(p, device, direction, launch, schedules, ("out", "lse", "tout", "tlse", None, None))
+    buffers = (*tangent_buffers(p, direction), *schedules.buffers)
+    return Plan(p, "triton", "", buffers, (*schedules.calls, call), (f"tangent tile {launch.spell()}",))
+
+
+def plan_second(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
+    """A tangent pass, which leaves what is known of rows, then a pass over queries and one over keys."""
+    p = p.listed
+    chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
+    schedules, buffers = Schedules(p), list(second_buffers(p, direction))
+    sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
+    buffers.append(Buffer("rows", (p.slabs, p.heads_q, 5, p.span_q), sum_dtype, "scratch"))
+    sunk = p.sink is not None and p.sink.grad
+    if sunk:
+        tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)
+        buffers.append(Buffer("partial.sink", (p.heads_q, tiles), sum_dtype, "scratch"))
+    tangents = ("tout" if "out" in direction.wanted else None, "tlse" if "lse" in direction.wanted else None)
+    made = (None, None, *tangents, "rows", "partial.sink" if sunk else None)
+    calls = [_tangent_call(p, device, direction, chosen["tangent"], schedules, made)]
+    there = _names(direction)
+    inputs = ("q", "k", "v", there("tq"), there("tk"), there("tv"), there("dout"), there("tdout"), "rows")
+    wanted = {n: f"d{n}" if n in direction.wanted else None for n in "qkv"}
+    strides = (
+        "q", "k", "v", wanted["q"] or "q", wanted["v"] or "v", there("tq") or "q", there("tk") or "k", there("tv") or "v",
+        there("dout") or "q", there("tdout") or "q", wanted["k"] or "k",
+    )  # fmt: skip
+    if "q" in direction.wanted:
+        calls.append(_call(attention_second_queries, p, device, direction, chosen["second_queries"], "second_queries",
+                           schedules, inputs, "dq", strides))  # fmt: skip
+    if direction.wanted & {"k", "v"}:
+        calls.append(_call(attention_second_keys, p, device, direction, chosen["second_keys"], "second_keys", schedules,
+                           inputs, (wanted["k"], wanted["v"]), strides))  # fmt: skip
+    if sunk:
+        args = (Pointer("partial.sink"), None, Pointer("dsink"), tiles, p.heads_q)
+        calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+    notes = tuple(f"{which} tile {launch.spell()}" for which, launch in chosen.items())
+    return Plan(p, "triton", "", (*buffers, *schedules.buffers), (*schedules.calls, *calls), notes)
+
+
+PASSES: Passes = MappingProxyType(
+    {"tangent": OfferedPass(plan_tangent, refusals), "second": OfferedPass(plan_second, refusals_of_second)}
+)
+
+
+def _names(direction: Direction) -> Any:
+    """A function that gives a buffer's name back where there is such a buffer, else None."""
+    known = {*(f"t{name}" for name in direction.moved), *direction.given}
+    return lambda name: name if name in known else None
+
+
+def _tangent_call(
+    p: AttentionProblem, device: Device, direction: Direction, launch: Launch, schedules: Schedules,
+    made: tuple[str | None, ...],
+) -> KernelCall:  # fmt: skip
+    there, sink = _names(direction), None if p.sink is None else "sink"
+    moved = tuple(there(n) for n in ("tq", "tk", "tv", "tsink"))
+    arriving = tuple(there(n) for n in ("dout", "dlse", "tdout", "tdlse"))
+    own = "q", "k", "v", sink or "q", "q", "q", "q", "q"
+    laid = (*moved, *arriving)
+    strides = ("q", "k", "v", made[2] or "q", sink or "q", *(n or o for n, o in zip(laid, own, strict=True)))
+    return _call(attention_tangent, p, device, direction, launch, "tangent", schedules,
+                 ("q", "k", "v", sink, *moved, *arriving), made, strides)  # fmt: skip
+
+
+def _call(
+    kernel: Any, p: AttentionProblem, device: Device, direction: Direction, launch: Launch, which: Pass, schedules: Schedules,
+    inputs: tuple[str | None, ...], outputs: Any, strides: tuple[str, ...],
+) -> KernelCall:  # fmt: skip
+    """One program per tile and head, its arguments in the kernels' common order."""
+    over_keys = which in OVER_KEYS
+    block, span = (launch.block_k, p.span_k) if over_keys else (launch.block_q, p.span_q)
+    moves = "".join(n for n in "qkv" if n in direction.moved)
+    moves += "b" * any(moves_captured(i, direction.moved) for i in range(len(p.score)))
+    arrives = "g" * ("dout" in direction.given) + "t" * ("tdout" in direction.given)
+    constants: list[tuple[str, Any]] = [
+        ("T", make_tile(p, launch, which, moves=moves, arrives=arrives)),
+        ("SCORE", chain(p, device, form_in(p, which))), ("ALONG", along(p, direction.moved)), ("MASK", predicates(p)),
+    ]  # fmt: skip
+    lists = None
+    if p.blocks is not None:
+        side = "k" if over_keys else "q"
+        names = f"blocks.count_{side}", f"blocks.index_{side}"
+        lists = tuple(arg for name in names for arg in (Pointer(name), Strides(name)))
+    args = (
+        _pointers(inputs), _pointers(outputs), tuple(Strides(n) for n in strides), *integers(p).values(), p.scale_value,
+        (score_args(p), moved_args(p, direction.moved)), (schedules.of(block, over_keys), mask_args(p), lists),
+    )  # fmt: skip
+    heads = p.heads_kv if over_keys else p.heads_q
+    grid = (most_tiles(span, p.batch, block, p.lengths.varlen) * heads, 1, 1)
+    chosen = tuple((name, value) for name, value in constants if name in kernel.arg_names)
+    contracts = not (p.float32_grade and p.score)  # every pass makes the very scores of the others
+    return KernelCall(kernel, grid, args, chosen, launch.num_warps, launch.num_stages, contracts)
+
+
+def _pointers(names: Any) -> Any:
+    if isinstance(names, tuple):
+        return tuple(_pointers(n) for n in names)
+    return None if names is None else Pointer(names)
