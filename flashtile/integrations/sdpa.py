@@ -170,7 +170,7 @@ def _flash_arguments(
 
 
 def _options(q: torch.Tensor) -> Options | None:
-    """On a CPU the backend whose backward asks float32's forward for nothing but out and lse, which are all that torch keeps."""
+    """On a CPU the backend whose backward needs nothing but out and lse of the forward: torch keeps no more."""
     return None if q.is_cuda else Options(backend="cpu")
 
 
