@@ -271,8 +271,8 @@ def attention_forward(
     """(out (batch, q_length, heads, head_dim_v), None) of query, key, value (batch, heads, length, head_dim).
 
     named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k (the starts of
-    sequences packed in one row, beside any mask), block_table with k_cache and v_cache (continuous batching). Raises NotSupported for a name that it does not know and that is not None
-    or False.
+    sequences packed in one row, beside any mask), block_table with k_cache and v_cache (of continuous batching). Raises
+    NotSupported for a name that it does not know and that is not None or False.
     """
     window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
     sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
