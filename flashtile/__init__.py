@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashtile.features.masks.prefix import Prefix
     from flashtile.features.masks.stored import Stored
     from flashtile.features.masks.top_left import TopLeft
+    from flashtile.features.masks.tree import Tree
     from flashtile.features.scores.alibi import Alibi
     from flashtile.features.scores.bias import Bias
     from flashtile.features.scores.softcap import Softcap
@@ -62,6 +63,7 @@ _HOMES = {
     "Softcap": ".features.scores.softcap",
     "Stored": ".features.masks.stored",
     "TopLeft": ".features.masks.top_left",
+    "Tree": ".features.masks.tree",
     "append_to_cache": ".torch.cache.append",
     "attention": ".torch.api.attention",
     "attention_cached": ".torch.cache.attention",
@@ -98,6 +100,7 @@ __all__ = [
     "Softcap",
     "Stored",
     "TopLeft",
+    "Tree",
     "append_to_cache",
     "attention",
     "attention_cached",

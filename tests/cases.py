@@ -24,6 +24,7 @@ from flashtile import (
     Softcap,
     Stored,
     TopLeft,
+    Tree,
 )  # fmt: skip
 from flashtile.features.scores.relative import Relative
 from tests.relative_bias import RelativeBias
@@ -91,6 +92,13 @@ def prefixes(case: Case, device: torch.device) -> Prefix:
     return Prefix(torch.arange(3, 3 + 11 * case.items, 11, dtype=torch.int32, device=device))
 
 
+def parents(case: Case, device: torch.device) -> torch.Tensor:
+    """Of each item another tree, some of whose nodes are roots."""
+    index = torch.arange(case.seqlen_q, dtype=torch.int32)
+    up = torch.rand(case.items, case.seqlen_q, generator=torch.Generator().manual_seed(2)) * (index + 1)
+    return (up.int() - 1).to(device)
+
+
 def blocks(case: Case, device: torch.device, mask: Any, size: tuple[int, int]) -> Blocks:
     return Blocks.build(mask, case.seqlen_q, case.seqlen_k, batch=case.items, heads=1, block_size=size, device=device)
 
@@ -120,6 +128,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "first-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(left=70, right=0), (128, 128)),
     "flash-attn-v1": lambda case, device: table(case, device, (16, 256)),
     "top-left-window": lambda case, device: TopLeft(left=12),
+    "tree": lambda case, device: Tree(parents(case, device)),
 }
 
 

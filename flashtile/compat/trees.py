@@ -71,6 +71,15 @@ RING = tuple(
     for packed in ("", "_kvpacked", "_qkvpacked")
 )  # fmt: skip
 
+FLASHINFER_DECODE = (
+    "BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache",
+)  # fmt: skip
+FLASHINFER_PREFILL = (
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "single_prefill_with_kv_cache",
+)  # fmt: skip
+FLASHINFER_CASCADE = ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states")
+FLASHINFER_PAGE = ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens")
+
 # Of each library its modules, and the names in each: (module of flashtile.compat, names). A name may be "theirs=ours".
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 TREES: dict[str, dict[str, Sources]] = {
@@ -122,11 +131,25 @@ TREES: dict[str, dict[str, Sources]] = {
     "flash_attn_interface": {
         "flash_attn_interface": (("flash_attn_3", (*VERSION_4, *VERSION_3)),),
     },
+    "flashinfer": {
+        "flashinfer": (
+            ("flashinfer", (*FLASHINFER_DECODE, *FLASHINFER_PREFILL, *FLASHINFER_CASCADE, *FLASHINFER_PAGE)),
+        ),
+        "flashinfer.decode": (("flashinfer", FLASHINFER_DECODE),),
+        "flashinfer.prefill": (("flashinfer", FLASHINFER_PREFILL),),
+        "flashinfer.cascade": (("flashinfer", FLASHINFER_CASCADE),),
+        "flashinfer.page": (("flashinfer", FLASHINFER_PAGE),),
+    },
     "ring_flash_attn": {
         "ring_flash_attn": (("ring_flash_attn", (*RING, "llama3_flash_attn_prepare_cu_seqlens")),),
     },
 }  # fmt: skip
-VERSIONS = {"flash_attn": "2.8.4", "flash_attn 1": "1.0.9", "ring_flash_attn": "0.1.8"}  # whose names and signatures these are
+VERSIONS = {
+    "flash_attn": "2.8.4",
+    "flash_attn 1": "1.0.9",
+    "ring_flash_attn": "0.1.8",
+    "flashinfer": "0.7.4",
+}  # whose names and signatures these are
 
 _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modules that it stands in for
 
@@ -135,7 +158,7 @@ def install(library: str) -> None:
     """Make `import <library>` give flashtile's translation of it, until `uninstall`; a second time changes nothing.
 
     library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers",
-        "ring_flash_attn" (0.1.8).
+        "flashinfer" (0.7.4), "ring_flash_attn" (0.1.8).
     Only imports to come see it: what was imported from the library before stays what it was. Its distribution
     is not pretended: `importlib.metadata` knows nothing of it.
     Raises InvalidProblem for another library, and beside an installed one that has modules of the same names.

@@ -1,7 +1,8 @@
 """torch's registry of flash-attention implementations: `register()`, then `activate_flash_attention_impl("flashtile")`.
 
 What torch calls its flash attention then runs here: `F.scaled_dot_product_attention` where it chooses that backend,
-`torch.nn.attention.varlen.varlen_attn`, context parallelism, nested tensors. `restore_flash_attention_impl()` undoes it.
+`torch.nn.attention.varlen.varlen_attn`, also over pages, context parallelism, nested tensors; of these varlen_attn runs on
+CPUs too. `restore_flash_attention_impl()` undoes it.
 
     aten op                                     layout                    causal, where lengths differ
     _scaled_dot_product_flash_attention[_..]    (batch, heads, seqlen, d) top-left
@@ -15,12 +16,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashtile.errors import NotSupported
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import Options
+from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.routes.operator import residual_shape, run_backward, run_forward
@@ -61,7 +63,8 @@ def _activate() -> _Handle:
     }
     for name, kernel in kernels.items():
         if hasattr(torch.ops.aten, name):  # the one that writes in place came late
-            library.impl(name, kernel, "CUDA")
+            for key in ("CUDA", "CPU") if name.startswith("_flash") else ("CUDA",):  # torch has none of these on a CPU
+                library.impl(name, kernel, key)
     for name, kernel in {"": _Cpu.forward, "_backward": _Cpu.backward}.items():
         full = f"_scaled_dot_product_flash_attention_for_cpu{name}"
         _Cpu.original[name] = torch.library.get_kernel(f"aten::{full}", "CPU")
@@ -162,21 +165,50 @@ def _flash_arguments(
     left, right = (None if n is None or n < 0 else n for n in (window_size_left, window_size_right))
     return _ask(
         q if cum_q is None else q[None], given, wanted, causal=bool(causal), window=(left, right), scale=scale, dropout=dropout,
-        score=() if alibi_slopes is None else (Alibi(alibi_slopes),),
+        score=() if alibi_slopes is None else (Alibi(alibi_slopes),), options=_options(q),
     )  # fmt: skip
+
+
+def _options(q: torch.Tensor) -> Options | None:
+    """On a CPU the backend whose backward needs nothing but out and lse of the forward: torch keeps no more."""
+    return None if q.is_cuda else Options(backend="cpu")
 
 
 def _flash_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cum_seq_q: Maybe, cum_seq_k: Maybe, *rest: Any,
     scale: float | None = None, block_table: Maybe = None, num_splits: int | None = None, **named: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """num_splits: keys are never split here, whatever it is."""
+    """num_splits: 1 is one pass over keys in pages; other keys are never split, whatever it is."""
     max_q, max_k, dropout_p, is_causal, return_debug_mask = rest
-    _refuse(return_debug_mask=return_debug_mask, block_table=block_table, float32=query.dtype is torch.float32)
+    _refuse(return_debug_mask=return_debug_mask, float32=query.is_cuda and query.dtype is torch.float32)
     dropout, state = _dropout(dropout_p, None, query.device)
+    if block_table is not None:
+        _refuse(dropout_p=bool(dropout_p))
+        out, lse = _paged_forward(query, key, value, cum_seq_q, block_table, bool(is_causal), scale, num_splits, **named)
+        return out, lse, state, *_unused(query)
     asked = _flash_arguments(query, (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, 0, dropout, scale, **named)
     out, lse = _forward(query, key, value, asked)
     return out, lse, state, *_unused(query)
+
+
+def _paged_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cum_seq_q: Maybe, block_table: torch.Tensor, causal: bool,
+    scale: float | None, num_splits: int | None, *, seqused_k: Maybe = None, alibi_slopes: Maybe = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) over keys in pages, (pages, page_size, heads, head_dim), of which each item uses seqused_k."""
+    if seqused_k is None:
+        raise InvalidProblem("block_table is given and seqused_k is None; it must say how many keys each item has.")
+    left, right = (None if n is None or n < 0 else n for n in (window_size_left, window_size_right))
+    try:
+        return attention_cached(
+            query, key, value, block_table, seqused_k=seqused_k, cu_seqlens_q=cum_seq_q, causal=causal, window=(left, right),
+            scale=scale, score=() if alibi_slopes is None else (Alibi(alibi_slopes),), return_lse=True,
+            split=0 if num_splits == 1 else None, options=_options(query),
+        )  # fmt: skip
+    except InvalidProblem as error:
+        named = {"q": "query", "k_cache": "key", "v_cache": "value", "page_table": "block_table", "cu_seqlens_q": "cu_seq_q"}
+        raise renamed(error, named) from None
 
 
 def _flash_forward_into(out: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
+from flashtile.integrations.transformers_cache import attend_pages, attend_whole, is_decoding, open_batching
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import CAUSAL, FULL, Band
 from flashtile.problem.options import Options
@@ -35,7 +36,8 @@ NAME = "flashtile"
 # What models hand through to every attention and its mask has already, or concerns others.
 OTHERS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "num_items_in_batch",
-    "position_embeddings", "logits_to_keep", "output_router_logits", "seq_idx", "interpolate_pos_encoding",
+    "position_embeddings", "logits_to_keep", "output_router_logits", "seq_idx", "interpolate_pos_encoding", "read_index",
+    "write_index", "logits_indices", "logits_processor_args",
 })  # fmt: skip
 # Functions of transformers and its models that make a window of distances, an interval around the query.
 WINDOWS = {
@@ -62,6 +64,7 @@ def register(name: str = NAME, options: Options | None = None) -> None:
     if "flash" in name and name not in _names:
         if not _names:
             _correct_names()
+            open_batching(_names)
         _names.add(name)
 
 
@@ -268,13 +271,14 @@ def attention_forward(
     """(out (batch, q_length, heads, head_dim_v), None) of query, key, value (batch, heads, length, head_dim).
 
     named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k (the starts of
-    sequences packed in one row, beside any mask). Raises NotSupported for a name that it does not know and that is not None
-    or False.
+    sequences packed in one row, beside any mask), block_table with k_cache and v_cache (of continuous batching). Raises
+    NotSupported for a name that it does not know and that is not None or False.
     """
     window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
     sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
     packed = [named.pop(f"cu_seq_lens_{side}", None) for side in "qk"]
     longest = [named.pop(f"max_length_{side}", None) for side in "qk"]
+    pages = {name: named.pop(name, None) for name in ("block_table", "k_cache", "v_cache")}
     unknown = sorted(n for n, value in named.items() if n not in OTHERS and value is not None and value is not False)
     if unknown:
         raise NotSupported(
@@ -318,6 +322,10 @@ def attention_forward(
         )
     arguments |= {"score": tuple(score), "sink": sinks[0] if sinks else None, "dropout": Dropout(dropout) if dropout else None}
     ours = isinstance(attention_mask, Mask)
+    if pages["block_table"] is not None:
+        return attend_pages(q, k, v, pages, packed[1], arguments), None
+    if packed[0] is None and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None):
+        return attend_whole(q, k, v, arguments), None
     if packed[0] is None or (ours and attention_mask.documents is not None):  # which are what is packed
         return attention(q, k, v, **arguments), None
     if q.shape[0] != 1:

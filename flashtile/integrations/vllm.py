@@ -1,4 +1,4 @@
-"""vLLM: prefill by flashtile, as the attention backend `CUSTOM`. There is no decoding from a paged cache.
+"""vLLM: its attention by flashtile, as the attention backend `CUSTOM`: generation and pooling models.
 
 Installed beside vLLM, flashtile offers itself to every vLLM process (`plug_in`, of the entry points
 `vllm.general_plugins`); nothing runs on it before `--attention-backend CUSTOM` asks.

@@ -1,12 +1,13 @@
-"""vLLM's attention backend on flashtile: batches whose every item is whole, without a prefix in the cache.
+"""vLLM's attention backend on flashtile, by the interface of vLLM 0.33: generation from its paged cache, and encoders.
 
-That is what pooling models ask (embeddings, classification, reranking), encoders and decoders. Nothing is written to the
-cache, and whatever would read it is refused: where vLLM starts, as far as its settings say so, else where the batch comes.
+Decoders write their keys into the cache by slots and read them by the block table: chunks of prompts stand beside requests
+that decode, in one call, whatever of their pages others share. Lengths stay on the device. Encoders attend to whole items,
+without a cache. What neither can do is refused: where vLLM starts, as far as its settings say so, else where a layer is made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -16,16 +17,21 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.softcap import Softcap
 from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.attention import attention_cached
 
 vllm: Any = import_module("vllm.v1.attention.backend")
 ENCODER_ONLY, DECODER = "encoder_only", "decoder"
 WIDEST = 512  # head_dim of the kernels
+CACHES = ("auto", "float16", "bfloat16", "float32")  # dtypes of a cache that is not quantised
 
 
 class FlashtileBackend(vllm.AttentionBackend):
     """What vLLM asks of a backend, and is told before a model is loaded."""
 
     supported_dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    supported_kv_cache_dtypes = CACHES
+    forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_name() -> str:
@@ -40,13 +46,6 @@ class FlashtileBackend(vllm.AttentionBackend):
     def get_builder_cls() -> type[MetadataBuilder]:
         return MetadataBuilder
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Of the cache that vLLM allocates for decoders; it is never touched."""
-        return num_blocks, 2, block_size, num_kv_heads, head_size
-
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return 1 <= head_size <= WIDEST
@@ -60,47 +59,61 @@ class FlashtileBackend(vllm.AttentionBackend):
         return True
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
 
 
 @dataclass
 class Metadata(vllm.AttentionMetadata):
-    """A batch of whole items. query_start_loc: int32 (items + 1,), where they start among the tokens that count."""
+    """A batch. query_start_loc: int32 (items + 1,), where they start among the tokens; seq_lens: int32 (items,), of their keys
+    in the cache, this batch's counted; block_table: int32 (items, columns); slot_mapping: where each token's key goes.
+    """
 
     query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     tokens: int
     max_query_len: int
     causal: bool
 
 
 class MetadataBuilder(vllm.AttentionMetadataBuilder):
-    """Makes `Metadata`, or raises NotSupported for what has keys in the cache."""
+    """Makes `Metadata` of views: graphs read what vLLM writes into its buffers, and nobody waits for the device."""
+
+    _cudagraph_support = vllm.AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _refuse({
-            "a runner that generates decodes from a paged cache; use runner='pooling'":
-                vllm_config.model_config.runner_type != "pooling",
-            "chunked prefill reads a prompt's first part from the cache; use enable_chunked_prefill=False":
-                vllm_config.scheduler_config.enable_chunked_prefill,
-            "prefix caching reads the cache; use enable_prefix_caching=False":
-                vllm_config.cache_config.enable_prefix_caching,
-        })  # fmt: skip
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Of a batch of vLLM's. Waits for the device where vLLM has no lengths on the host."""
+        """Of a batch of vLLM's. A prefix that items share is read by each of them."""
         given = common_attn_metadata
-        starts = given.query_start_loc_cpu[: given.num_reqs + 1]
-        lengths = getattr(given, "seq_lens_cpu_upper_bound", None)  # exact where items are prefilled
-        lengths = given.seq_lens.cpu() if lengths is None else lengths
-        cached = int((lengths[: given.num_reqs] > starts[1:] - starts[:-1]).sum())
-        _refuse({
-            f"{cached} of {given.num_reqs} items have keys in the cache, from which there is no reading": cached > 0,
-            "a prefix that items share lies in the cache": common_prefix_len > 0,
-            "causality differs between items": not isinstance(given.causal, bool),
-        })  # fmt: skip
-        return Metadata(given.query_start_loc[: given.num_reqs + 1], given.num_actual_tokens, given.max_query_len, given.causal)
+        _refuse({"causality differs between items": not isinstance(given.causal, bool)})
+        return Metadata(
+            given.query_start_loc[: given.num_reqs + 1], given.seq_lens[: given.num_reqs],
+            given.block_table_tensor[: given.num_reqs], given.slot_mapping, given.num_actual_tokens, given.max_query_len,
+            given.causal,
+        )  # fmt: skip
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Of items of one key, which a capture is done with sooner; replays read other lengths."""
+        made = self.build(0, common_attn_metadata)
+        made.seq_lens.fill_(1)
+        return made
+
+    def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+        """The same batch in another group's cache."""
+        return replace(metadata, block_table=blk_table[: len(metadata.seq_lens)], slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Nothing: it is all views."""
 
 
 class FlashtileImpl(vllm.AttentionImpl):
@@ -112,11 +125,11 @@ class FlashtileImpl(vllm.AttentionImpl):
         logits_soft_cap: float | None = None, attn_type: str = DECODER, kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ):  # fmt: skip
-        """alibi_slopes: one per head; sinks: (num_heads,). Raises NotSupported for other kinds of attention and shared keys."""
+        """alibi_slopes: one per head; sinks: (num_heads,). Raises NotSupported for other kinds of attention and of caches."""
         _refuse({
             f"attn_type is {getattr(attn_type, 'value', attn_type)}; supported are decoder and encoder_only":
                 attn_type not in (DECODER, ENCODER_ONLY),
-            "keys are another layer's, in the cache": kv_sharing_target_layer_name is not None,
+            f"kv_cache_dtype is {kv_cache_dtype}; it must be one of {', '.join(CACHES)}": kv_cache_dtype not in CACHES,
         })  # fmt: skip
         if sinks is not None and sinks.shape != (num_heads,):
             raise InvalidProblem(f"sinks has shape {tuple(sinks.shape)}; it must be (num_heads,), which is ({num_heads},).")
@@ -128,6 +141,14 @@ class FlashtileImpl(vllm.AttentionImpl):
         reach = None if sliding_window is None else sliding_window - 1
         self.window = None if reach is None else (reach, reach if attn_type == ENCODER_ONLY else 0)
 
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write keys and values (tokens, num_kv_heads, head_size) into their slots, block * block_size + row; -1 is nowhere."""
+        if self.attn_type != ENCODER_ONLY:
+            tokens = slot_mapping.shape[0]
+            append_to_cache(key[:tokens], value[:tokens], *self._pools(kv_cache), slots=slot_mapping)
+
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Metadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
@@ -135,7 +156,8 @@ class FlashtileImpl(vllm.AttentionImpl):
     ) -> torch.Tensor:  # fmt: skip
         """output, filled. query, output: (tokens, num_heads, head_size); key, value: (tokens, num_kv_heads, head_size).
 
-        attn_metadata: None where vLLM measures its memory; output is 0 then, as it is of tokens that pad the batch.
+        kv_cache: (blocks, num_kv_heads, block_size, 2 * head_size) of any strides, a token's key before its value; it holds
+        this batch's keys already. attn_metadata: None where vLLM measures its memory; output is 0 then.
         """
         _refuse({"a quantised output": output_scale is not None or output_block_scale is not None})
         if attn_metadata is None:
@@ -143,14 +165,36 @@ class FlashtileImpl(vllm.AttentionImpl):
         if self.slopes is not None:
             self.slopes = self.slopes.to(query.device)
         alibi = () if self.slopes is None else (Alibi(self.slopes),)
-        longest = attn_metadata.max_query_len
-        used = slice(attn_metadata.tokens)
-        out = attention_varlen(
-            query[used], key[used], value[used], attn_metadata.query_start_loc, max_seqlen_q=longest, max_seqlen_k=longest,
-            causal=attn_metadata.causal, window=self.window, score=(*self.softcap, *alibi), scale=self.scale, sink=self.sinks,
-        )  # fmt: skip
-        output[used].copy_(out)
+        how: dict[str, Any] = dict(
+            causal=attn_metadata.causal, window=self.window, score=(*self.softcap, *alibi), scale=self.scale, sink=self.sinks
+        )
+        if self.attn_type == ENCODER_ONLY:
+            used = slice(attn_metadata.tokens)
+            most = dict(max_seqlen_q=attn_metadata.max_query_len, max_seqlen_k=attn_metadata.max_query_len)
+            out = attention_varlen(query[used], key[used], value[used], attn_metadata.query_start_loc, **most, **how)
+        else:
+            out = self._cached(query[: attn_metadata.tokens], kv_cache, attn_metadata, how)
+        output[: len(out)].view(out.shape).copy_(out)
         return output
+
+    def _cached(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, how: dict[str, Any]) -> torch.Tensor:
+        """out of as many tokens as count, or of as many as decode."""
+        table, lengths, starts = batch.block_table, batch.seq_lens, batch.query_start_loc
+        if batch.max_query_len != 1:
+            return attention_cached(query, *self._pools(kv_cache), table, seqused_k=lengths, cu_seqlens_q=starts, **how)
+        items = min(len(query), len(lengths))  # token i is item i's; those that pad a graph have no keys, or no token
+        q = query[:items, None]
+        return attention_cached(q, *self._pools(kv_cache), table[:items], seqused_k=lengths[:items], **how)[:, 0]
+
+    def _pools(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v), (blocks, block_size, num_kv_heads, head_size) each, as views."""
+        if kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size:
+            raise InvalidProblem(
+                f"kv_cache has shape {tuple(kv_cache.shape)}; it must be (blocks, num_kv_heads, block_size, "
+                f"{2 * self.head_size}), as vLLM 0.33 lays it."
+            )
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
+        return k, v
 
 
 def _refuse(reasons: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,14 @@ from torch.nn.attention import (
     list_flash_attention_impls,
     restore_flash_attention_impl,
     sdpa_kernel,
+    varlen,
 )
 
-from flashtile import NotSupported
+import flashtile
+from flashtile import InvalidProblem, NotSupported
 from flashtile.integrations import sdpa
+
+VARLEN = inspect.signature(varlen.varlen_attn).parameters
 
 
 @pytest.fixture
@@ -123,8 +128,63 @@ def test_signatures_are_those_of_the_ops() -> None:
     assert torch.equal(into, out)
     with pytest.raises(NotSupported, match="float32 is given"):
         sdpa._dense_forward(q.float(), q.float(), q.float())
-    with pytest.raises(NotSupported, match="block_table is given"):
+    with pytest.raises(InvalidProblem, match="block_table is given and seqused_k is None"):
         sdpa._flash_forward(x, x, x, cu, cu, 5, 5, 0.0, True, False, block_table=cu)
+    with pytest.raises(NotSupported, match="dropout_p is given"):
+        sdpa._flash_forward(x, x, x, cu, cu, 5, 5, 0.5, True, False, block_table=cu, seqused_k=cu)
+
+
+def pages_of(keys: list[torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pool, block_table) of items' keys, (length, heads, head_dim) each; NaN and rubbish where there are none."""
+    columns = max(-(-len(k) // size) for k in keys)
+    pool = torch.full((len(keys) * columns + 1, size, *keys[0].shape[1:]), torch.nan)
+    table, free = torch.full((len(keys), columns), -1, dtype=torch.int32), list(range(len(pool)))[::-1]
+    for i, k in enumerate(keys):
+        for column, part in enumerate(k.split(size)):
+            table[i, column] = free.pop()
+            pool[int(table[i, column]), : len(part)] = part
+    return pool, table
+
+
+@pytest.mark.skipif("block_table" not in VARLEN, reason="this PyTorch's varlen_attn reads no pages")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+@pytest.mark.parametrize("size", [3, 16])
+def test_varlen_attn_over_pages_on_a_cpu(calls: list[str], window: tuple[int, int], size: int) -> None:
+    used, counts = [20, 7, 33], [1, 7, 4]
+    generator = torch.Generator().manual_seed(0)
+    keys, values = ([torch.randn(n, 2, 16, generator=generator) for n in used] for _ in "kv")
+    (k, table), (v, _) = pages_of(keys, size), pages_of(values, size)
+    q = torch.randn(sum(counts), 4, 16, generator=generator)
+    cu = torch.tensor([0, 1, 8, 12], dtype=torch.int32)
+    lengths = torch.tensor(used, dtype=torch.int32)
+    how: dict[str, Any] = dict(
+        scale=0.3, window_size=window, enable_gqa=True, seqused_k=lengths, block_table=table, return_aux=varlen.AuxRequest(True)
+    )
+    for splits in (None, 1):
+        out, lse = varlen.varlen_attn(q, k, v, cu, None, 7, 33, num_splits=splits, **how)
+        for i, (one, key, value) in enumerate(zip(q.split(counts), keys, values, strict=True)):
+            sides = tuple(None if n < 0 else n for n in window)
+            want = flashtile.attention(*(t[None].double() for t in (one, key, value)), window=sides, scale=0.3, return_lse=True)
+            rows = slice(int(cu[i]), int(cu[i + 1]))
+            torch.testing.assert_close(out[rows], want[0][0].float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse[:, rows], want[1][0].float(), rtol=1e-5, atol=1e-5)
+    into = torch.empty_like(q)
+    assert varlen.varlen_attn_out(into, q, k, v, cu, None, 7, 33, **how)[0] is into
+    assert torch.equal(into, out)
+    with pytest.raises(InvalidProblem, match="block_table has shape"):
+        varlen.varlen_attn(q, k, v, cu, None, 7, 33, **{**how, "block_table": table[:2]})
+    assert not calls
+
+
+def test_varlen_attn_on_a_cpu_with_gradients(calls: list[str]) -> None:
+    x = torch.randn(60, 4, 16, requires_grad=True)
+    cu = torch.tensor([0, 17, 60], dtype=torch.int32)
+    out = varlen.varlen_attn(x, x, x, cu, cu, 43, 43)
+    (dx,) = torch.autograd.grad(out.square().sum(), x)
+    assert calls == ["run_forward", "run_backward"]
+    want = torch.cat([F.scaled_dot_product_attention(*[t.transpose(0, 1)] * 3).transpose(0, 1) for t in x.split([17, 43])])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(dx, torch.autograd.grad(want.square().sum(), x)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_of_the_forward_is_that_of_the_backward() -> None:
@@ -148,11 +208,9 @@ def test_sdpa_on_a_gpu(calls: list[str], device: torch.device, how: dict[str, An
 
 @pytest.mark.gpu
 def test_varlen_attn_on_a_gpu(calls: list[str], device: torch.device) -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
     x = torch.randn(60, 4, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     cu = torch.tensor([0, 17, 60], dtype=torch.int32, device=device)
-    out = varlen_attn(x, x, x, cu, cu, 43, 43)
+    out = varlen.varlen_attn(x, x, x, cu, cu, 43, 43)
     (dx,) = torch.autograd.grad(out.float().sum(), x)
     assert calls == ["run_forward", "run_backward"]
     for start, stop in ((0, 17), (17, 60)):

@@ -1,4 +1,4 @@
-"""What flashtile's backend meets of vLLM, in its signatures (of 2026): vLLM itself is made for CUDA, and too large."""
+"""What flashtile's backend meets of vLLM, in the signatures of its 0.33: vLLM itself is made for CUDA, and too large."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class AttentionType(str, Enum):
 
 class AttentionBackend(ABC):
     supported_dtypes: ClassVar[Any] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[Any] = ["auto", "float16", "bfloat16"]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -36,12 +37,6 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_builder_cls() -> Any: ...
-
-    @staticmethod
-    @abstractmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]: ...
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -58,6 +53,18 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_sink(cls) -> bool:
         return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -86,7 +93,18 @@ class CommonAttentionMetadata:
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
 
 
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
 class AttentionMetadataBuilder(ABC, Generic[M]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supports_update_block_table: bool = False
+    supports_draft_decode_metadata_update: bool = False
+
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
@@ -145,7 +163,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     _registered.clear()
     modules = {
         "backend": (
-            AttentionType, AttentionBackend, AttentionMetadata, CommonAttentionMetadata, AttentionMetadataBuilder, AttentionImpl
+            AttentionType, AttentionBackend, AttentionMetadata, CommonAttentionMetadata, AttentionMetadataBuilder,
+            AttentionImpl, AttentionCGSupport,
         ),
         "backends": (),
         "backends.registry": (AttentionBackendEnum, register_backend),

@@ -1,0 +1,451 @@
+"""flashinfer 0.7.4: its functions and wrappers, `plan` and then `run`, by flashtile alone.
+
+Its rules: lse is a logarithm of base 2, (tokens, heads); queries stand at the last keys; `window_left` is inclusive, -1 for
+none; lengths are those after an append. Pages, bits and errors are ours: a plan may be made on the host, a run waits for
+nobody, and a request's bits do not depend on its batch. Workspaces and backends are not used.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partialmethod
+from typing import Any
+
+import torch
+
+from flashtile.compat.asked import options, refuse
+from flashtile.compat.flashinfer_pages import (
+    Tables,
+    append_paged_kv_cache,
+    check_layout,
+    get_batch_indices_positions,
+    get_seq_lens,
+    pools_of,
+)
+from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_in_place, merge_states
+from flashtile.errors import InvalidProblem, renamed
+from flashtile.features.masks.stored import Stored
+from flashtile.features.scores.softcap import Softcap
+from flashtile.torch.api.attention import attention
+from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.cache.attention import attention_cached
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "MultiLevelCascadeAttentionWrapper", "append_paged_kv_cache",
+    "get_batch_indices_positions", "get_seq_lens", "merge_state", "merge_state_in_place", "merge_states",
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+]  # fmt: skip
+
+# What plans may be told that changes no result here.
+HINTS = frozenset({
+    "use_fp16_qk_reduction", "non_blocking", "fixed_split_size", "seq_lens", "seq_lens_q", "block_tables",
+    "max_token_per_sequence", "max_sequence_kv", "uniform_q_len", "qo_indptr_cpu", "kv_indptr_cpu", "data_type",
+})  # fmt: skip
+# What nothing here honours.
+REFUSED = (
+    "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr", "v_indptr", "o_indptr",
+    "use_token_head_sf", "rope_scale", "rope_theta", "custom_mask", "packed_custom_mask",
+)  # fmt: skip
+CALLED = {"page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache"}
+
+
+class _How:
+    """What a plan says of scores: the arguments of ours."""
+
+    def __init__(
+        self, name: str, causal: bool, window_left: int, sm_scale: float | None, logits_soft_cap: float | None,
+        pos_encoding_mode: str, others: dict[str, Any],
+    ):  # fmt: skip
+        _check_others(name, pos_encoding_mode, others)
+        self.causal, self.window_left, self.scale = bool(causal), window_left, sm_scale
+        self.score = (Softcap(logits_soft_cap),) if logits_soft_cap else ()
+
+    def arguments(
+        self, head_dim: int, scales: tuple[Any, Any] = (None, None), window_left: int | None = None
+    ) -> dict[str, Any]:
+        """scales: what q and k are multiplied by, numbers."""
+        scale = 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+        for factor in scales:
+            scale = scale if factor is None else scale * factor
+        left = self.window_left if window_left is None else window_left
+        window = None if left < 0 else (left, None)
+        return dict(causal=self.causal, window=window, scale=scale, score=self.score, options=options())
+
+
+def _check_others(name: str, pos_encoding_mode: str, others: dict[str, Any]) -> None:
+    unknown = sorted(others.keys() - HINTS - set(REFUSED))
+    if unknown:
+        raise TypeError(f"{name} has no argument {unknown[0]!r}.")
+    reasons = {f"{n} is given; nothing here honours it": _is_given(others.get(n)) for n in REFUSED}
+    masks = "a mask by bits; give flashtile.attention_cached a mask, such as flashtile.Tree(parents) of drafts"
+    reasons |= {masks: any(reasons.pop(f"{n} is given; nothing here honours it") for n in REFUSED[-2:])}
+    where = f"pos_encoding_mode is {pos_encoding_mode}; rotate q and k by flashtile.ops.rotary, or score=Alibi(slopes)"
+    refuse(name, {**reasons, where: pos_encoding_mode != "NONE"})
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, int) and value == 0)
+
+
+def _dtype(name: str, asked: Any, tensor: torch.Tensor, called: str) -> None:
+    """Raise InvalidProblem unless the tensor is of the dtype that the plan says, by name or by torch's."""
+    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if wanted is not None and wanted is not tensor.dtype:
+        raise InvalidProblem(f"{called} is {tensor.dtype} and plan's {name} {wanted}; they must be equal.")
+
+
+def _answer(
+    out: torch.Tensor, lse: torch.Tensor, into: tuple[Any, Any], v_scale: Any, return_lse: bool, asked: tuple[str, str]
+) -> Any:
+    """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
+    if v_scale is not None:
+        out = out * v_scale
+    out = out if into[0] is None else into[0].copy_(out)
+    if not return_lse:
+        return out
+    lse = lse_of(lse, *asked)
+    return out, lse if into[1] is None else into[1].copy_(lse)
+
+
+def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise NotSupported for scales that are tensors, and for what is not None."""
+    reasons = {
+        f"{n} is a tensor; a number alone is multiplied into scores": isinstance(x, torch.Tensor) for n, x in numbers.items()
+    }
+    refuse(name, {**reasons, **{f"{n} is given; caches have q's dtype": x is not None for n, x in given.items()}})
+
+
+# -- one request ----------------------------------------------------------------------------------------------------------
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
+    window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """out (heads, head_dim), or (out, lse (heads,)). q: (heads, head_dim); k, v: (keys, heads, head_dim), or HND."""
+    if q.dim() != 2:
+        raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be (heads, head_dim).")
+    made = _single(
+        "single_decode_with_kv_cache", q[None], k, v, kv_layout, pos_encoding_mode,
+        (True, window_left, sm_scale, logits_soft_cap), (rope_scale, rope_theta), (q_scale, k_scale, v_scale), None, return_lse,
+    )  # fmt: skip
+    return (made[0][0], made[1][0]) if return_lse else made[0]
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: Any = None, scale_k: Any = None, scale_v: Any = None,
+    o_dtype: Any = None, custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False, kv_cache_sf: Any = None,
+    k_scale: float | None = None, v_scale: float | None = None,
+) -> Any:  # fmt: skip
+    """out (queries, heads, head_dim), or (out, lse (queries, heads)). k, v: (keys, heads, head_dim), or HND.
+
+    custom_mask: bool (queries, keys), True where a query sees a key, in the place of causal; packed_custom_mask: its bits,
+    the lowest of each uint8 first.
+    """
+    name = "single_prefill_with_kv_cache"
+    _refuse_run(name, {}, {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "kv_cache_sf": kv_cache_sf})
+    refuse(name, {f"o_dtype is {o_dtype}; out has q's dtype": o_dtype not in (None, q.dtype)})
+    keys = k.shape[0 if check_layout(kv_layout) == "NHD" else 1]
+    if packed_custom_mask is not None:
+        bits = packed_custom_mask[:, None] >> torch.arange(8, dtype=torch.uint8, device=q.device) & 1
+        custom_mask = bits.flatten()[: q.shape[0] * keys].view(q.shape[0], keys).bool()
+    how = (bool(causal) and custom_mask is None, window_left, sm_scale, logits_soft_cap)
+    return _single(
+        name, q, k, v, kv_layout, pos_encoding_mode, how, (rope_scale, rope_theta), (None, k_scale, v_scale), custom_mask,
+        return_lse,
+    )  # fmt: skip
+
+
+def _single(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, pos_encoding_mode: str,
+    how: tuple[bool, int, Any, Any], rope: tuple[Any, Any], scales: tuple[Any, Any, Any], mask: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    _refuse_run(name, dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)), {})
+    asked = _How(name, *how, pos_encoding_mode, {"rope_scale": rope[0], "rope_theta": rope[1]})
+    if check_layout(kv_layout) == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    seen = None if mask is None else Stored(mask.reshape(1, 1, q.shape[0], k.shape[0]).bool())
+    given = asked.arguments(q.shape[-1], scales[:2])
+    out, lse = attention(q[None], k[None], v[None], mask=seen, return_lse=True, **given)
+    return _answer(out[0], lse[0], (None, None), scales[2], return_lse, ("log2", "NH"))
+
+
+# -- batches --------------------------------------------------------------------------------------------------------------
+
+
+class _Wrapper:
+    """What the wrappers share. Workspaces are taken and not used; with use_cuda_graph plans write where the first one did."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False, **buffers: Any
+    ):
+        refuse(
+            type(self).__name__,
+            {"jit_args is given; kernels are compiled by what calls ask": _is_given(buffers.pop("jit_args", None))},
+        )
+        self.device, self.kv_layout, self._use_cuda_graph = (
+            float_workspace_buffer.device,
+            check_layout(kv_layout),
+            use_cuda_graph,
+        )
+        self._buffers, self._how, self._tables = buffers, None, None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, *buffers: Any) -> None:
+        """Nothing: there are none."""
+
+    def _planned(self) -> Any:
+        if self._how is None:
+            raise InvalidProblem(f"{type(self).__name__}.run is called before plan; plan says where the keys are.")
+        return self._how
+
+    def _plan_pages(self, indptr: Any, indices: Any, last: Any, page_size: int, bound: Any) -> None:
+        """bound: the buffer of page numbers of a captured graph, whose length bounds a request's."""
+        columns = None
+        if self._use_cuda_graph:
+            if bound is None:
+                raise InvalidProblem(
+                    "paged_kv_indices_buffer is None with use_cuda_graph=True; it bounds how many pages there are."
+                )
+            columns = max(bound.shape[0], 1)
+        made = Tables.of(indptr, indices, last, page_size, columns, self.device)
+        keep = self._use_cuda_graph and self._tables is not None
+        self._tables = self._tables.copy_(made) if keep and self._tables is not None else made
+        self._page_size = page_size
+
+    def _attend(self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any) -> Any:
+        how, tables = self._planned(), self._tables
+        assert tables is not None
+        k, v = pools_of(paged_kv_cache, self.kv_layout)
+        if k.shape[1] != self._page_size:
+            raise InvalidProblem(
+                f"paged_kv_cache has pages of {k.shape[1]} and plan's page_size is {self._page_size}; they must be equal."
+            )
+        _dtype("q_data_type", self._dtypes[0], q, "q")
+        _dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
+        try:
+            return attention_cached(
+                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
+                split=0 if self._one_pass else None, **how.arguments(q.shape[-1], scales, window_left),
+            )  # fmt: skip
+        except InvalidProblem as error:
+            raise renamed(error, CALLED) from None
+
+    def _plan_how(self, how: _How, q_data_type: Any, kv_data_type: Any, o_data_type: Any, disable_split_kv: bool) -> None:
+        kv_data_type = q_data_type if kv_data_type is None else kv_data_type
+        refuse(
+            type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o_data_type not in (None, q_data_type)}
+        )
+        self._how, self._dtypes, self._one_pass = how, (q_data_type, kv_data_type), bool(disable_split_kv)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """One query a request, or `q_len_per_req` of them, over pages."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Any = None, paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None, backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None,
+    ):  # fmt: skip
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, indices=paged_kv_indices_buffer, jit_args=jit_args)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None,
+        data_type: Any = None, sm_scale: float | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
+        **others: Any,
+    ) -> None:  # fmt: skip
+        """indptr: int32 (requests + 1,), where each one's page numbers begin in indices; last_page_len: keys in its last."""
+        how = _How("plan", True, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        q_data_type = q_data_type if data_type is None else data_type
+        self._plan_how(how, q_data_type, kv_data_type if data_type is None else data_type, o_data_type, disable_split_kv)
+        self._plan_pages(indptr, indices, last_page_len, page_size, self._buffers["indices"])
+        self._per_request = q_len_per_req
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Any, *, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None,
+        out: Any = None, lse: Any = None, return_lse: bool = False, enable_pdl: Any = None, window_left: int | None = None,
+        sinks: Any = None, q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: Any = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:  # fmt: skip
+        """out (tokens, heads, head_dim), or (out, lse (tokens, heads)). sinks: (heads,), logits that join the softmax."""
+        _refuse_run("run", dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), dict(
+            kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor))  # fmt: skip
+        self._planned()
+        tables, each = self._tables, self._per_request if q_len_per_req is None else q_len_per_req
+        assert tables is not None
+        if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
+            raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
+        made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, (q_scale, k_scale), sinks)
+        sums = sums.transpose(0, 1).flatten(1)
+        return _answer(made.flatten(0, 1), sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The same for graphs: plans write where the first one did."""
+
+    def __init__(
+        self, workspace_buffer: torch.Tensor, indptr_buffer: torch.Tensor, indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False,
+    ):  # fmt: skip
+        super().__init__(
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
+        )
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """Any number of queries a request, one request's after another's, over pages."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None, paged_kv_indptr_buf: Any = None, paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None, custom_mask_buf: Any = None, mask_indptr_buf: Any = None,
+        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
+    ):  # fmt: skip
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, indices=paged_kv_indices_buf, jit_args=jit_args)
+
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
+        head_dim_vo: int | None = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None,
+        o_data_type: Any = None, disable_split_kv: bool = False, **others: Any,
+    ) -> None:  # fmt: skip
+        """qo_indptr: int32 (requests + 1,), where each request's queries begin; the rest as of the decode wrapper's plan."""
+        others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
+        how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
+        cu = qo_indptr.to(self.device, torch.int32)
+        self._plan_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self._buffers["indices"])
+        kept = getattr(self, "_cu", None)
+        self._cu = kept.copy_(cu) if self._use_cuda_graph and kept is not None else cu.clone()
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Any, *, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None,
+        out: Any = None, lse: Any = None, return_lse: bool = False, lse_base: str = "log2", lse_layout: str = "NH",
+        enable_pdl: Any = None, window_left: int | None = None, sinks: Any = None, kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: Any = None, use_fp16_softmax: Any = None, uses_spcompress: Any = None,
+    ) -> Any:  # fmt: skip
+        """out (tokens, heads, head_dim), or (out, lse); lse_layout NH is (tokens, heads), lse_base log2 or ln."""
+        _refuse_run("run", dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), dict(
+            kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            uses_spcompress=uses_spcompress or None))  # fmt: skip
+        self._planned()
+        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale), sinks)
+        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
+    """Any number of queries a request over keys that lie one request's after another's."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None, kv_indptr_buf: Any = None, custom_mask_buf: Any = None, mask_indptr_buf: Any = None,
+        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, variant_owns_mask: bool = False,
+    ):  # fmt: skip
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args=jit_args)
+        refuse(type(self).__name__, {"kv_layout is HND; packed keys are (tokens, heads, head_dim)": kv_layout == "HND"})
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        head_dim_vo: int | None = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, q_data_type: Any = "float16",
+        kv_data_type: Any = None, o_data_type: Any = None, disable_split_kv: bool = False, **others: Any,
+    ) -> None:  # fmt: skip
+        """qo_indptr, kv_indptr: int32 (requests + 1,), where each request's queries and keys begin."""
+        others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
+        how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
+        starts = [t.to(self.device, torch.int32) for t in (qo_indptr, kv_indptr)]
+        kept = getattr(self, "_starts", None)
+        if self._use_cuda_graph and kept is not None:
+            starts = [old.copy_(new) for old, new in zip(kept, starts, strict=True)]
+        self._starts = starts
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: Any = None, k_scale: Any = None,
+        v_scale: Any = None, o_scale: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False,
+        lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: Any = None, kv_cache_sf: Any = None,
+    ) -> Any:  # fmt: skip
+        """As the paged wrapper's; k, v: (tokens, heads, head_dim)."""
+        numbers = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        _refuse_run("run", numbers, dict(kv_cache_sf=kv_cache_sf, o_scale=o_scale))
+        how = self._planned()
+        _dtype("q_data_type", self._dtypes[0], q, "q")
+        _dtype("kv_data_type", self._dtypes[1], k, "k")
+        made, sums = attention_varlen(q, k, v, *self._starts, return_lse=True, **how.arguments(q.shape[-1], (q_scale, k_scale)))
+        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention over prefixes that requests share, read once each, and what is their own: paged prefills, merged."""
+
+    def __init__(
+        self, num_levels: int, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None, paged_kv_indices_buf_arr: Any = None,
+        paged_kv_last_page_len_buf_arr: Any = None,
+    ):  # fmt: skip
+        if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
+            raise InvalidProblem(f"num_levels is {num_levels!r}; it must be an int of at least 1.")
+        indices = paged_kv_indices_buf_arr or [None] * num_levels
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=one)
+            for one in indices
+        ]
+
+    def reset_workspace_buffer(self, *buffers: Any) -> None:
+        """Nothing: there are none."""
+
+    def plan(
+        self, qo_indptr_arr: list[torch.Tensor], paged_kv_indptr_arr: list[torch.Tensor],
+        paged_kv_indices_arr: list[torch.Tensor], paged_kv_last_page_len: list[torch.Tensor], num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, causal: bool = False, **how: Any,
+    ) -> None:  # fmt: skip
+        """A list of each argument of the paged prefill's plan, one element a level; causal concerns the last level alone."""
+        lists = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        if any(len(one) != len(self._levels) for one in lists):
+            raise InvalidProblem(
+                f"plan's lists have {[len(one) for one in lists]} elements; each must have {len(self._levels)}."
+            )
+        refuse("MultiLevelCascadeAttentionWrapper.plan", {
+            "window_left is given; a level does not know where its keys stand": how.get("window_left", -1) >= 0,
+        })  # fmt: skip
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        for i, (level, *given) in enumerate(zip(self._levels, *lists, strict=True)):
+            level.plan(*given, *sizes, causal=causal and i == len(self._levels) - 1, **how)
+
+    begin_forward = plan
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Any) -> torch.Tensor:
+        """out (tokens, heads, head_dim)."""
+        made = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
+        return merge_states(torch.stack([out for out, _ in made], 1), torch.stack([lse for _, lse in made], 1))[0]
+
+    forward = run

@@ -1,0 +1,127 @@
+"""flashinfer's pages: a list of page numbers for all requests, where each one's begin, and how full its last page is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.tensors import int32
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: Any) -> str:
+    if kv_layout not in LAYOUTS:
+        raise InvalidProblem(f"kv_layout is {kv_layout!r}; it must be NHD or HND.")
+    return kv_layout
+
+
+def pools_of(paged_kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, v), (pages, page_size, heads, head_dim) each, as views: of a pair, or of one tensor (pages, 2, ...)."""
+    if isinstance(paged_kv_cache, torch.Tensor):
+        if paged_kv_cache.dim() != 5 or paged_kv_cache.shape[1] != 2:
+            raise InvalidProblem(
+                f"paged_kv_cache has shape {tuple(paged_kv_cache.shape)}; it must be (pages, 2, page_size, heads, head_dim), "
+                "or a pair of tensors."
+            )
+        paged_kv_cache = (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
+    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
+        raise InvalidProblem(f"paged_kv_cache is a {type(paged_kv_cache).__name__}; it must be a tensor or a pair of them.")
+    k, v = paged_kv_cache
+    for name, pool in (("k", k), ("v", v)):
+        if not isinstance(pool, torch.Tensor) or pool.dim() != 4:
+            raise InvalidProblem(f"paged_kv_cache's {name} is no tensor of four axes; it must be one, as kv_layout says.")
+    return (k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else (k, v)
+
+
+@dataclass
+class Tables:
+    """What kernels read of the pages: table int32 (requests, columns), -1 behind a request's last page; used int32."""
+
+    table: torch.Tensor
+    used: torch.Tensor
+
+    @classmethod
+    def of(cls, indptr: Any, indices: Any, last: Any, page_size: int, columns: int | None, device: torch.device) -> Tables:
+        """On the device. columns: a bound of pages; None for the longest request's, which the host waits for."""
+        indptr, indices, last = (_ints(n, t, device) for n, t in (("indptr", indptr), ("indices", indices), ("last", last)))
+        requests = indptr.shape[0] - 1
+        if requests < 0 or last.shape[0] != requests:
+            raise InvalidProblem(
+                f"indptr has {requests + 1} elements and last_page_len {last.shape[0]}; it must have one more."
+            )
+        count = indptr[1:] - indptr[:-1]
+        if columns is None:
+            columns = max(int(count.max()), 1) if requests else 1
+        column = torch.arange(columns, dtype=torch.int32, device=device)
+        place = (indptr[:-1, None] + column).clamp(0, max(indices.shape[0] - 1, 0)).long()
+        pages = indices[place] if indices.shape[0] else torch.full_like(place, -1, dtype=torch.int32)
+        table = pages.where(column < count[:, None], -1)
+        return cls(table, torch.where(count > 0, (count - 1) * page_size + last, 0))
+
+    def copy_(self, other: Tables) -> Tables:
+        """These tensors, with the other's numbers: what a captured graph reads."""
+        if other.table.shape != self.table.shape:
+            raise InvalidProblem(
+                f"plan has {other.table.shape[0]} requests of up to {other.table.shape[1]} pages and the captured graph "
+                f"{tuple(self.table.shape)}; a wrapper with use_cuda_graph=True keeps its batch size."
+            )
+        self.table.copy_(other.table)
+        self.used.copy_(other.used)
+        return self
+
+
+def _ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise InvalidProblem(f"{name} is no int32 tensor of one axis; it must be one.")
+    return tensor.to(device, torch.int32, non_blocking=True)
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """int32 (requests,): the keys of each."""
+    count = kv_indptr[1:] - kv_indptr[:-1]
+    return torch.where(count > 0, (count - 1) * page_size + kv_last_page_len, 0).int()
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: Any = None, positions: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(request, position) of each of nnz new tokens, int32; seq_lens count them; -1 for tokens behind the last request's.
+
+    batch_indices, positions: tensors to write them to.
+    """
+    index = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
+    starts = append_indptr.int()
+    last = max(starts.shape[0] - 2, 0)
+    item = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=last)
+    exists = index < starts[-1]
+    position = seq_lens.int()[item] - (starts[1:] - starts[:-1])[item] + index - starts[item]
+    made = tuple(torch.where(exists, t, -1).int() for t in (item, position))
+    return tuple(m if t is None else t.copy_(m) for m, t in zip(made, (batch_indices, positions), strict=True))  # pyright: ignore[reportReturnType]
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    paged_kv_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """Write keys and values (tokens, heads, head_dim) into the pages of their requests, in place; nobody waits for the device.
+
+    batch_indices, positions: of each token; one that is negative goes nowhere. The lists of pages have room for the tokens.
+    """
+    k, v = pools_of(paged_kv_cache, check_layout(kv_layout))
+    item, position = int32("batch_indices", batch_indices, append_key), int32("positions", positions, append_key)
+    indptr, indices = int32("kv_indptr", kv_indptr, append_key), int32("kv_indices", kv_indices, append_key)
+    for name, tensor in (("batch_indices", item), ("positions", position)):
+        if tensor.shape[0] != append_key.shape[0]:
+            raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and append_key {append_key.shape[0]} tokens.")
+    size = k.shape[1]
+    safe = item.clamp(0, max(indptr.shape[0] - 2, 0)).long()
+    place = indptr[safe] + position.clamp(min=0) // size
+    exists = (item >= 0) & (position >= 0) & (item < indptr.shape[0] - 1) & (place < indptr[safe + 1])
+    page = indices[place.clamp(0, max(indices.shape[0] - 1, 0)).long()].long()
+    append_to_cache(append_key, append_value, k, v, slots=torch.where(exists, page * size + position % size, -1))

@@ -1,0 +1,62 @@
+"""flashinfer's states of attention, (out, lse): merged, and in the terms of its callers. Its lse has base 2 and heads last."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flashtile.errors import InvalidProblem
+from flashtile.torch.api.merge import merge
+
+LN2 = math.log(2.0)
+
+
+def lse_of(lse: torch.Tensor, base: str = "log2", layout: str = "NH") -> torch.Tensor:
+    """Our lse, (heads, tokens) by the natural logarithm, as flashinfer's run is asked for it."""
+    for name, value, known in (("lse_base", base, ("log2", "ln")), ("lse_layout", layout, ("NH", "HN"))):
+        if value not in known:
+            raise InvalidProblem(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+    lse = lse / LN2 if base == "log2" else lse
+    return lse.transpose(0, 1).contiguous() if layout == "NH" else lse
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of all keys, from states of disjoint sets of them; differentiable.
+
+    v: (tokens, states, heads, head_dim); s: (tokens, states, heads), base 2, -inf where a state saw no key; lse likewise,
+    (tokens, heads).
+    """
+    if v.dim() != 4 or s.shape != v.shape[:3]:
+        raise InvalidProblem(
+            f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be (tokens, states, heads, head_dim) and "
+            "(tokens, states, heads)."
+        )
+    out, lse = merge(v.unbind(1), [one.transpose(0, 1) * LN2 for one in s.unbind(1)])
+    return out, lse_of(lse)
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` of two: v (tokens, heads, head_dim), s (tokens, heads)."""
+    for name, v, s in (("a", v_a, s_a), ("b", v_b, s_b)):
+        if v.shape != v_a.shape or v.dim() != 3 or s.shape != v.shape[:2]:
+            raise InvalidProblem(
+                f"v_{name} has shape {tuple(v.shape)} and s_{name} {tuple(s.shape)}; both v must be (tokens, heads, head_dim) "
+                "alike, and s (tokens, heads)."
+            )
+    return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a.float(), s_b.float()], 1))
+
+
+def merge_state_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Any = None
+) -> None:
+    """Write `merge_state` of (v, s) and the other into v and s; mask: bool (tokens,), which tokens alone."""
+    out, lse = merge_state(v, s, v_other, s_other)
+    if mask is not None:
+        seen = mask.bool()
+        out, lse = out.where(seen[:, None, None], v), lse.where(seen[:, None], s)
+    v.copy_(out)
+    s.copy_(lse)

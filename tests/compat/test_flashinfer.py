@@ -1,0 +1,254 @@
+"""flashinfer's functions and wrappers, by its rules: pages as lists, plan and run, lse of base 2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import InvalidProblem, NotSupported
+from flashtile.compat import flashinfer as fi
+
+WORKSPACE = torch.zeros(1)
+USED = [11, 0, 4, 16]
+FLOAT = torch.float32
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def starts(counts: list[int]) -> torch.Tensor:
+    return ints(*[sum(counts[:i]) for i in range(len(counts) + 1)])
+
+
+class Pages:
+    """Requests with so many keys in pages of some size; NaN in all other rows."""
+
+    def __init__(self, used: list[int], size: int, layout: str = "NHD", joined: bool = True, heads: int = 2, dim: int = 16):
+        generator = torch.Generator().manual_seed(1)
+        self.keys, self.values = ([torch.randn(n, heads, dim, generator=generator) for n in used] for _ in "kv")
+        counts = [-(-n // size) for n in used]
+        total = sum(counts)
+        pools = torch.full((total + 2, 2, size, heads, dim), torch.nan)
+        order = torch.randperm(total + 2, generator=generator)[:total].tolist()
+        self.indptr, self.indices = starts(counts), ints(*order)
+        self.last = ints(*[(n - 1) % size + 1 if n else 0 for n in used])
+        for i, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
+            for t in range(len(k)):
+                page = order[int(self.indptr[i]) + t // size]
+                pools[page, 0, t % size], pools[page, 1, t % size] = k[t], v[t]
+        pools = pools.transpose(2, 3).contiguous() if layout == "HND" else pools
+        self.size, self.cache = size, pools if joined else (pools[:, 0].clone(), pools[:, 1].clone())
+
+    @property
+    def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.indptr, self.indices, self.last
+
+
+def true(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse (queries, heads) of base 2) of one request in float64."""
+    out, lse = flashtile.attention(*(t[None].double() for t in (q, k, v)), return_lse=True, **how)
+    return out[0].float(), lse[0].transpose(0, 1).float() / math.log(2)
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("size", "joined"), [(1, True), (5, False), (16, True)])
+def test_decode(size: int, layout: str, joined: bool) -> None:
+    pages, q = Pages(USED, size, layout, joined), torch.randn(4, 4, 16)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper.plan(*pages.lists, 4, 2, 16, size, q_data_type=FLOAT, window_left=7, logits_soft_cap=3.0, sm_scale=0.3)
+    sinks = torch.randn(4)
+    for how in ({}, {"sinks": sinks}):
+        out, lse = wrapper.run(q, pages.cache, return_lse=True, k_scale=2.0, v_scale=0.5, **how)
+        for i, (k, v) in enumerate(zip(pages.keys, pages.values, strict=True)):
+            want, sums = true(
+                q[i : i + 1], k, v, causal=True, window=(7, None), scale=0.6, score=(flashtile.Softcap(3.0),),
+                sink=how.get("sinks"),
+            )  # fmt: skip
+            close((out[i : i + 1], lse[i : i + 1]), (want * 0.5, sums))
+    into = torch.empty_like(q), torch.empty(4, 4)
+    wrapper.run(q, pages.cache, out=into[0], lse=into[1], return_lse=True)
+    close(into, wrapper.run_return_lse(q, pages.cache))
+
+
+def test_several_queries_of_a_request_that_decodes() -> None:
+    pages, q = Pages([11, 6], 4), torch.randn(6, 4, 16)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*pages.lists, 4, 2, 16, 4, data_type="float32", q_len_per_req=3)
+    out, lse = wrapper.run(q, pages.cache, return_lse=True)
+    for i, rows in enumerate((slice(3), slice(3, 6))):
+        close((out[rows], lse[rows]), true(q[rows], pages.keys[i], pages.values[i], causal=True))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefill_over_pages_and_over_packed_keys(layout: str, causal: bool) -> None:
+    pages, counts = Pages([11, 3, 4, 16], 5, layout), [3, 1, 4, 0]
+    q, cu = torch.randn(8, 4, 16), starts([3, 1, 4, 0])
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper.plan(cu, *pages.lists, 4, 2, 16, 5, causal=causal, window_left=6, q_data_type=FLOAT, fixed_split_size=2)
+    made = wrapper.run(q, pages.cache, return_lse=True)
+    packed = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    packed.plan(cu, starts([11, 3, 4, 16]), 4, 2, 16, causal=causal, window_left=6, q_data_type=FLOAT)
+    close(packed.run(q, torch.cat(pages.keys), torch.cat(pages.values), return_lse=True), made)
+    for i in range(3):
+        rows = slice(sum(counts[:i]), sum(counts[: i + 1]))
+        want = true(q[rows], pages.keys[i], pages.values[i], causal=causal, window=(6, None))
+        close((made[0][rows], made[1][rows]), want)
+    lse = wrapper.run(q, pages.cache, return_lse=True, lse_base="ln", lse_layout="HN")[1]
+    torch.testing.assert_close(lse, made[1].T * math.log(2))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_single(layout: str) -> None:
+    q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    keys = [t.transpose(0, 1).contiguous() if layout == "HND" else t for t in (k, v)]
+    close(fi.single_prefill_with_kv_cache(q, *keys, causal=True, kv_layout=layout, return_lse=True), true(q, k, v, causal=True))
+    seen = torch.rand(5, 9) < 0.6
+    want = true(q, k, v, mask=flashtile.Stored(seen[None, None]))
+    bits = torch.zeros(48, dtype=torch.uint8)
+    bits[:45] = seen.flatten()
+    packed = (bits.view(6, 8) << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+    for how in ({"custom_mask": seen}, {"packed_custom_mask": packed}):
+        close(fi.single_prefill_with_kv_cache(q, *keys, causal=True, kv_layout=layout, return_lse=True, **how), want)
+    out, lse = fi.single_decode_with_kv_cache(q[0], *keys, layout, window_left=4, return_lse=True)
+    want = true(q[:1], k, v, causal=True, window=(4, None))
+    close((out[None], lse[None]), want)
+    torch.testing.assert_close(fi.single_decode_with_kv_cache(q[0], *keys, layout, window_left=4), out)
+
+
+def test_append_and_positions() -> None:
+    """Lengths after the append; a token behind the last request's goes nowhere."""
+    for layout in ("NHD", "HND"):
+        pages, new = Pages([7, 3, 9], 4, layout), [2, 0, 3]
+        before = [n.clone() for n in pages.keys]
+        append = torch.randn(7, 2, 16)
+        lengths = fi.get_seq_lens(pages.indptr, pages.last, 4)
+        assert lengths.tolist() == [7, 3, 9]
+        item, position = fi.get_batch_indices_positions(starts(new), lengths, 7)
+        assert item.tolist() == [0, 0, 2, 2, 2, -1, -1]
+        assert position.tolist() == [5, 6, 6, 7, 8, -1, -1]
+        fi.append_paged_kv_cache(
+            append, append * 2, item, position, pages.cache, pages.indices, pages.indptr, pages.last, layout
+        )
+        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
+        wrapper.plan(*pages.lists, 2, 2, 16, 4, q_data_type=FLOAT)
+        q = torch.randn(3, 2, 16)
+        keys = [torch.cat([before[0][:5], append[:2]]), before[1], torch.cat([before[2][:6], append[2:5]])]
+        values = [torch.cat([pages.values[0][:5], append[:2] * 2]), pages.values[1]]
+        values.append(torch.cat([pages.values[2][:6], append[2:5] * 2]))
+        close(wrapper.run(q, pages.cache), torch.cat([true(q[i : i + 1], keys[i], values[i])[0] for i in range(3)]))
+
+
+def test_merged_states() -> None:
+    q, k, v = torch.randn(5, 4, 16), torch.randn(9, 4, 16), torch.randn(9, 4, 16)
+    parts = [true(q, k[s], v[s]) for s in (slice(4), slice(4, 6), slice(6, 9))]
+    want = true(q, k, v)
+    close(fi.merge_states(torch.stack([p[0] for p in parts], 1), torch.stack([p[1] for p in parts], 1)), want)
+    close(fi.merge_state(*fi.merge_state(*parts[0], *parts[1]), *parts[2]), want)
+    out, lse = (t.clone() for t in fi.merge_state(*parts[0], *parts[1]))
+    kept, mask = (out.clone(), lse.clone()), torch.tensor([True, False, True, False, True])
+    fi.merge_state_in_place(out, lse, *parts[2], mask=mask)
+    close((out[mask], lse[mask], out[~mask], lse[~mask]), (want[0][mask], want[1][mask], kept[0][~mask], kept[1][~mask]))
+    empty = torch.full((5, 4, 16), torch.nan), torch.full((5, 4), -torch.inf)
+    close(fi.merge_state(*parts[0], *empty), parts[0])
+    assert (fi.merge_state(*empty, *empty)[0] == 0).all()
+
+
+def test_cascade() -> None:
+    """A prefix of all requests, one of the first two, and each one's own keys, in one pool."""
+    levels, counts = Pages([12, 7, 5, 3, 9, 2], 4), [2, 1, 3]
+    q = torch.randn(6, 4, 16)
+    cuts = [slice(0, 1), slice(1, 3), slice(3, 6)]
+    lists: list[list[torch.Tensor]] = [[], [], [], []]
+    for cut, cu in zip(cuts, (ints(0, 6), ints(0, 3, 6), starts(counts)), strict=True):
+        ends = levels.indptr[cut.start : cut.stop + 1]
+        for kept, one in zip(
+            lists, (cu, ends - ends[0], levels.indices[int(ends[0]) : int(ends[-1])], levels.last[cut]), strict=True
+        ):
+            kept.append(one)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(3, WORKSPACE)
+    wrapper.plan(*lists, 4, 2, 16, 4, causal=True, q_data_type=FLOAT)
+    out = wrapper.run(q, levels.cache)
+    for i, (chain, rows) in enumerate((((0, 1, 3), slice(2)), ((0, 1, 4), slice(2, 3)), ((0, 2, 5), slice(3, 6)))):
+        k, v = (torch.cat([side[n] for n in chain]) for side in (levels.keys, levels.values))
+        torch.testing.assert_close(out[rows], true(q[rows], k, v, causal=True)[0], rtol=1e-5, atol=1e-5, msg=str(i))
+
+
+def test_plans_of_a_graph_write_where_the_first_one_did() -> None:
+    first, second = Pages([11, 2], 4), Pages([3, 14], 4)
+    buffers = torch.zeros(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    wrapper = fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
+    assert wrapper.is_cuda_graph_enabled
+    q = torch.randn(2, 4, 16)
+    wrapper.plan(*first.lists, 4, 2, 16, 4, q_data_type=FLOAT)
+    tables = wrapper._tables
+    assert tables is not None
+    address = tables.table.data_ptr(), tables.used.data_ptr()
+    wrapper.plan(*second.lists, 4, 2, 16, 4, q_data_type=FLOAT)
+    assert wrapper._tables is tables
+    assert address == (tables.table.data_ptr(), tables.used.data_ptr())
+    out = wrapper.run(q, second.cache)
+    close(out, torch.cat([true(q[i : i + 1], second.keys[i], second.values[i])[0] for i in range(2)]))
+    with pytest.raises(InvalidProblem, match="keeps its batch size"):
+        wrapper.plan(*Pages([3], 4).lists, 4, 2, 16, 4, q_data_type=FLOAT)
+
+
+def test_refusals() -> None:
+    pages, q = Pages([5], 4), torch.randn(1, 4, 16)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(InvalidProblem, match="run is called before plan"):
+        wrapper.run(q, pages.cache)
+    with pytest.raises(NotSupported, match=r"pos_encoding_mode is ROPE_LLAMA.*flashtile\.ops\.rotary"):
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, pos_encoding_mode="ROPE_LLAMA")
+    with pytest.raises(NotSupported, match="o_data_type is"):
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, o_data_type=torch.float32)
+    with pytest.raises(TypeError, match="plan has no argument 'casual'"):
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, casual=True)
+    with pytest.raises(InvalidProblem, match="kv_layout is 'HDN'"):
+        fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HDN")
+    wrapper.plan(*pages.lists, 4, 2, 16, 4)
+    with pytest.raises(InvalidProblem, match=r"q is torch\.float32 and plan's q_data_type torch\.float16"):
+        wrapper.run(q, pages.cache)
+    wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type=FLOAT)
+    with pytest.raises(NotSupported, match="kv_cache_sf is given"):
+        wrapper.run(q, pages.cache, kv_cache_sf=q)
+    with pytest.raises(InvalidProblem, match=r"q has shape \(2, 4, 16\); it must be \(1, heads, head_dim\)"):
+        wrapper.run(q.expand(2, -1, -1), pages.cache)
+    with pytest.raises(InvalidProblem, match=r"pages of 2 and plan's page_size is 4"):
+        wrapper.run(q, pages.cache[:, :, :2])
+    wrapper.plan(pages.indptr, pages.indices + 9, pages.last, 4, 2, 16, 4, q_data_type=FLOAT)
+    with pytest.raises(InvalidProblem, match=r"indices\[0\] names page"):
+        wrapper.run(q, pages.cache)
+    prefill = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(NotSupported, match=r"a mask by bits.*flashtile\.Tree"):
+        prefill.plan(ints(0, 1), *pages.lists, 4, 2, 16, 4, custom_mask=torch.ones(5, dtype=torch.bool))
+    cascade = fi.MultiLevelCascadeAttentionWrapper(1, WORKSPACE)
+    with pytest.raises(NotSupported, match="window_left is given"):
+        cascade.plan([ints(0, 1)], *([one] for one in pages.lists), 4, 2, 16, 4, window_left=3)
+    with pytest.raises(InvalidProblem, match=r"v has shape \(1, 4, 16\)"):
+        fi.merge_states(q, q[..., 0])
+
+
+def test_installed() -> None:
+    flashtile.compat.install("flashinfer")
+    try:
+        import flashinfer
+        from flashinfer.cascade import merge_states
+
+        assert merge_states is fi.merge_states
+        assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is fi.BatchDecodeWithPagedKVCacheWrapper
+        assert flashinfer.__version__ == "0.7.4"
+        with pytest.raises(AttributeError, match="BatchMLAPagedAttentionWrapper"):
+            _ = flashinfer.BatchMLAPagedAttentionWrapper
+    finally:
+        flashtile.compat.uninstall("flashinfer")

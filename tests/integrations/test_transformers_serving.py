@@ -1,0 +1,118 @@
+"""transformers' generation over its caches, and continuous batching: token by token those of eager."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import transformers as hf
+
+from flashtile import InvalidProblem
+from flashtile.integrations import transformers as ours
+from flashtile.integrations import transformers_cache
+from tests.integrations.test_transformers import OPTIONS, build, models
+
+INITIALIZATION = f"{transformers_cache.BATCHING}.initialization"
+PROMPTS = [[5, 6, 7], list(range(8, 21)), [3], [30, 31, 32, 33, 34, 35, 36]]
+NEW = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    ours.register(options=OPTIONS)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that went through attention_cached, which this CPU takes for a GPU."""
+    seen: list[tuple[int, ...]] = []
+    original = transformers_cache.attention_cached
+
+    def recorded(q: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.append(tuple(q.shape))
+        return original(q, *given, **named)
+
+    monkeypatch.setattr(transformers_cache, "attention_cached", recorded)
+    monkeypatch.setattr(
+        ours, "is_decoding", lambda q, dropout, _: q.shape[1] <= 8 and not dropout and not torch.is_grad_enabled()
+    )
+    return seen
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+def test_generation_over_a_cache(calls: list[tuple[int, ...]], name: str, cache: str | None) -> None:
+    """Dynamic and static caches, sliding ones among them, with and without padding on the left."""
+    ids = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+    keep = torch.ones(2, 12, dtype=torch.long)
+    keep[0, :4] = 0
+    for mask in (torch.ones_like(keep), keep):
+        how = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation=cache, disable_compile=True)
+        eager, mine = (model.generate(ids, **how) for model in models(name))
+        assert torch.equal(eager, mine)
+    assert len(calls) == 2 * 2 * (NEW - 1)  # both runs and layers; all but the prompt's step
+    assert set(calls) == {(2, 1, 4, 16)}
+
+
+def test_a_gpu_decodes_from_caches_and_a_cpu_does_not(device: torch.device) -> None:
+    q = torch.randn(1, 1, 2, 16, device=device)
+    with torch.no_grad():
+        assert transformers_cache.is_decoding(q, 0.0, None) == q.is_cuda
+        assert not transformers_cache.is_decoding(q, 0.1, None)
+    assert not transformers_cache.is_decoding(q, 0.0, None)
+
+
+def batched(name: str, **how: Any) -> list[list[int]]:
+    """What continuous batching makes of the prompts."""
+    model = build(name, "flashtile")
+    model.load_state_dict(models(name)[0].state_dict())
+    config = hf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = hf.ContinuousBatchingConfig(page_size=4, num_blocks=48, max_batch_tokens=8, **how)
+    made = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=pages)
+    by_prompt = {tuple(one.prompt_ids): one.generated_tokens for one in made.values()}
+    return [by_prompt[tuple(prompt)] for prompt in PROMPTS]
+
+
+def alone(name: str) -> list[list[int]]:
+    """What eager makes of each prompt by itself."""
+    eager = models(name)[0]
+    made = [eager.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0] for p in PROMPTS]
+    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS, strict=True)]
+
+
+@pytest.mark.skipif(not hasattr(hf, "ContinuousBatchingConfig"), reason="this transformers has another continuous batching")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_continuous_batching(name: str) -> None:
+    """Prompts in chunks beside requests that decode; windows are rings of pages there."""
+    assert batched(name) == alone(name)
+
+
+@pytest.mark.skipif(not hasattr(hf, "ContinuousBatchingConfig"), reason="this transformers has another continuous batching")
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_continuous_batching_over_pages(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Batches that decode alone read and write the pages; transformers offers that on GPUs, by what is asked of here."""
+    initialization = importlib.import_module(INITIALIZATION)
+    assert initialization.is_flash_attention_requested(build(name, "flashtile").config, version=[2, 3])
+    assert not initialization.is_flash_attention_requested(build(name, "eager").config, version=[2, 3])
+    assert initialization.lazy_import_flash_attention("flashtile")[0][2] is not None
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
+    assert batched(name, max_blocks_per_request=8) == alone(name)
+    assert {shape[1:] for shape in calls} == {(1, 4, 16)}
+    assert max(shape[0] for shape in calls) > 1
+
+
+def test_pages_that_are_none_are_named() -> None:
+    x = torch.randn(1, 2, 3, 16)
+    pool, cu = torch.randn(4, 4, 2, 16), torch.arange(4, dtype=torch.int32)
+    table = torch.zeros(3, 1)
+    with pytest.raises(InvalidProblem, match=r"page_table is torch\.float32"):
+        ours.attention_forward(
+            torch.nn.Module(), x, x, x, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu, block_table=table, k_cache=pool, v_cache=pool
+        )
