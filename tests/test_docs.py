@@ -286,3 +286,15 @@ def test_files_that_the_docs_name_exist(page: str) -> None:
         assert (home / target).exists(), f"{page} links to {target}"
     for name in re.findall(r"`((?:flashtile|tests|tools|benchmarks|docs)/[\w/.-]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_links_of_the_site_to_pages_stay_and_those_to_files_become_words() -> None:
+    from tools.site_links import NO_PAGE
+
+    def shown(text: str) -> str:
+        return NO_PAGE.sub(lambda link: link[1], text)
+
+    for kept in ("[rows](../benchmarks.md#h100)", "[rows](benchmarks.md)", "[how](how-to/benchmarks.md)"):
+        assert shown(kept) == kept
+    for file in ("../../examples/generate.py", "../examples/c", ".github/ISSUE_TEMPLATE/error.md", "../../.github/a.md"):
+        assert shown(f"see [this]({file}).") == "see this."
