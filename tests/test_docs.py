@@ -49,11 +49,12 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
         "from tools.make_docs import *; text = (ROOT / 'README.md').read_text();"
         "page = lambda name: (ROOT / 'docs' / name).read_text();"
         "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'));"
-        "text = page('explanation/numerics.md'); print(numerics(text) == text); text = page('jax.md'); print(jax(text) == text)"
+        "text = page('explanation/numerics.md'); print(numerics(text) == text);"
+        "text = page('jax.md'); print(jax(text) == text); text = page('features.md'); print(features(text) == text)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True True\nTrue\nTrue\n", "run `make docs`"
+    assert done.stdout == "True True True\n" + "True\n" * 3, "run `make docs`"
 
 
 def test_a_goal_that_nobody_measured_is_not_reached(tmp_path: Path) -> None:
@@ -268,6 +269,16 @@ def test_every_experiment_of_the_lab_has_its_four_parts() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_every_row_of_a_table_has_the_cells_of_its_header(page: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for header, rows in re.findall(r"^(\|.*\|)\n\|(?: --- \|)+\n((?:(?!<!--).+\n)*)", text + "\n", re.MULTILINE):
+        cells = len(re.findall(r"(?<!\\)\|", header))
+        for row in rows.splitlines():
+            assert row.startswith("|"), f"{page} has a table that breaks off at: {row}"
+            assert len(re.findall(r"(?<!\\)\|", row)) == cells, f"{page}: {row}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     home = (ROOT / page).parent
@@ -275,3 +286,15 @@ def test_files_that_the_docs_name_exist(page: str) -> None:
         assert (home / target).exists(), f"{page} links to {target}"
     for name in re.findall(r"`((?:flashtile|tests|tools|benchmarks|docs)/[\w/.-]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_links_of_the_site_to_pages_stay_and_those_to_files_become_words() -> None:
+    from tools.site_links import NO_PAGE
+
+    def shown(text: str) -> str:
+        return NO_PAGE.sub(lambda link: link[1], text)
+
+    for kept in ("[rows](../benchmarks.md#h100)", "[rows](benchmarks.md)", "[how](how-to/benchmarks.md)"):
+        assert shown(kept) == kept
+    for file in ("../../examples/generate.py", "../examples/c", ".github/ISSUE_TEMPLATE/error.md", "../../.github/a.md"):
+        assert shown(f"see [this]({file}).") == "see this."

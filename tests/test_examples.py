@@ -99,3 +99,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path) -> None:
         else:
             exec(compile(ast.Module([last], []), path.name, "exec"), names)
     assert len(cells) > 5
+
+
+def test_every_example_is_in_the_list() -> None:
+    listed = set(re.findall(r"^\| \[\S+\]\((\S+)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -125,3 +127,20 @@ def test_lengths_are_told_apart() -> None:
     assert str(flashtile.explain("attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)", device="H100")).startswith("att")
     with pytest.raises(TypeError, match="cu_seqlens"):
         flashtile.explain(q, q, q, cu_seqlens=ends)
+
+
+def test_the_words_of_every_tile_are_in_the_glossary() -> None:
+    pytest.importorskip("triton")
+    from flashtile.kernels.portable.tile import Launch, Products
+    from flashtile.kernels.sm90.host.tile_backward import BackwardLaunch
+    from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch
+
+    tiles = [
+        ForwardLaunch(resident=True, apart=True),
+        BackwardLaunch(parted=True, helps=True, pieces=2, joined=True, converts=True),
+    ]
+    tiles += [Launch(64, 64, products=products, held=1) for products in get_args(Products)]
+    told = {word.partition("=")[0] for tile in tiles for word in tile.spell().split()[1:]}
+    assert len(told) > 15
+    text = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    assert told - set(re.findall(r"`([^`]+)`", text)) == set()

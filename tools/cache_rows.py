@@ -53,7 +53,7 @@ def measured(folder: Path) -> set[tuple[str, str]]:
 def table(folder: Path) -> list[str]:
     """The rows, and below them the refusals."""
     seen = measured(folder)
-    lines = ["A key/value cache, on the CPU and the architectures that the tests compile its kernels for:", ""]
+    lines = ["On the CPU and the architectures that the tests compile its kernels for:", ""]
     lines += [f"| feature | {' | '.join(TARGETS)} |", "| --- |" + " --- |" * len(TARGETS)]
     refusals: list[str] = []
     for feature, problem, provider in ROWS:

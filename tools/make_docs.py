@@ -22,7 +22,17 @@ from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Variant
-from tools import cache_rows, companion_tables, error_table, evidence, front_page, goals, ranks_table, script_tables
+from tools import (
+    cache_rows,
+    companion_tables,
+    error_table,
+    evidence,
+    front_page,
+    goals,
+    ranks_table,
+    script_tables,
+    support_tables,
+)
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,22 +109,20 @@ def support(proof: Iterable[Evidence]) -> str:
         '`sm90` has two backends: *hopper* is its own kernels, *triton* the portable ones. "Few scores" means that a forward',
         "has at most 10^9 floating-point operations, counted without the mask: batch x heads x queries x keys x 2 x (head_dim",
         "+ head_dim_v).",
-        "",
-        "| feature | " + " | ".join(targets) + " |",
-        "| --- |" + " --- |" * len(targets),
     ]
-    reasons, left = dict[tuple[str, str], list[str]](), list[str]()
+    rows = dict[str, str]()
+    refused, left = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
     for feature, spelling, variant in FEATURES:
         cells = list[str]()
         for target in targets:
             try:
                 cells.append(cell(spelling, variant, target, proof))
             except NotSupported as refusal:
-                reasons.setdefault((feature, told_of(refusal, target)), []).append(target)
+                refused.append((feature, target, told_of(refusal, target)))
                 cells.append("refused")
             else:
-                left += [f"- {feature}, {why}" for why in left_by_hopper(evidence.problem_of(spelling), variant, target)]
-        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+                left += [(feature, *told) for told in left_by_hopper(evidence.problem_of(spelling), variant, target)]
+        rows[feature] = f"| {feature} | " + " | ".join(cells) + " |"
     for name, (what, _) in PASSES.items():
         cells = list[str]()
         for target in targets:
@@ -122,25 +130,22 @@ def support(proof: Iterable[Evidence]) -> str:
                 backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
                 cells.append(f"{'run on' if target == 'cpu' else 'compiled for'} ({backend})")
             except NotSupported as refusal:
-                reasons.setdefault((what, told_of(refusal, target)), []).append(target)
+                refused.append((what, target, told_of(refusal, target)))
                 cells.append("refused")
-        lines.append(f"| {what} | " + " | ".join(cells) + " |")
-    lines += ["", *cache_rows.table(RESULTS)]
-    refusals = [f"- {feature} on {', '.join(where)}: {told}" for (feature, told), where in reasons.items()]
-    for title, told in (
-        ("Refusals, without those of backends that are made for other devices:", refusals),
-        ("What Hopper's kernels leave to the portable ones on sm90:", left),
-    ):
-        lines += ["", title, "", *told]
+        rows[what] = f"| {what} | " + " | ".join(cells) + " |"
+    header = ("| feature | " + " | ".join(targets) + " |", "| --- |" + " --- |" * len(targets))
+    lines += support_tables.grouped(header, rows)
+    lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
+    lines += support_tables.refusals(refused)
+    lines += support_tables.left(left)
     lines += ["", *ranks_table.table()]
     return "\n".join([*lines, ""])
 
 
 def told_of(refusal: NotSupported, target: str) -> str:
-    """The reasons of backends that are made for this architecture, without what they are not made for."""
+    """The reasons of the last backend that is made for this architecture: the one that would have run it."""
     elsewhere = foreign(target)
-    own = {name: [one for one in why if one not in elsewhere.get(name, ())] for name, why in refusal.reasons.items()}
-    return "; ".join(f"{name}: {', '.join(why)}" for name, why in own.items() if why and not elsewhere.get(name))
+    return [", ".join(why) for name, why in refusal.reasons.items() if why and not elsewhere.get(name)][-1]
 
 
 def foreign(target: str) -> dict[str, list[str]]:
@@ -149,16 +154,16 @@ def foreign(target: str) -> dict[str, list[str]]:
     return {backend.name: backend.unsupported(plain, named(target)) for backend in dispatch.BACKENDS}
 
 
-def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, target: str) -> list[str]:
-    """Why Hopper's kernels do not run what another backend runs on their architecture: in the forward, or else the backward."""
+def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, target: str) -> list[tuple[str, str]]:
+    """Which passes another backend runs on the architecture of Hopper's kernels, and why: both, or else the backward."""
     if isinstance(problem, CachedProblem):
         why = dispatch.backend_named("hopper").unsupported_cached(problem, named(target)) if target == "sm90" else []
-        return [f"forward: {', '.join(why)}"] if why else []
+        return [("forward", ", ".join(why))] if why else []
     hopper = dispatch.backend_named("hopper")
     ways: tuple[tuple[Variant | None, str], ...] = ((None, "forward and backward"), (variant, "backward"))
     for way, passes in ways if target == "sm90" else ():
         if refusals := hopper.unsupported(problem, named(target), way):
-            return [f"{passes}: {', '.join(refusals)}"]
+            return [(passes, ", ".join(refusals))]
     return []
 
 
@@ -216,6 +221,11 @@ def jax(text: str) -> str:
     return replaced(text, "peers", "\n" + script_tables.jax(RESULTS))
 
 
+def features(text: str) -> str:
+    """The page of features with what they cost."""
+    return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
+
+
 def is_shown(file: Path) -> bool:
     return file.stem.rpartition("-")[0] in SHOWN
 
@@ -237,7 +247,10 @@ def main() -> None:
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
-    for name, written in (("README.md", readme), ("docs/explanation/numerics.md", numerics), ("docs/jax.md", jax)):
+    generated = {
+        "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
+    }  # fmt: skip
+    for name, written in generated.items():
         page = ROOT / name
         page.write_text(written(page.read_text()))
 

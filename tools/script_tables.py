@@ -82,14 +82,28 @@ def jax(folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
+def costs(folder: Path) -> str:
+    """Times of features on an H100, ours and the others', full and causal: the table of docs/features.md."""
+    rows = [row for row in read(folder / "features-hopper-h100.csv") if row["section"] == "costs" and row["both_ms"]]
+    ms = {(row["name"], row["causal"]): f"{float(row['forward_ms']):.2f}, {float(row['both_ms']):.2f}" for row in rows}
+    lines = ["| with | mask | flashtile | FlexAttention | PyTorch's SDPA |", "| --- | --- | --- | --- | --- |"]
+    for name in ("plain", "softcap", "sink", "dropout", "bias", "bias, gradient"):
+        for causal, mask in (("False", "full"), ("True", "causal")):
+            cells = [ms.get((f"{who}{name}", causal), "-") for who in ("", "flex ", "sdpa ")]
+            lines.append(f"| {name} | {mask} | {' | '.join(cells)} |")
+    told = sorted({(row["date"][:10], row["commit"]) for row in rows})
+    days = ", ".join(f"{day} ({commit})" for day, commit in told)
+    return "\n".join([*lines, "", f"Measured on {' and '.join(sorted({row['device'] for row in rows}))}: {days}.", ""])
+
+
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " --- |" * (len(names) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows)])
 
 
 def _cell(text: str) -> str:
-    """A number with four digits, other text as it stands in a table."""
+    """A number with four digits, other text in one line, as a table has it."""
     try:
-        return f"{float(text):.4g}" if "." in text else text
+        return f"{float(text):.4g}" if "." in text else str(int(text))
     except ValueError:
-        return text.replace("|", "\\|")
+        return " ".join(text.replace("|", "\\|").split())

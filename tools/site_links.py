@@ -6,16 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+RECORDS = ("lab/", "changelog.md", "benchmarks.md", "goals.md")
+NO_PAGE = re.compile(r"\[([^]]*)\]\((?:\.\./)*(?:\.github|(?:examples|tests|flashtile|benchmarks|tools)(?=[/)]))[^)]*\)")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)""")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """The page's text; its links lead to pages alone."""
+    """The page's text; its links lead to pages alone, and the search puts records behind pages for users."""
+    if page.file.src_uri.startswith(RECORDS):
+        page.meta.setdefault("search", {"boost": 0.1})
     markdown = markdown.replace("](../CONTRIBUTING.md)", "](contributing.md)").replace(
         "](../../CHANGELOG.md)", "](../changelog.md)"
     )
-    return re.sub(r"\[([^]]*)\]\((?:\.\./)+(?:examples|tests|flashtile|benchmarks|tools)\b[^)]*\)|\[([^]]*)\]\(\.github[^)]*\)",
-                  lambda link: link[1] or link[2], markdown)  # fmt: skip
+    return NO_PAGE.sub(lambda link: link[1], markdown)
 
 
 def on_post_build(*, config: Any) -> None:

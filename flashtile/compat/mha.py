@@ -1,7 +1,7 @@
 """flash-attention 2's modules: `flash_attn.modules.mha`, and `InferenceParams` of `flash_attn.utils.generation`.
 
-Beyond them: fp32 and the CPU. Generation runs on the cache by ordinary attention; `lengths_per_sample` waits for kernels that
-decode from a cache.
+Beyond them: fp32 and the CPU. In generation all items of the cache have one length: `lengths_per_sample` is refused, and
+`flashtile.attention_cached` takes a length for each item.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class MHA(torch.nn.Module):
                 cu_seqlens is not None and (self.dwconv or self.rotary_emb_dim > 0),
             "inference_params is given, with key_padding_mask, cu_seqlens or convolutions":
                 inference is not None and (padding is not None or cu_seqlens is not None or self.dwconv),
-            "lengths_per_sample is given; there are no kernels for decoding from a key/value cache yet":
+            "lengths_per_sample is given; MHA's cache has one length for all items, use flashtile.attention_cached":
                 inference is not None and inference.lengths_per_sample is not None,
             "layer_idx is None; the cache is kept by it": inference is not None and self.layer_idx is None,
         })  # fmt: skip
