@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flashtile.torch.call.holes import counts
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.bound import device_of
 from tests.backends import PORTABLE
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, Tensors
 from tests.judge import expected, judge, run
 
 
@@ -28,8 +29,16 @@ def problem_of(case: Case, inputs: list[torch.Tensor], arguments: dict[str, Any]
     )[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", [backend.name for backend in dispatch.BACKENDS])
+@lru_cache(maxsize=1)
+def expected_of(case: Case, place: torch.device) -> tuple[Tensors, Tensors]:
+    """`expected`, once for all backends: their tests follow one another."""
+    return expected(case, case.tensors(place))
+
+
+PAIRS = [(backend.name, case) for case in CASES for backend in dispatch.BACKENDS]
+
+
+@pytest.mark.parametrize(("backend", "case"), PAIRS, ids=[f"{backend}-{case.name}" for backend, case in PAIRS])
 def test_case(backend: str, place: torch.device, case: Case) -> None:
     tensors = case.tensors(place)
     for name, tensor in tensors.items():  # as `run` has them
@@ -41,7 +50,7 @@ def test_case(backend: str, place: torch.device, case: Case) -> None:
     reasons = asked.unsupported(problem, device) or asked.unsupported(problem, device, case.backward)  # in the order of use
     if not reasons:
         assert backend not in case.refused
-        judge(case, run(backend, case, tensors), *expected(case, tensors))
+        judge(case, run(backend, case, tensors), *expected_of(case, place))
         return
     assert backend in case.refused or case.backward in PORTABLE.get(backend, (case.backward,)), reasons
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, product
 from typing import Literal
 
@@ -24,6 +25,7 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
 from flashtile.triton_glue.compile import contiguous
 
+Direction = Literal["forward", "backward"]
 Layout = Literal["bshd", "bhsd", "llmc"]
 LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "llmc")
 TOKENS = ("q", "k", "v", "out")  # tensors with an axis of tokens and one of heads; their gradients are named d...
@@ -116,15 +118,17 @@ class AttentionExport:
         """Whether some forward's tile is chosen for the sizes that come: Hopper's."""
         return not HOPPER.unsupported(self.problem, H100)
 
-    @property
-    def derived(self) -> tuple[str, ...]:
-        return ("sm_count", *schedule.DERIVED) if self.scheduled else ("sm_count",)
+    def scheduled_in(self, direction: Direction) -> bool:
+        return self.scheduled and direction == "forward"
 
-    def derive(self, name: str) -> str:
+    def derived(self, direction: Direction) -> tuple[str, ...]:
+        return ("sm_count", *schedule.DERIVED) if self.scheduled_in(direction) else ("sm_count",)
+
+    def derive(self, name: str, direction: Direction) -> str:
         """C that fills in the derived sizes."""
         first = len(self.sizes)
         text = f"    sizes[{first}] = gpu->sm_count;\n"
-        if not self.scheduled:
+        if not self.scheduled_in(direction):
             return text + "    return FLASHTILE_OK;\n"
         batch, seqlen_q, seqlen_k, heads = (0, 1, 1, 2) if self.layout == "llmc" else (0, 1, 2, 3)
         return text + (
@@ -136,26 +140,28 @@ class AttentionExport:
             f"    return FLASHTILE_OK;\n"
         )
 
-    def samples(self, device: Device) -> list[dict[str, int]]:
+    def samples(self, direction: Direction, device: Device) -> list[dict[str, int]]:
         """Sizes at which plans are made."""
         lengths = {*LENGTHS, *self._band_lengths(), *self.long()}
         keys = sorted({*lengths, *self.short()})
         pairs = [(n, n) for n in keys] if self.layout == "llmc" else list(product(sorted(lengths), keys))
         found: list[dict[str, int]] = []
-        drawn = DRAWN if any(spec.wants_grad for spec in self.problem.score) else 0
+        drawn = DRAWN if direction == "backward" and any(spec.wants_grad for spec in self.problem.score) else 0
         for batch, seqlen_q, seqlen_k, heads in chain(_ordered(pairs), _drawn(drawn)):
             given = (batch, seqlen_q, heads) if self.layout == "llmc" else (batch, seqlen_q, seqlen_k, heads)
-            found += self.complete(dict(zip(self.sizes, given, strict=True)), device)
+            found += self.complete(direction, dict(zip(self.sizes, given, strict=True)), device)
         return found
 
-    def complete(self, sizes: Sizes, device: Device) -> list[dict[str, int]]:
+    def complete(self, direction: Direction, sizes: Sizes, device: Device) -> list[dict[str, int]]:
         """Sizes that a caller gives, with all that the run-time may find for them; none where no problem has them."""
         given = {**{name: sizes[name] for name in self.sizes}, "sm_count": device.sm_count}
         try:
             problem = self.at(given)
         except InvalidProblem:
             return []
-        choices = schedule.feasible(problem) if self.scheduled and device.arch == 90 else [1]
+        if not self.scheduled_in(direction):
+            return [given]
+        choices = schedule.feasible(problem) if device.arch == 90 else [1]
         return [{**given, **dict(zip(schedule.DERIVED, (choice, 6), strict=True))} for choice in choices]
 
     def short(self) -> Iterator[int]:
@@ -226,9 +232,21 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
         backend = first_of(backends, problem, device, export.variant)
         return backend.backward(problem, device, gradients, export.variant)
 
-    scheduled = export.problem if export.scheduled else None
-    return [
-        Entry(f"{name}_{direction}", spelling, direction, export.sizes, export.derived, plan, export.strides, export.broadcast,
-              export.samples, export.complete, export.derive(f"{name}_{direction}"), scheduled)
-        for direction, plan in (("forward", forward), ("backward", backward))
-    ]  # fmt: skip
+    def entry(direction: Direction, plan: Callable[[Sizes, Device], Plan]) -> Entry:
+        whole = f"{name}_{direction}"
+        return Entry(
+            name=whole,
+            spelling=spelling,
+            direction=direction,
+            sizes=export.sizes,
+            derived=export.derived(direction),
+            plan=plan,
+            strides=export.strides,
+            broadcast=export.broadcast,
+            samples=partial(export.samples, direction),
+            complete=partial(export.complete, direction),
+            derive=export.derive(whole, direction),
+            schedule=export.problem if export.scheduled_in(direction) else None,
+        )
+
+    return [entry("forward", forward), entry("backward", backward)]

@@ -150,8 +150,11 @@ def explore(entry: Entry, device: Device) -> list[Path]:
     Each is checked against the plans that are made of numbers.
     """
     paths: list[Path] = []
-    pending = entry.samples(device)
+    pending, seen = entry.samples(device), set[tuple[int, ...]]()
     for sizes in pending:  # which grows
+        if (numbers := tuple(sizes.values())) in seen:
+            continue
+        seen.add(numbers)
         path = next((path for path in paths if path.fits(sizes)), None)
         if path is None:
             path = trace(entry, device, sizes)
