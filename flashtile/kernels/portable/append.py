@@ -67,6 +67,9 @@ def append_rows(in_ptrs, out_ptrs, scale_ptrs, slots_ptr, strides, tokens, seqle
     """How.rows heads of tokens; in_ptrs = (k, v), out_ptrs = (k_cache, v_cache), scale_ptrs theirs; strides of these six and of
     slots. No v where values are columns of keys.
     """
+    STORED: tl.constexpr = HOW.stored
+    K_SCALE: tl.constexpr = HOW.k_scale
+    V_SCALE: tl.constexpr = HOW.v_scale
     index = tl.program_id(0).to(tl.int64) * HOW.rows + tl.arange(0, HOW.rows)
     token, head = index // HOW.heads, index % HOW.heads
     slab, place = token // seqlen, token % seqlen
@@ -74,10 +77,10 @@ def append_rows(in_ptrs, out_ptrs, scale_ptrs, slots_ptr, strides, tokens, seqle
     page, row = slot // HOW.page, slot % HOW.page
     there = (slot >= 0) & (page < pages)
     copy_rows(in_ptrs[0], out_ptrs[0], scale_ptrs[0], strides[0], strides[2], strides[4], slab, place, page, row, head, there,
-              HOW.width, HOW.columns, HOW.stored, HOW.most, HOW.k_scale)  # fmt: skip
+              HOW.width, HOW.columns, STORED, HOW.most, K_SCALE)  # fmt: skip
     if in_ptrs[1] is not None:
         copy_rows(in_ptrs[1], out_ptrs[1], scale_ptrs[1], strides[1], strides[3], strides[5], slab, place, page, row, head, there,
-                  HOW.width_v, HOW.columns_v, HOW.stored, HOW.most, HOW.v_scale)  # fmt: skip
+                  HOW.width_v, HOW.columns_v, STORED, HOW.most, V_SCALE)  # fmt: skip
 
 
 def plan_append(p: AppendProblem) -> Plan:

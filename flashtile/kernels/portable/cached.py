@@ -38,6 +38,14 @@ def narrow(problem: CachedProblem) -> AttentionProblem:
     return replace(p, head_dim=p.head_dim_v) if problem.shared else p
 
 
+def lowers(problem: CachedProblem) -> bool:
+    """Whether bf16 queries are multiplied in fp16, which fp8 becomes by half of the instructions: not where rows of values have
+    scales, for what such a row holds may be beyond fp16.
+    """
+    stored = problem.stored
+    return problem.attention.dtype is DType.BF16 and stored is not None and stored.dtype != "int8" and stored.v_scale != "token"
+
+
 def launch_of(problem: CachedProblem, device: Device, heads: int) -> Launch:
     """The tile of `candidates`' first."""
     return candidates(problem, device, heads)[0]
@@ -132,7 +140,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     rest = p.head_dim - p.head_dim_v if problem.shared else 0
     packing = ("PACK", Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early, "" if stored is None else stored.dtype, *scaled,
-        device.kind == "cuda" and device.arch >= 89 and not INTERPRETED, problem.shared, rest,
+        device.kind == "cuda" and not INTERPRETED and (device.arch >= 89 or (stored is not None and stored.dtype != "e4m3")), lowers(problem), problem.shared, rest,
         max(16, 1 << (rest - 1).bit_length()) if rest else 0,
     ))  # fmt: skip
     band = (p.band.left or 0, p.band.right or 0)

@@ -15,10 +15,11 @@ from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
 from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, fold, scored
-from flashtile.kernels.device.stored import widened
+from flashtile.kernels.device.stored import lowered, widened
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.triton_glue.language import jit, tl
+from flashtile.triton_glue.language import constexpr, jit, tl
 
+LIFT = constexpr(32768.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
 
 
@@ -29,7 +30,7 @@ class Packing:
     begins early.
 
     stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native: the GPU reads
-    e4m3. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in a tile of rest_columns.
+    e4m3. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in a tile of rest_columns.
     """
 
     heads: int
@@ -42,6 +43,7 @@ class Packing:
     k_scale: str = ""
     v_scale: str = ""
     native: bool = False
+    lowers: bool = False
     shared: bool = False
     rest: int = 0
     rest_columns: int = 0
@@ -121,8 +123,9 @@ def cache_tile(ptr, at, stride, exists, first, WIDTH: tl.constexpr, COLUMNS: tl.
     column = tl.arange(0, COLUMNS)
     inside = exists[:, None] & (column < WIDTH)[None, :]
     x = tl.load(ptr + at[:, None] + (first + column).to(tl.int64)[None, :] * stride, mask=inside, other=0)
-    if PACK.stored != "":
-        x = widened(x, KIND, PACK.stored, PACK.native)
+    STORED: tl.constexpr = PACK.stored
+    if STORED != "":
+        x = widened(x, KIND, STORED, PACK.native)
     return x
 
 
@@ -143,9 +146,9 @@ def times_tokens(x, ptr, at, exists):
 
 
 @jit
-def times(rows, scale, SCALE: tl.constexpr):
+def times(rows, scale, SCALE: tl.constexpr, PACK: tl.constexpr):
     """The state, whose values are to be multiplied by `scale`."""
-    if SCALE == "head":
+    if SCALE == "head" or PACK.lowers:
         return Rows(rows.acc * scale, rows.top, rows.total)
     else:
         return rows
@@ -176,13 +179,15 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     SPAN: tl.constexpr = PACK.split * PACK.parts
     TOKENS: tl.constexpr = T.block_q // HEADS
     BLOCK_K: tl.constexpr = T.block_k
+    K_SCALE: tl.constexpr = PACK.k_scale
+    V_SCALE: tl.constexpr = PACK.v_scale
     heads = tl.num_programs(1) // CHUNKS * group
     if PACK.early:
         let_next()
     seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
     head_kv, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
-    scale = extra[2] * head_scale(in_ptrs[5], strides[6], seat.batch, head_kv, batch, PACK.k_scale)
-    v_scale = head_scale(in_ptrs[6], strides[7], seat.batch, head_kv, batch, PACK.v_scale)
+    scale = extra[2] * head_scale(in_ptrs[5], strides[6], seat.batch, head_kv, batch, K_SCALE)
+    v_scale = head_scale(in_ptrs[6], strides[7], seat.batch, head_kv, batch, V_SCALE)
     packed = tl.arange(0, T.block_q)
     row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
     exists = (row < seat.span) & (member < group)
@@ -196,10 +201,20 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     q_at = seat.slab.to(tl.int64) * strides[0][0] + (seat.first_q + row).to(tl.int64) * strides[0][1]
     q_at += head.to(tl.int64) * strides[0][2]
     counts = exists & (row < seat.q)
-    q = aligned_parts(q_tile(in_ptrs[0], q_at, strides[0][3], counts, 0, T.head_dim, T.columns), T)
+    q_main = q_tile(in_ptrs[0], q_at, strides[0][3], counts, 0, T.head_dim, T.columns)
     if PACK.rest > 0:
-        q_rest = aligned_parts(q_tile(in_ptrs[0], q_at, strides[0][3], counts, T.head_dim, PACK.rest, PACK.rest_columns), T)
-    KIND: tl.constexpr = in_ptrs[0].dtype.element_ty
+        q_rest = q_tile(in_ptrs[0], q_at, strides[0][3], counts, T.head_dim, PACK.rest, PACK.rest_columns)
+    if PACK.lowers:
+        top = tl.max(tl.abs(q_main), 1)
+        if PACK.rest > 0:
+            top = tl.maximum(top, tl.max(tl.abs(q_rest), 1))
+            q_rest, _ = lowered(q_rest, top)
+        q_main, q_factor = lowered(q_main, top)
+        v_scale *= 1.0 / LIFT
+    KIND: tl.constexpr = q_main.dtype
+    q = aligned_parts(q_main, T)
+    if PACK.rest > 0:
+        q_rest = aligned_parts(q_rest, T)
     rows = empty_rows(T.block_q, T.columns_v, T)
     token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
     for start in tl.range(lo, hi, BLOCK_K):
@@ -213,7 +228,7 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
         else:
             v_at = cache_rows(strides[2], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
             v = cache_tile(in_ptrs[2], v_at, strides[2][3], there, 0, T.head_dim_v, T.columns_v, KIND, PACK)
-        if PACK.v_scale == "token":
+        if V_SCALE == "token":
             scale_at = cache_rows(strides[7], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
             v = times_tokens(v, in_ptrs[6], scale_at, there)
         at = locate(seat.batch, head[:, None], row[:, None], key[None, :], sizes, True)
@@ -224,19 +239,21 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
         if PACK.rest > 0:
             k_rest = cache_tile(in_ptrs[1], k_at, strides[1][3], there, T.head_dim, PACK.rest, PACK.rest_columns, KIND, PACK)
             product += score_product(q_rest, transposed(aligned_parts(k_rest, T), T), T)
-        if PACK.k_scale == "token":
+        if PACK.lowers:
+            product *= q_factor[:, None]
+        if K_SCALE == "token":
             scale_at = cache_rows(strides[6], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
             product *= tl.load(in_ptrs[5] + scale_at, mask=there, other=0.0)[None, :]
         score = logits(product, at, scale, extra[0], T, SCORE)
-        rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE)
+        rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE, LIFT if PACK.lowers else 1.0)
         if PACK.parts > 1:
             ends_here = ((start + BLOCK_K) % SPLIT == 0) | (start + BLOCK_K >= hi)
             if ends_here:
-                store_part(out_ptrs, times(rows, v_scale, PACK.v_scale), start // SPLIT, token, head, heads, counts, lengths[0],
+                store_part(out_ptrs, times(rows, v_scale, V_SCALE, PACK), start // SPLIT, token, head, heads, counts, lengths[0],
                            seqlen_q, batch, T)  # fmt: skip
             rows = Rows(tl.where(ends_here, 0.0, rows.acc), tl.where(ends_here, float("-inf"), rows.top),
                         tl.where(ends_here, 0.0, rows.total))  # fmt: skip
-    rows = times(rows, v_scale, PACK.v_scale)
+    rows = times(rows, v_scale, V_SCALE, PACK)
     if PACK.parts == 1 and SPLIT > 0:
         if tl.program_id(2) * SPLIT < seat.k:
             store_part(out_ptrs, rows, tl.program_id(2), token, head, heads, counts, lengths[0], seqlen_q, batch, T)
