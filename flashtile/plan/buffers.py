@@ -67,8 +67,8 @@ def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
 
 
 def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
-    """Those of a cached forward: k and v are the pools, of bytes where they are `stored` so; `page_table`, `first_k`, `k_scale`,
-    `v_scale` where there are such, and no v where values are columns of keys.
+    """Those of a cached forward: k and v are the pools, of bytes where they are `stored` so; `page_table`, `first_k`,
+    `k_scale`, `v_scale` where there are such, and no v where values are columns of keys.
     """
     p, pages, stored = problem.attention, problem.pages, problem.stored
     pool = (pages.pages, pages.page_size, p.heads_kv)

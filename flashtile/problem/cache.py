@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.number import told
 
@@ -123,6 +123,14 @@ class CachedProblem:
                 f"head_dim_v is {self.attention.head_dim_v} and values are columns of keys, which have "
                 f"{self.attention.head_dim}; it must be at most as many."
             )
+
+    @property
+    def remedies(self) -> list[str]:
+        """What a refusal of wide keys says besides."""
+        p = self.attention
+        if self.shared or not p.head_dim_v <= MAX_HEAD_DIM < p.head_dim:
+            return []
+        return [f"values that are columns of the keys may stand beside more of these: v_cache=k_cache[..., :{p.head_dim_v}]"]
 
     @property
     def splits(self) -> int:

@@ -46,7 +46,7 @@ def stored_pool(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_of(pool: torch.Tensor, batch: int, r: random.Random, generator: torch.Generator) -> torch.Tensor | None:
-    """Scales of a pool of 8 bits, by all, head, item and head, or row; rows that are NaN, which nobody may look at, have NaN."""
+    """Scales of a pool of 8 bits, by all, head, item and head, or row; of rows that nobody may look at they are NaN."""
     shape = r.choice((None, (), (pool.shape[2],), (batch, pool.shape[2]), tuple(pool.shape[:3])))
     if shape is None:
         return None

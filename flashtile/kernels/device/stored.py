@@ -43,7 +43,7 @@ def by_float32(x, KIND: tl.constexpr):
 def lowered(x, top):
     """(bf16 rows in fp16, what their products are to be multiplied by); top: the largest magnitude of each row.
 
-    Rows are divided by a power of two, and their largest is then from 2^14 up: what is 2^28 times smaller is as exact as it was.
+    Rows are divided by a power of two, their largest is then from 2^14 up: what is 2^28 times smaller is as exact as it was.
     """
     power = tl.maximum(top.to(tl.float32).to(tl.int32, bitcast=True) & EXPONENT, LEAST_POWER).to(tl.float32, bitcast=True)
     return (x.to(tl.float32) * (16384.0 / power)[:, None]).to(tl.float16), power * (1.0 / 16384.0)
@@ -57,7 +57,9 @@ def narrowed(x, MOST: tl.constexpr, STORED: tl.constexpr):
     nan = x != x
     x = tl.minimum(tl.maximum(tl.where(nan, 0.0, x), -MOST), MOST)
     if STORED == "int8":
-        return ((x + MAGIC).to(tl.int32, bitcast=True) - tl.full(x.shape, MAGIC, tl.float32).to(tl.int32, bitcast=True)).to(tl.int8)
+        return ((x + MAGIC).to(tl.int32, bitcast=True) - tl.full(x.shape, MAGIC, tl.float32).to(tl.int32, bitcast=True)).to(
+            tl.int8
+        )
     else:
         SHIFT: tl.constexpr = 20 if STORED == "e4m3" else 21  # bits of a float32's fraction that are left out
         BIAS: tl.constexpr = (120 << 3) if STORED == "e4m3" else (112 << 2)

@@ -39,7 +39,8 @@ class How:
 
 @jit
 def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides, slab, place, page, row, head, there,
-              WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, MOST: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+              WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, MOST: tl.constexpr,
+              SCALE: tl.constexpr):  # fmt: skip
     """Rows of one tensor, a head of a token each."""
     column = tl.arange(0, COLUMNS).to(tl.int64)
     source = slab * in_strides[0] + place * in_strides[1] + head * in_strides[2]
@@ -55,8 +56,8 @@ def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides
             tl.store(scale_ptr + page * scale_strides[0] + row * scale_strides[1] + head * scale_strides[2], scale, mask=there)
             x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         elif SCALE == "head":
-            scale = tl.load(scale_ptr + slab * scale_strides[0] + place * scale_strides[1] + head * scale_strides[2], mask=there,
-                            other=1.0)  # fmt: skip
+            at = slab * scale_strides[0] + place * scale_strides[1] + head * scale_strides[2]
+            scale = tl.load(scale_ptr + at, mask=there, other=1.0)
             x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         x = narrowed(x, MOST, STORED)
     tl.store(out_ptr + target[:, None] + column[None, :] * out_strides[3], x, mask=inside)
@@ -79,8 +80,8 @@ def append_rows(in_ptrs, out_ptrs, scale_ptrs, slots_ptr, strides, tokens, seqle
     copy_rows(in_ptrs[0], out_ptrs[0], scale_ptrs[0], strides[0], strides[2], strides[4], slab, place, page, row, head, there,
               HOW.width, HOW.columns, STORED, HOW.most, K_SCALE)  # fmt: skip
     if in_ptrs[1] is not None:
-        copy_rows(in_ptrs[1], out_ptrs[1], scale_ptrs[1], strides[1], strides[3], strides[5], slab, place, page, row, head, there,
-                  HOW.width_v, HOW.columns_v, STORED, HOW.most, V_SCALE)  # fmt: skip
+        copy_rows(in_ptrs[1], out_ptrs[1], scale_ptrs[1], strides[1], strides[3], strides[5], slab, place, page, row, head,
+                  there, HOW.width_v, HOW.columns_v, STORED, HOW.most, V_SCALE)  # fmt: skip
 
 
 def plan_append(p: AppendProblem) -> Plan:

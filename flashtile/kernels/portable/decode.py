@@ -29,8 +29,9 @@ class Packing:
     page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
     begins early.
 
-    stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native: the GPU reads
-    e4m3. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in a tile of rest_columns.
+    stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
+    Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
+    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
     """
 
     heads: int
@@ -167,10 +168,10 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
                    PACK: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and PARTS parts of the keys.
 
-    Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool, table or None, sink or None, scales of k, of v);
-    out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others
-    (parts, tokens, heads). strides of q, k, v, table, out, sink, scales; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
-    extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
+    Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool or None, table or None, sink or None,
+    k_scale or None, v_scale or None); out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts,
+    tokens, heads, head_dim_v), the others (parts, tokens, heads). strides of q, k, v, table, out, sink, k_scale, v_scale; lengths = (cu_seqlens_q or
+    None, seqused_k, first_k or None); extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
@@ -249,8 +250,8 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
         if PACK.parts > 1:
             ends_here = ((start + BLOCK_K) % SPLIT == 0) | (start + BLOCK_K >= hi)
             if ends_here:
-                store_part(out_ptrs, times(rows, v_scale, V_SCALE, PACK), start // SPLIT, token, head, heads, counts, lengths[0],
-                           seqlen_q, batch, T)  # fmt: skip
+                done = times(rows, v_scale, V_SCALE, PACK)
+                store_part(out_ptrs, done, start // SPLIT, token, head, heads, counts, lengths[0], seqlen_q, batch, T)
             rows = Rows(tl.where(ends_here, 0.0, rows.acc), tl.where(ends_here, float("-inf"), rows.top),
                         tl.where(ends_here, 0.0, rows.total))  # fmt: skip
     rows = times(rows, v_scale, V_SCALE, PACK)

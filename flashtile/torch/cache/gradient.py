@@ -25,7 +25,9 @@ def attend_gathered(
     keys = gather(pools, pages, page_table, used, first, scales, q.dtype)
     if new is not None:
         place = _rows(new, pages, first)
-        keys = tuple(_replaced(old, made, place, pools[0].dtype in STORED) for old, made in zip(keys, (new.k, new.v), strict=True))
+        keys = tuple(
+            _replaced(old, made, place, pools[0].dtype in STORED) for old, made in zip(keys, (new.k, new.v), strict=True)
+        )
     count = used if first is None else (used - first).clamp(min=0)
     if cu_q is None:
         return attention(q, *keys, seqused_k=count, **arguments)

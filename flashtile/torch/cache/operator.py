@@ -5,8 +5,8 @@
     flashtile::attention_cached(q, k_cache, v_cache, k_scale?, v_scale?, page_table?, first_k?, others, split, text, floats,
         ints) -> (out, lse)
 
-The first writes into the pools, and into scales of tokens, and says so: compilers copy none of them. text, floats, ints and others: `routes/request.py`.
-Neither has gradients; `gradient.py` goes another way.
+The first writes into the pools, and into scales of tokens, and says so: compilers copy none of them. text, floats, ints and
+others: `routes/request.py`. Neither has gradients; `gradient.py` goes another way.
 """
 
 from __future__ import annotations
@@ -260,6 +260,7 @@ def _fake_attention(
 
 CACHED = define(
     "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor? page_table, Tensor? first_k, Tensor[] others, int split, str text, float[] floats, SymInt[] ints) -> (Tensor, Tensor)",
+    "Tensor? page_table, Tensor? first_k, Tensor[] others, int split, str text, float[] floats, SymInt[] ints) -> "
+    "(Tensor, Tensor)",
     run_attention, _fake_attention,
 )  # fmt: skip

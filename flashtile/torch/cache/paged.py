@@ -19,7 +19,7 @@ class PagedCache:
     """A key/value cache: pools, a table of pages, lengths. Who owns which page is the caller's business.
 
     k, v: (pages, page_size, heads_kv, head_dim); page_table: int32 (batch, columns), None for item i in page i;
-    seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, k_scale, v_scale: those of a cache of 8 bits, as
+    seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, and k_scale, v_scale, of a cache of 8 bits, as
     `attention_cached` has them.
     """
 

@@ -116,8 +116,8 @@ def check_scale(name: str, scale: Any, pool: torch.Tensor, batch: int) -> Maybe:
         return scale
     if shape not in ((), (1,), (heads,), (batch, heads)):
         raise InvalidProblem(
-            f"{name} has shape {shape}; it must be () for a scale of all, ({heads},) for one of each head, ({batch}, {heads}) of "
-            f"each item's head, or {token} of each token's, which are the cache's (pages, page_size, heads_kv)."
+            f"{name} has shape {shape}; it must be () for a scale of all, ({heads},) for one of each head, ({batch}, {heads}) "
+            f"of each item's head, or {token} of each token's, which are the cache's (pages, page_size, heads_kv)."
         )
     if scale.device.type == "cpu" and not is_traced(scale):
         wrong = ~((scale > 0) & scale.isfinite())
