@@ -68,7 +68,9 @@ def test_columns_of_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [layout.problem.shared for layout, _ in found] == [True, False]
     assert ["v" in inputs for _, inputs in found] == [False, True]
     q, k_cache, v_cache, table = absorbed(1, 16, None, torch.device("cpu")).tensors
-    with pytest.raises(flashtile.NotSupported, match=r"head_dim is 576; supported up to 512.*v_cache=k_cache\[\.\.\., :512\]"):
+    with pytest.raises(
+        flashtile.NotSupported, match=r"(?s)head_dim is 576; supported up to 512.*v_cache=k_cache\[\.\.\., :512\]"
+    ):
         flashtile.attention_cached(q, k_cache, v_cache.clone(), table, seqused_k=drawn.arguments["seqused_k"])
 
 

@@ -170,8 +170,9 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
 
     Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool or None, table or None, sink or None,
     k_scale or None, v_scale or None); out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts,
-    tokens, heads, head_dim_v), the others (parts, tokens, heads). strides of q, k, v, table, out, sink, k_scale, v_scale; lengths = (cu_seqlens_q or
-    None, seqused_k, first_k or None); extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
+    tokens, heads, head_dim_v), the others (parts, tokens, heads). strides of q, k, v, table, out, sink, k_scale, v_scale;
+    lengths = (cu_seqlens_q or None, seqused_k, first_k or None); extra = (arguments of the modifiers, of the predicates,
+    scale); PACK: `Packing`.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
