@@ -1,13 +1,17 @@
 """Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
-        [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
+        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--budget SECONDS] [--output bench-output/cached.csv]
+        [--commit HASH]
 
-All items have equal lengths and bf16 caches, and every query sees every key. A graph holds a call for each of several caches,
+All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
+`mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once more
+for each tile that there might be (`kernels/portable/cached.py`), by its name. A graph holds a call for each of several caches,
 together larger than the L2 cache where memory allows, so that keys come from memory. Replays take turns. What is timed is
 right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a cell's keys and values and
 writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a row's, `of_best` the best
-peer's time over ours, `of_contiguous` our own contiguous time over that of pages. What SDPA refuses is a row with a `note`.
+peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of the same pages in bf16
+over those of 8 bits. `tflops` counts both products. What SDPA refuses is a row with a `note`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +34,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import processes
 from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
 from benchmarks.replay import captured, replay_ms
+from flashtile import cache_clear
 from flashtile.bench.providers import first_line
 from flashtile.bench.rotation import rotate
+from flashtile.kernels.portable import cached
+from flashtile.kernels.portable.tile import Launch
+from flashtile.plan.device import Device
+from flashtile.problem.cache import CachedProblem
 from flashtile.torch.cache.attention import attention_cached
 
-# heads_q, heads_kv, head_dim of one layer
-MODELS = {"llama3-8b": (32, 8, 128), "llama3-70b-tp8": (8, 1, 128), "qwen3-32b": (64, 8, 128)}
+# heads_q, heads_kv, head_dim, head_dim_v of one layer
+MODELS = {
+    "llama3-8b": (32, 8, 128, 128), "llama3-70b-tp8": (8, 1, 128, 128), "qwen3-32b": (64, 8, 128, 128),
+    "mla-16": (16, 1, 576, 512), "mla-128": (128, 1, 576, 512),
+}  # fmt: skip
+# What a cache may hold, and what its numbers, of a normal distribution, are divided by.
+KINDS = {
+    "bf16": (torch.bfloat16, 1.0), "e4m3": (torch.float8_e4m3fn, 1 / 16), "e5m2": (torch.float8_e5m2, 1 / 16),
+    "int8": (torch.int8, 1 / 25),
+}  # fmt: skip
 BATCHES = (1, 8, 64)
 KEYS = (1024, 4096, 16384, 65536)
 PAGES = (16, 64, 256)
 PEERS = {"sdpa/flash": "FLASH_ATTENTION", "sdpa/cudnn": "CUDNN_ATTENTION"}
-COPY = "copy"
+COPY, COPY_8 = "copy", "copy of 8 bits"
 LEAST_BYTES = 256 << 20  # of all caches of a graph: five times an H100's L2, so that nothing of it is found there
 MOST_COPIES = 512
 MOST_BYTES = 80 << 30
@@ -48,6 +66,15 @@ LEAST_S = 2.0
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of ours takes part: pages, 0 for contiguous; what caches hold; whether every tile."""
+
+    pages: tuple[int, ...]
+    kinds: tuple[str, ...]
+    tiles: bool
 
 
 @dataclass(frozen=True)
@@ -60,23 +87,33 @@ class Cell:
     queries: int
 
     @property
+    def shared(self) -> bool:
+        """Whether values are columns of the keys."""
+        return self.model.startswith("mla")
+
+    @property
     def cache_bytes(self) -> int:
-        _, heads, dim = MODELS[self.model]
-        return 4 * self.batch * self.keys * heads * dim  # bf16 keys and values
+        """Of bf16 keys and values."""
+        _, heads, dim, dim_v = MODELS[self.model]
+        return 2 * self.batch * self.keys * heads * (dim if self.shared else dim + dim_v)
 
     @property
     def copies(self) -> int:
         """Caches that a graph goes through."""
         return max(1, min(MOST_COPIES, -(-LEAST_BYTES // self.cache_bytes), MOST_BYTES // self.cache_bytes))
 
-    @property
-    def all_bytes(self) -> int:
+    def all_bytes(self, kind: str) -> int:
         """What a call reads and writes at least."""
-        heads, _, dim = MODELS[self.model]
-        return self.cache_bytes + 4 * self.batch * self.queries * heads * dim
+        heads, _, dim, dim_v = MODELS[self.model]
+        return self.cache_bytes * KINDS[kind][0].itemsize // 2 + 2 * self.batch * self.queries * heads * (dim + dim_v)
+
+    @property
+    def flops(self) -> int:
+        heads, _, dim, dim_v = MODELS[self.model]
+        return 2 * self.batch * self.queries * self.keys * heads * (dim + dim_v)
 
     def row(self) -> Row:
-        heads, heads_kv, dim = MODELS[self.model]
+        heads, heads_kv, dim, _ = MODELS[self.model]
         return {
             "model": self.model, "heads_q": heads, "heads_kv": heads_kv, "head_dim": dim, "batch": self.batch,
             "keys": self.keys, "queries": self.queries,
@@ -87,19 +124,32 @@ class Cell:
 
 
 class Caches:
-    """The tensors of a cell: pools that all layouts share, which differ in their tables alone."""
+    """The tensors of a cell: pools of each kind that all layouts share, which differ in their tables alone."""
 
     def __init__(self, cell: Cell, copies: int, device: torch.device):
         self.cell, self.copies, self.device = cell, copies, device
-        heads, heads_kv, dim = MODELS[cell.model]
+        heads, heads_kv, dim, dim_v = MODELS[cell.model]
         self.generator = torch.Generator(device).manual_seed(1)
-        shape = (copies * cell.batch, cell.keys, heads_kv, dim)
-        self.k, self.v = (self.normal(shape) for _ in "kv")
+        rows = (copies * cell.batch, cell.keys, heads_kv)
+        self.k = self.normal((*rows, dim))
+        self.v = self.k[..., :dim_v] if cell.shared else self.normal((*rows, dim_v))
+        self.pools = {"bf16": (self.k, self.v)}
         self.q = self.normal((copies, cell.batch, cell.queries, heads, dim))
         self.used = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=device)
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(generator=self.generator)
+
+    def store(self, kind: str) -> None:
+        """The same numbers in 8 bits, and their scale."""
+        dtype, unit = KINDS[kind]
+        made: list[torch.Tensor] = []
+        for pool in (self.k,) if self.cell.shared else (self.k, self.v):
+            made.append(torch.empty(pool.shape, dtype=dtype, device=self.device))
+            for copy in range(self.copies):
+                part = pool[self.part(copy)] / unit
+                made[-1][self.part(copy)] = (part.round().clamp(-127, 127) if dtype is torch.int8 else part).to(dtype)
+        self.pools[kind] = (made[0], made[0][..., : self.v.shape[3]] if self.cell.shared else made[1])
 
     def part(self, copy: int) -> slice:
         """The items of one cache."""
@@ -111,16 +161,19 @@ class Caches:
         order = torch.randperm(self.copies * self.cell.batch * columns, device=self.device, generator=self.generator)
         return order.int().view(self.copies, self.cell.batch, columns)
 
-    def ours(self, page: int, one: bool = False) -> tuple[Call, torch.Tensor | None]:
+    def ours(self, page: int, kind: str, one: bool = False) -> tuple[Call, torch.Tensor | None]:
         """(a call over every cache, its table)."""
-        number = range(1 if one else self.copies)
+        number, how = range(1 if one else self.copies), dict[str, Any](seqused_k=self.used)
+        k, v = self.pools[kind]
+        if kind != "bf16":
+            scale = torch.full(k.shape[2:3], KINDS[kind][1], device=self.device)
+            how |= {"k_scale": scale, "v_scale": scale}
         if not page:
-            return lambda: tuple(
-                attention_cached(self.q[i], self.k[self.part(i)], self.v[self.part(i)], seqused_k=self.used) for i in number
-            ), None
+            return lambda: tuple(attention_cached(self.q[i], k[self.part(i)], v[self.part(i)], **how) for i in number), None
         table = self.table(page)
-        k, v = (t.view(-1, page, *t.shape[2:]) for t in (self.k, self.v))
-        return lambda: tuple(attention_cached(self.q[i], k, v, table[i], seqused_k=self.used) for i in number), table
+        k = k.view(-1, page, *k.shape[2:])
+        v = k[..., : v.shape[3]] if self.cell.shared else v.view(-1, page, *v.shape[2:])
+        return lambda: tuple(attention_cached(self.q[i], k, v, table[i], **how) for i in number), table
 
     def sdpa(self) -> Call:
         """SDPA over contiguous caches, by whichever of its kernels is allowed."""
@@ -132,21 +185,26 @@ class Caches:
 
         return lambda: tuple(attend(i) for i in range(self.copies))
 
-    def copy(self) -> Call:
-        """A memcpy that reads and writes, together, what a call reads of keys and values."""
-        target = torch.empty_like(self.k[self.part(0)])
-        return lambda: tuple(target.copy_(self.k[self.part(i)]) for i in range(self.copies))
+    def copy(self, share: int) -> Call:
+        """A memcpy that reads and writes, together, what a call reads of bf16 keys and values, or a `share` of that."""
+        size = self.cell.cache_bytes // 4 // share  # numbers of 16 bits that are read
+        flat = self.k.view(-1)
+        step = flat.numel() // self.copies
+        target = torch.empty(size, dtype=flat.dtype, device=self.device)
+        return lambda: tuple(target.copy_(flat[i * step : i * step + size]) for i in range(self.copies))
 
-    def error(self, made: tuple[torch.Tensor, ...], table: torch.Tensor | None, page: int) -> float:
+    def error(self, made: tuple[torch.Tensor, ...], table: torch.Tensor | None, page: int, kind: str = "bf16") -> float:
         """The largest error of the last cache's first and last item, over the largest value."""
-        copy, worst = self.copies - 1, 0.0
+        copy, worst, pools, unit = self.copies - 1, 0.0, self.pools[kind], KINDS[kind][1]
         for item in {0, self.cell.batch - 1}:
             place = copy * self.cell.batch + item
             if table is None:
-                k, v = self.k[place], self.v[place]
+                k, v = (t[place] for t in pools)
             else:
                 pages = table[copy, item].long()
-                k, v = (t.view(-1, page, *t.shape[2:])[pages].flatten(0, 1) for t in (self.k, self.v))
+                k, v = (t.unflatten(1, (-1, page)).flatten(0, 1)[pages].flatten(0, 1) for t in pools)
+            if kind != "bf16":
+                k, v = (t.float() * unit for t in (k, v))
             exact = formula(self.q[copy, item], k, v)
             worst = max(worst, ((made[-1][item].double() - exact).abs().max() / exact.abs().max()).item())
         return worst
@@ -162,10 +220,45 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def compile_one(model: str, queries: int, page: int, keys: int) -> None:
+def compile_one(model: str, queries: int, page: int, keys: int, kind: str, tile: int | None) -> None:
     """In a process of its own: leave the kernels in the cache on disk."""
-    with torch.no_grad():
-        Caches(Cell(model, 1, keys, queries), 1, torch.device("cuda")).ours(page, True)[0]()
+    with torch.no_grad(), tiled(tile):
+        caches = Caches(Cell(model, 1, keys, queries), 1, torch.device("cuda"))
+        if kind != "bf16":
+            caches.store(kind)
+        with suppress(NoTile):
+            caches.ours(page, kind, True)[0]()
+
+
+TILES = 5  # as many as there are for a kind, at most
+
+
+class NoTile(Exception):
+    """There are fewer tiles."""
+
+
+@contextmanager
+def tiled(which: int | None) -> Generator[list[Launch]]:
+    """Plans take the tile of this number; None for the library's own choice. Yields what they took."""
+    chosen, taken = cached.launch_of, list[Launch]()
+
+    def launch_of(problem: CachedProblem, device: Device, heads: int) -> Launch:
+        tiles = cached.candidates(problem, device, heads)
+        if which is not None and which >= len(tiles):
+            raise NoTile(which)
+        taken.append(tiles[which or 0])
+        return taken[-1]
+
+    if which is None:
+        yield taken
+        return
+    cache_clear()
+    cached.launch_of = launch_of
+    try:
+        yield taken
+    finally:
+        cached.launch_of = chosen
+        cache_clear()
 
 
 @dataclass(frozen=True)
@@ -176,6 +269,7 @@ class Entrant:
     results: tuple[torch.Tensor, ...]
     error: float
     table: torch.Tensor | None = None  # which a graph reads: its memory must stay
+    kind: str = "bf16"
 
 
 def allowed(name: str) -> Any:
@@ -185,17 +279,30 @@ def allowed(name: str) -> Any:
     return sdpa_kernel(getattr(SDPBackend, PEERS[name]))  # pyright: ignore[reportUnknownVariableType]
 
 
-def entrants_of(caches: Caches, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
+def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
+    """Ours, of every kind of cache, pages and tile."""
+    for kind in asked.kinds:
+        if kind != "bf16":
+            caches.store(kind)
+        for page in (page for page in asked.pages if page <= caches.cell.keys):
+            for tile in (None, *(range(TILES) if asked.tiles else ())):
+                name = f"flashtile/{page or 'contiguous'}{'' if kind == 'bf16' else f'/{kind}'}"
+                with record.attempt(**caches.cell.row(), provider=name), tiled(tile) as taken:
+                    call, table = caches.ours(page, kind)
+                    try:
+                        made = captured(call, 1, side)
+                    except NoTile:
+                        break
+                    yield from judged(
+                        name + (f" {taken[-1].spell()}" if taken else ""), made, caches, table, page, record, kind
+                    )
+
+
+def entrants_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
     """Everybody who is captured and right; rows for the others."""
     base = caches.cell.row()
-    for page in (0, *PAGES):
-        if page > caches.cell.keys:
-            continue
-        name = f"flashtile/{page or 'contiguous'}"
-        with record.attempt(**base, provider=name):
-            call, table = caches.ours(page)
-            yield from judged(name, captured(call, 1, side), caches, table, page, record)
-    for name in PEERS:
+    yield from ours_of(caches, asked, side, record)
+    for name in () if caches.cell.shared else PEERS:
         try:
             with allowed(name):
                 made = captured(caches.sdpa(), 1, side)
@@ -207,56 +314,68 @@ def entrants_of(caches: Caches, side: Any, record: Record) -> Iterator[tuple[str
             record.add({**base, "provider": name, "note": note})
             continue
         yield from judged(name, made, caches, None, 0, record)
-    graph, results = captured(caches.copy(), 1, side)
-    yield COPY, Entrant(graph, results, 0.0)
+    for name, share in ((COPY, 1), (COPY_8, 2)):
+        graph, results = captured(caches.copy(share), 1, side)
+        yield name, Entrant(graph, results, 0.0)
 
 
 def judged(
-    name: str, made: tuple[Any, tuple[torch.Tensor, ...]], caches: Caches, table: torch.Tensor | None, page: int, record: Record
-) -> Iterator[tuple[str, Entrant]]:
+    name: str, made: tuple[Any, tuple[torch.Tensor, ...]], caches: Caches, table: torch.Tensor | None, page: int,
+    record: Record, kind: str = "bf16",
+) -> Iterator[tuple[str, Entrant]]:  # fmt: skip
     """The entrant, or a row that says how wrong a replay is."""
     graph, results = made
     for tensor in results:
         tensor.fill_(math.nan)  # what the replay does not write shows
     graph.replay()
     torch.cuda.synchronize()
-    error = caches.error(results, table, page)
+    error = caches.error(results, table, page, kind)
     if error <= TOLERANCE:
-        yield name, Entrant(graph, results, error, table)
+        yield name, Entrant(graph, results, error, table, kind)
     else:
         record.fail(f"off by {error:.1e} of the largest value, limit {TOLERANCE:.0e}", **caches.cell.row(), provider=name)
 
 
-def beside(medians: Mapping[str, float], name: str) -> Row:
+def beside(medians: Mapping[str, float], name: str, kind: str) -> Row:
     """What stands in a row of ours beside its time."""
     peers = {peer: us for peer, us in medians.items() if peer in PEERS}
     row: Row = {}
-    if COPY in medians and name != COPY:
-        row["of_copy"] = round(medians[COPY] / medians[name], 3)
+    copy = COPY if kind == "bf16" else COPY_8
+    if copy in medians and name not in (COPY, COPY_8):
+        row["of_copy"] = round(medians[copy] / medians[name], 3)
     if not name.startswith("flashtile/"):
         return row
     if peers:
         best = min(peers, key=peers.__getitem__)
         row |= {"best": best, "of_best": round(peers[best] / medians[name], 3)}
-    if "flashtile/contiguous" in medians:
-        row["of_contiguous"] = round(medians["flashtile/contiguous"] / medians[name], 3)
-    return row
+    plain, *tile = name.split(" ", 1)
+    rivals = {"of_contiguous": f"flashtile/contiguous{'' if kind == 'bf16' else f'/{kind}'}"}
+    if kind != "bf16":
+        rivals["of_bf16"] = plain.removesuffix(f"/{kind}")
+    if tile:
+        rivals["of_first"] = plain
+    return row | {key: round(medians[rival] / medians[name], 3) for key, rival in rivals.items() if rival in medians}
 
 
-def measure(cell: Cell, device: torch.device, side: Any, record: Record, until: float) -> None:
+def measure(cell: Cell, asked: Asked, device: torch.device, side: Any, record: Record, until: float) -> None:
     """The rows of one cell."""
     caches = Caches(cell, cell.copies, device)
-    entrants = dict(entrants_of(caches, side, record))
+    entrants = dict(entrants_of(caches, asked, side, record))
     until = max(until, time.monotonic() + LEAST_S)
     ms = rotate(list(entrants), ROUNDS, lambda name: replay_ms(entrants[name].graph), lambda: time.monotonic() < until)
     us = {name: [taken / caches.copies * 1e3 for taken in some] for name, some in ms.items()}
     medians = {name: statistics.median(some) for name, some in us.items()}
     for name, middle in medians.items():
         row: Row = {**cell.row(), "provider": name, "caches": caches.copies, "us": round(middle, 3)}
-        row |= {"least_us": round(min(us[name]), 3), "gb_per_s": round(cell.all_bytes / middle / 1e3, 1)}
-        row |= {"error": f"{entrants[name].error:.1e}", **beside(medians, name)}
-        ratios = " ".join(f"{key} {row[key]}" for key in ("of_copy", "of_best", "of_contiguous") if key in row)
-        print(cell, f"{name} {middle:.2f} us, {row['gb_per_s']} GB/s {ratios}", flush=True)
+        kind = "e4m3" if name == COPY_8 else entrants[name].kind
+        row |= {"least_us": round(min(us[name]), 3), "gb_per_s": round(cell.all_bytes(kind) / middle / 1e3, 1)}
+        row |= {"error": f"{entrants[name].error:.1e}", "cache": kind, **beside(medians, name, kind)}
+        if name not in (COPY, COPY_8):
+            row["tflops"] = round(cell.flops / middle / 1e6, 1)
+        ratios = " ".join(
+            f"{key} {row[key]}" for key in ("of_copy", "of_best", "of_contiguous", "of_bf16", "of_first") if key in row
+        )
+        print(cell, f"{name} {middle:.2f} us, {row['gb_per_s']} GB/s {row.get('tflops', '')} {ratios}", flush=True)
         record.add(row)
 
 
@@ -266,6 +385,9 @@ def main() -> int:
     parser.add_argument("--batch", nargs="+", type=at_least_one, default=list(BATCHES))
     parser.add_argument("--keys", nargs="+", type=at_least_one, default=list(KEYS), help="multiples of 256")
     parser.add_argument("--queries", nargs="+", type=at_least_one, default=[1])
+    parser.add_argument("--pages", nargs="+", type=int, choices=(0, *PAGES), default=[0, *PAGES], help="0: contiguous")
+    parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
+    parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
     options(parser, "bench-output/cached.csv", 480)
     chosen = parser.parse_args()
     odd = [keys for keys in chosen.keys if any(keys % page for page in PAGES)]
@@ -275,7 +397,12 @@ def main() -> int:
     device, side = torch.device("cuda"), torch.cuda.Stream(torch.device("cuda"))
     record = Record(chosen.output, chosen.budget, {"rounds": ROUNDS, **machine(device, chosen.commit)})
     ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
-    jobs = [(m, n, page, keys) for m in chosen.models for n in chosen.queries for page in (0, *PAGES) for keys in ahead]
+    asked = Asked(tuple(chosen.pages), tuple(chosen.caches), chosen.tiles)
+    jobs = [
+        (model, queries, page, keys, kind, tile)
+        for tile in (None, *(range(1, TILES) if asked.tiles else ())) for keys in ahead for page in asked.pages
+        for kind in asked.kinds for queries in chosen.queries for model in chosen.models
+    ]  # fmt: skip
     processes.compile_ahead(compile_one, jobs, record.left(), 0.3)
     cells = [
         Cell(model, batch, keys, queries)
@@ -284,7 +411,7 @@ def main() -> int:
     with torch.no_grad(), torch.cuda.stream(side):
         for cell, until in record.parts(cells):
             with record.attempt(**cell.row()):
-                measure(cell, device, side, record, until)
+                measure(cell, asked, device, side, record, until)
             torch.cuda.empty_cache()
     return record.end()
 

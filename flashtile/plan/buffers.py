@@ -67,13 +67,22 @@ def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
 
 
 def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
-    """Those of a cached forward: k and v are the pools; `page_table`, `first_k` where there are such."""
-    p, pages = problem.attention, problem.pages
-    pools = {
-        "k": (pages.pages, pages.page_size, p.heads_kv, p.head_dim),
-        "v": (pages.pages, pages.page_size, p.heads_kv, p.head_dim_v),
-    }
-    given = [replace(b, shape=pools.get(b.name, b.shape)) for b in forward_buffers(p) if b.name != "cu_seqlens_k"]
+    """Those of a cached forward: k and v are the pools, of bytes where they are `stored` so; `page_table`, `first_k`,
+    `k_scale`, `v_scale` where there are such, and no v where values are columns of keys.
+    """
+    p, pages, stored = problem.attention, problem.pages, problem.stored
+    pool = (pages.pages, pages.page_size, p.heads_kv)
+    shapes, dtype = {"k": (*pool, p.head_dim), "v": (*pool, p.head_dim_v)}, None if stored is None else stored.buffer_dtype
+    left_out = {"cu_seqlens_k", *(["v"] if problem.shared else [])}
+    given = [
+        replace(b, shape=shapes[b.name], dtype=dtype or b.dtype) if b.name in shapes else b
+        for b in forward_buffers(p)
+        if b.name not in left_out
+    ]
+    for side in "kv" if stored is not None else "":
+        scaling = getattr(stored, f"{side}_scale")
+        if scaling:
+            given.append(Buffer(f"{side}_scale", pool if scaling == "token" else (p.batch, p.heads_kv), "fp32", "input"))
     if pages.table:
         given.append(Buffer("page_table", (p.batch, pages.columns), "int32", "input"))
     if pages.first:
@@ -82,10 +91,17 @@ def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
 
 
 def append_buffers(p: AppendProblem) -> tuple[Buffer, ...]:
-    """Those of an append; the pools are written over, as `k_out` and `v_out`."""
+    """Those of an append; the pools are written over, as `k_out` and `v_out`, and so are the scales of tokens."""
+    pool = p.dtype.value if p.stored is None else p.stored.buffer_dtype
+    dtypes = {"slots": "int64", **{f"{n}_cache": pool for n in p.sides}, **{f"{n}_scale": "fp32" for n in p.sides}}
+    given = [Buffer(n, shape, dtypes.get(n, p.dtype.value), "input") for n, shape in p.shapes().items()]
     shapes = p.shapes()
-    given = [Buffer(n, shape, "int64" if n == "slots" else p.dtype.value, "input") for n, shape in shapes.items()]
-    made = [Buffer(f"{n}_out", shapes[f"{n}_cache"], p.dtype.value, "output", over=f"{n}_cache") for n in "kv"]
+    made = [Buffer(f"{n}_out", shapes[f"{n}_cache"], pool, "output", over=f"{n}_cache") for n in p.sides]
+    made += [
+        Buffer(f"{n}_scale_out", shapes[f"{n}_scale"], "fp32", "output", over=f"{n}_scale")
+        for n in p.sides
+        if p.scaling(n) == "token"
+    ]
     return (*given, *made)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.number import told
 
 SPLIT_STEP = 128  # keys: every key tile divides it
 MOST_SPLITS = 4096
+STORED = ("e4m3", "e5m2", "int8")  # what a cache of 8 bits may hold
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}  # an append writes no larger one
+Scaling = Literal["", "head", "token"]
+SCALINGS: tuple[Scaling, ...] = ("", "head", "token")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,33 @@ def parts_of(split: int, pages: Pages) -> int:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A cache of 8 bits: a number is what is stored times its scale.
+
+    k_scale, v_scale: "head" for a float32 tensor (batch, heads_kv), "token" for (pages, page_size, heads_kv), "" for none, 1.
+    """
+
+    dtype: str
+    k_scale: Scaling = ""
+    v_scale: Scaling = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STORED:
+            raise InvalidProblem(f"a cache stores {told(self.dtype)}; it must be one of {', '.join(STORED)}.")
+        for name in ("k_scale", "v_scale"):
+            if getattr(self, name) not in SCALINGS:
+                raise InvalidProblem(f"{name} is {told(getattr(self, name))}; it must be 'head', 'token' or ''.")
+
+    @property
+    def buffer_dtype(self) -> str:
+        """How plans name the bytes."""
+        return "int8" if self.dtype == "int8" else "uint8"
+
+    def spell(self) -> str:
+        return f"cache={self.dtype}:{self.k_scale}:{self.v_scale}"
+
+
+@dataclass(frozen=True)
 class CachedProblem:
     """Attention of new queries over keys that lie in pages; holds no tensor, is hashable, and is the key of every cache.
 
@@ -75,14 +106,31 @@ class CachedProblem:
         lengths are `used_k`, and varlen where queries lie one after another.
     split: keys of one part of the sum; parts begin at multiples of it, so that an item's bits do not depend on its batch.
         0 for one pass.
+    stored: what the cache holds, if not numbers of the queries' dtype.
+    shared: values are the first head_dim_v columns of the keys, in the same memory: there is no v (MLA, absorbed).
     """
 
     attention: AttentionProblem
     pages: Pages
     split: int = 0
+    stored: Stored | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         check_split(self.split, self.pages)
+        if self.shared and self.attention.head_dim_v > self.attention.head_dim:
+            raise InvalidProblem(
+                f"head_dim_v is {self.attention.head_dim_v} and values are columns of keys, which have "
+                f"{self.attention.head_dim}; it must be at most as many."
+            )
+
+    @property
+    def remedies(self) -> list[str]:
+        """What a refusal of wide keys says besides."""
+        p = self.attention
+        if self.shared or not p.head_dim_v <= MAX_HEAD_DIM < p.head_dim:
+            return []
+        return [f"values that are columns of the keys may stand beside more of these: v_cache=k_cache[..., :{p.head_dim_v}]"]
 
     @property
     def splits(self) -> int:
@@ -91,8 +139,11 @@ class CachedProblem:
 
     def spell(self) -> str:
         """One canonical string."""
-        split = f",split={self.split}" if self.split else ""
-        return f"cached({self.attention.spell()},{self.pages.spell()}{split})"
+        parts = [self.attention.spell(), self.pages.spell()]
+        parts += [f"split={self.split}"] if self.split else []
+        parts += [self.stored.spell()] if self.stored is not None else []
+        parts += ["v<k"] if self.shared else []
+        return f"cached({','.join(parts)})"
 
 
 def default_split(p: AttentionProblem, pages: Pages) -> int:
@@ -113,7 +164,10 @@ def default_split(p: AttentionProblem, pages: Pages) -> int:
 class AppendProblem:
     """New keys and values written into a cache, each into its slot: page * page_size + row; those of negative slots nowhere.
 
-    k is (slabs, seqlen, heads_kv, head_dim), v the same with head_dim_v, slots int64 (slabs, seqlen).
+    k is (slabs, seqlen, heads_kv, head_dim), v the same with head_dim_v, slots int64 (slabs, seqlen). Into a cache of 8 bits a
+    number goes over its scale, float32 (slabs, seqlen, heads_kv) where `stored` says "head", rounded to the nearest that there
+    is, the largest where it is beyond. Where it says "token" the scale is the largest number of a row over the largest stored
+    one, and is written beside the row. `shared`: values are columns of keys, which alone are written.
     """
 
     slabs: int
@@ -124,16 +178,29 @@ class AppendProblem:
     dtype: DType
     pages: int
     page_size: int
+    stored: Stored | None = None
+    shared: bool = False
+
+    @property
+    def sides(self) -> str:
+        """Of k and v, those that are written."""
+        return "k" if self.shared else "kv"
+
+    def scaling(self, side: str) -> Scaling:
+        """How k or v is scaled."""
+        return "" if self.stored is None else self.stored.k_scale if side == "k" else self.stored.v_scale
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, by name."""
         new, pool = (self.slabs, self.seqlen, self.heads_kv), (self.pages, self.page_size, self.heads_kv)
-        return {
-            "k": (*new, self.head_dim), "v": (*new, self.head_dim_v), "k_cache": (*pool, self.head_dim),
-            "v_cache": (*pool, self.head_dim_v), "slots": new[:2],
-        }  # fmt: skip
+        dims = {"k": self.head_dim, "v": self.head_dim_v}
+        made = {side: (*new, dims[side]) for side in self.sides}
+        made |= {f"{side}_cache": (*pool, dims[side]) for side in self.sides}
+        made |= {f"{s}_scale": new if self.scaling(s) == "head" else pool for s in self.sides if self.scaling(s)}
+        return {**made, "slots": new[:2]}
 
     def spell(self) -> str:
         """One canonical string."""
         k, pool = "x".join(map(str, self.shapes()["k"])), "x".join(map(str, self.shapes()["k_cache"]))
-        return f"append(k={k},v={self.head_dim_v},{self.dtype.value},pool={pool})"
+        stored = "" if self.stored is None else f",{self.stored.spell()}"
+        return f"append(k={k},v={self.head_dim_v},{self.dtype.value},pool={pool}{stored}{',v<k' if self.shared else ''})"

@@ -22,6 +22,20 @@ def gather(
     return torch.stack(rows)[None] if rows else pool.new_zeros((1, 0, *pool.shape[2:]))
 
 
+def multiplied(
+    rows: torch.Tensor, scale: torch.Tensor | None, page_table: torch.Tensor | None, where: tuple[int, int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Rows of one item times their scales, as `attention_cached` has these."""
+    if scale is None:
+        return rows
+    scale = scale.to(torch.promote_types(rows.dtype, torch.float32))
+    if scale.dim() == 3:
+        scale = gather(scale, page_table, *where)
+    elif scale.dim() == 2:
+        scale = scale[where[0]]
+    return (rows.to(scale.dtype) * scale[..., None]).to(rows.dtype)
+
+
 def cached_plain(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor | None = None, *,
     seqused_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, first_k: torch.Tensor | None = None,
@@ -38,7 +52,10 @@ def cached_plain(
         if cu_seqlens_q is not None:
             slab, rows = slice(0, 1), slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         first = 0 if first_k is None else min(int(first_k[i]), end)
-        k, v = (gather(pool, page_table, i, first, end) for pool in (k_cache, v_cache))
+        k, v = (
+            multiplied(gather(pool.to(q.dtype), page_table, i, first, end), changes.get(name), page_table, (i, first, end))
+            for pool, name in ((k_cache, "k_scale"), (v_cache, "v_scale"))
+        )
         form = normal_form(causal, window, mask)
         out[slab, rows], lse[slab, :, rows] = attend_item(wide[slab, rows], k, v, form, softmax, (i, len(seqused_k)))
     return (out[0], lse[0]) if packed else (out, lse)

@@ -22,6 +22,7 @@ from flashtile.problem.attention import AttentionProblem
 from tests.bench import fake_gpu
 
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
+TINY_CACHES: dict[str, Any] = dict(PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured)
 SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("[!_]*.py") if '"__main__"' in p.read_text())
 NAMED: dict[str, list[str]] = {"exported": ["here.so"], "field_tests": ["tests"]}  # what a script does not begin without
 
@@ -54,7 +55,11 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     ),
     "cached": (
         ["--models", "tiny", "--batch", "2", "--keys", "32"],
-        dict(MODELS={"tiny": (2, 1, 16)}, PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured), 6,
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 10,
+    ),
+    "cached --tiles": (
+        ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
+        dict(MODELS={"mla-tiny": (2, 1, 24, 16)}, **TINY_CACHES), 4,
     ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
     "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 6),

@@ -14,6 +14,7 @@ from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = ("k_scale", "v_scale")
 RUBBISH = (-1, 0, 2147480000, -(2**31))
 
 
@@ -36,8 +37,27 @@ def pool(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype, layout
     return torch.full((pages, size, heads, dim), torch.nan, dtype=dtype)
 
 
-def draw(seed: int, small: bool = False, device: torch.device = CPU) -> Drawn:
-    """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted."""
+def stored_pool(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pool in 8 bits, in its memory order; what is NaN in it is NaN there, too, or of int8 the largest."""
+    made = torch.empty_strided(pool.shape, pool.stride(), dtype=dtype)
+    wide = pool.float()
+    made.copy_((wide * 30).clamp(-127, 127).nan_to_num(127).round() if dtype is torch.int8 else wide)
+    return made
+
+
+def scale_of(pool: torch.Tensor, batch: int, r: random.Random, generator: torch.Generator) -> torch.Tensor | None:
+    """Scales of a pool of 8 bits, by all, head, item and head, or row; of rows that nobody may look at they are NaN."""
+    shape = r.choice((None, (), (pool.shape[2],), (batch, pool.shape[2]), tuple(pool.shape[:3])))
+    if shape is None:
+        return None
+    scale = (torch.rand(shape, generator=generator) + 0.5) * (0.03 if pool.dtype is torch.int8 else 1.0)
+    return scale.masked_fill(pool[..., 0].float().isnan(), torch.nan) if len(shape) == 3 else scale
+
+
+def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: bool = False) -> Drawn:
+    """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted. stored: its cache
+    is one of 8 bits, and has scales.
+    """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -105,8 +125,29 @@ def draw(seed: int, small: bool = False, device: torch.device = CPU) -> Drawn:
     about = (
         f"seed {seed}: {dtype}, page {size}, {layout}, used {used}, first {first}, {sorted(arguments)}, {modifiers}, {split}"
     )
+    if stored:
+        kind = r.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+        shared = dim_v <= dim and r.random() < 0.3
+        k_cache = stored_pool(k_cache, kind)
+        v_cache = k_cache[..., :dim_v] if shared else stored_pool(v_cache, kind)
+        for name, one in (("k_scale", k_cache), ("v_scale", v_cache)):
+            scale = scale_of(one, batch, r, generator)
+            if scale is not None:
+                arguments[name] = scale.to(device)
+        about += f", {kind}, {[(n, tuple(arguments[n].shape)) for n in SCALES if n in arguments]}, shared {shared}"
+    elif seed % 7 == 0 and dim_v <= dim:
+        v_cache = k_cache[..., :dim_v]
+        about += ", shared"
     tensors = (q, k_cache, v_cache, *(() if contiguous else (table,)))
-    return Drawn(tuple(t.to(device) for t in tensors), arguments, split, about)
+    return Drawn(moved(tensors, device), arguments, split, about)
+
+
+def moved(tensors: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The tensors there; values that are columns of the keys stay so."""
+    q, k_cache, v_cache, *rest = (t.to(device) for t in tensors)
+    if tensors[1].data_ptr() == tensors[2].data_ptr():
+        v_cache = k_cache[..., : v_cache.shape[3]]
+    return q, k_cache, v_cache, *rest
 
 
 def check(drawn: Drawn, backend: str) -> None:

@@ -105,7 +105,12 @@ def test_operators_are_seen_and_pools_are_written_in_place() -> None:
     assert k_cache._version > 0
     assert torch.equal(k_cache[table[0, 1].long(), 0], k[0, 0])
     schema = torch.ops.flashtile.append_to_cache.default._schema
-    assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == ["k_cache", "v_cache"]
+    assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == [
+        "k_cache",
+        "v_cache",
+        "k_scale",
+        "v_scale",
+    ]
 
 
 def test_a_compiled_append_copies_no_pool() -> None:

@@ -97,7 +97,8 @@ class CpuBackend:
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
         if isinstance(problem, AppendProblem):
             return [] if device.kind == "cpu" else [f"tensors are on {device.target}; this backend runs on the CPU"]
-        return self.unsupported(problem.attention, device)
+        p = problem.attention
+        return self.unsupported(replace(p, head_dim=p.head_dim_v) if problem.shared else p, device) + problem.remedies
 
     def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
         from flashtile.kernels.cpu.cached import plan_append, plan_cached

@@ -9,10 +9,13 @@ import torch
 from flashtile.kernels.cpu import items
 from flashtile.plan.buffers import append_buffers, cached_buffers
 from flashtile.plan.call import HostCall, Plan
-from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.cache import LARGEST, AppendProblem, CachedProblem, Pages
+from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import Lengths
 
 Tensors = dict[str, torch.Tensor]
+STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+LEAST_SCALE = 2.0**-126  # of a token: one over it is finite
 
 
 def item_rows(pages: Pages, tensors: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -39,8 +42,21 @@ def forward(problem: CachedProblem, tensors: Tensors, outputs: tuple[str, ...]) 
     cu_q = tensors["cu_seqlens_q"] if packed else torch.arange(p.batch + 1) * p.span_q
     lengths = Lengths(p.slabs * p.span_q, int(count[-1]))
     flat = replace(p, lengths=lengths)
+    keys = {"k": tensors["k"][page, row]}
+    keys["v"] = keys["k"][..., : p.head_dim_v] if problem.shared else tensors["v"][page, row]
+    if problem.stored is not None:
+        item = torch.arange(p.batch).repeat_interleave(count.diff())
+        # Of 8 bits a number over its scale is no 16-bit one any more.
+        flat = replace(flat, dtype=DType.FP64 if p.dtype is DType.FP64 else DType.FP32)
+        q = q.to(torch.float64 if p.dtype is DType.FP64 else torch.float32)
+        for side, rows_of in keys.items():
+            wide, scale = rows_of.view(STORED[problem.stored.dtype]).to(q.dtype), tensors.get(f"{side}_scale")
+            if scale is not None:
+                token = getattr(problem.stored, f"{side}_scale") == "token"
+                wide = wide * (scale[page, row] if token else scale[item])[:, :, None]
+            keys[side] = wide
     given = {name: tensor for name, tensor in tensors.items() if name.startswith(("score.", "mask.", "sink"))}
-    given |= {"k": tensors["k"][page, row][None], "v": tensors["v"][page, row][None], "q": q.reshape(1, -1, *q.shape[2:])}
+    given |= {"k": keys["k"][None], "v": keys["v"][None], "q": q.reshape(1, -1, *q.shape[2:])}
     given |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": count}
     # Of a few queries every rounding shows: at float32's grade torch's own sums err by 1.5 x plain PyTorch's now and then.
     made = items.forward(flat, given, ("out", "lse", "lse_low"), tiles=p.float32_grade)
@@ -62,11 +78,26 @@ def append(p: AppendProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tens
     slots = tensors["slots"].reshape(-1)
     there = (slots >= 0) & (slots < p.pages * p.page_size)
     page, row = slots[there] // p.page_size, slots[there] % p.page_size
-    for name in "kv":
-        tensors[f"{name}_cache"][page, row] = tensors[name].reshape(-1, *tensors[name].shape[2:])[there]
-    return {f"{name}_out": tensors[f"{name}_cache"] for name in "kv"}
+    for name in p.sides:
+        x = tensors[name].reshape(-1, *tensors[name].shape[2:])[there]
+        if p.stored is not None:
+            most, scaling = LARGEST[p.stored.dtype], p.scaling(name)
+            x = x.to(torch.float32)
+            if scaling == "token":
+                top = x.nan_to_num(0.0, torch.inf).abs().amax(-1)
+                scale = torch.where(top > 0, top / most, 1.0).clamp(min=LEAST_SCALE)
+                tensors[f"{name}_scale"][page, row] = scale
+                x = x / scale[..., None]
+            elif scaling:
+                x = x / tensors[f"{name}_scale"].reshape(-1, p.heads_kv)[there][..., None]
+            x = x.clamp(-most, most)
+            x = (x.round().nan_to_num(0.0) if p.stored.dtype == "int8" else x).to(STORED[p.stored.dtype])
+            x = x.view(tensors[f"{name}_cache"].dtype)
+        tensors[f"{name}_cache"][page, row] = x
+    return {b.name: tensors[b.over] for b in append_buffers(p) if b.over is not None}
 
 
 def plan_append(p: AppendProblem) -> Plan:
     """One host call."""
-    return Plan(p, "cpu", "", append_buffers(p), (HostCall(append, ("k_out", "v_out")),), ("cpu: append",))
+    outputs = tuple(b.name for b in append_buffers(p) if b.over is not None)
+    return Plan(p, "cpu", "", append_buffers(p), (HostCall(append, outputs),), ("cpu: append",))

@@ -35,8 +35,9 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
 
 @jit
 def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr,
-         SCORE: tl.constexpr):  # fmt: skip
-    """The state after a tile of `logits`; keep says which exist, survives, where T.dropout, which count for the values.
+         SCORE: tl.constexpr, LIFT: tl.constexpr = 1.0):  # fmt: skip
+    """The state after a tile of `logits`; keep says which exist, survives, where T.dropout, which count for the values, which
+    are added up LIFT times.
 
     A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
     set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A row without any
@@ -64,6 +65,8 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
         p = tl.exp2(score * factor - pivot[:, None])
     total = rows.total * decay + tl.sum(p, 1)
     p = dropped(p, survives, seed, T)
+    if LIFT != 1.0:
+        p = p * LIFT
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
     return Rows(acc, top, total)
 

@@ -13,9 +13,8 @@ from flashtile.kernels.device.score import captures, chain, form_of, sums_in_que
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.portable import backward as bwd
-from flashtile.kernels.portable import broadcast
+from flashtile.kernels.portable import broadcast, cached
 from flashtile.kernels.portable.append import plan_append
-from flashtile.kernels.portable.cached import plan_cached
 from flashtile.kernels.portable.candidates import shared_bytes
 from flashtile.kernels.portable.choose import CONVERT, DELTA, choice, choose, choose_variant
 from flashtile.kernels.portable.directed import PASSES
@@ -197,10 +196,15 @@ class TritonBackend:
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
         if isinstance(problem, AppendProblem):
             return unavailable(device, "arithmetic")
-        return self.unsupported(problem.attention, device)
+        if not problem.shared:
+            return self.unsupported(problem.attention, device) + problem.remedies
+        slim = replace(
+            problem.attention, head_dim=min(problem.attention.head_dim, 64), head_dim_v=min(problem.attention.head_dim_v, 64)
+        )
+        return self.unsupported(slim, device) + cached.refusals(problem, device)
 
     def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
-        return plan_append(problem) if isinstance(problem, AppendProblem) else plan_cached(problem, device)
+        return plan_append(problem) if isinstance(problem, AppendProblem) else cached.plan_cached(problem, device)
 
 
 BACKEND = TritonBackend()

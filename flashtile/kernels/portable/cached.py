@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
 from flashtile.kernels.portable.decode import Packing, decode_combine, decode_forward
@@ -11,43 +13,119 @@ from flashtile.plan.buffers import cached_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import CachedProblem
+from flashtile.problem.cache import CachedProblem, Stored
 from flashtile.problem.dtype import DType
+from flashtile.triton_glue.language import INTERPRETED
 
 MOST_HEADS = 64  # that one tile packs
 ROOM_BYTES = 16 << 10  # of shared memory, beside the stages
+BIG_BYTES = 160 << 10  # of shared memory, from which on 64 rows of 576 columns fit
+WIDEST = 576  # columns of keys whose first ones are the values
 PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
 SUM_COLUMNS = 32  # of the values that a program of the sum has
 SUM_ELEMENTS = 2048  # of parts that it has at a time
 
 
-def products_of(p: AttentionProblem, device: Device) -> Products:
+def products_of(p: AttentionProblem, device: Device, stored: Stored | None) -> Products:
     """How scores and values are multiplied: by the dtype alone, for a choice by sizes would make bits depend on the batch."""
     if p.dtype is not DType.FP32 or p.precision != "tf32x3":
         return products(p, device, "forward")
-    return "float64" if device.multiplies_float64 else "aligned"
+    # Triton 3.6.0 lays a product's operands out for the narrowest load behind them, as no float64 product takes them.
+    return "float64" if device.multiplies_float64 and stored is None else "aligned"
 
 
-def launch_of(p: AttentionProblem, device: Device, heads: int, paged: bool) -> Launch:
-    """The tile: 16 rows where all queries of a group fit, 64 else; of 16 bits and such few rows as many keys under way as fit.
+def narrow(problem: CachedProblem) -> AttentionProblem:
+    """The problem as tiles have it: where values are columns of the keys, with these columns alone."""
+    p = problem.attention
+    return replace(p, head_dim=p.head_dim_v) if problem.shared else p
+
+
+def converts(problem: CachedProblem, device: Device) -> bool:
+    """Whether Triton makes fp16 of the cache's fp8 well: of e4m3 not before Ada."""
+    e4m3 = problem.stored is not None and problem.stored.dtype == "e4m3"
+    return device.kind == "cuda" and not INTERPRETED and (device.arch >= 89 or not e4m3)
+
+
+def lowers(problem: CachedProblem) -> bool:
+    """Whether bf16 queries are multiplied in fp16, which fp8 becomes by half of the instructions: not where rows of values have
+    scales, for what such a row holds may be beyond fp16.
+    """
+    stored = problem.stored
+    return problem.attention.dtype is DType.BF16 and stored is not None and stored.dtype != "int8" and stored.v_scale != "token"
+
+
+def heads_packed(problem: CachedProblem, device: Device) -> int:
+    """Query heads of a group that one tile packs, a power of two."""
+    most = MOST_HEADS if not problem.shared or problem.attention.head_dim_v <= 256 or device.smem_bytes >= BIG_BYTES else 16
+    return min(1 << (problem.attention.group - 1).bit_length(), most)
+
+
+def launch_of(problem: CachedProblem, device: Device, heads: int) -> Launch:
+    """The tile: the best known."""
+    return candidates(problem, device, heads)[0]
+
+
+def candidates(problem: CachedProblem, device: Device, heads: int) -> tuple[Launch, ...]:
+    """Tiles that fit, the best known first: 16 rows where all queries of a group fit, 64 else; of 16 bits and such few rows as
+    many keys under way as fit.
 
     On an H200 (16 rows, head_dim 128, 1 to 64 items of 4k to 64k keys) 128 keys, 8 warps, 3 stages take 4 % more than the best
-    tile for contiguous caches (mean; 10 % at most), 64, 8, 5 for pages of 16 and 64 (4 %; 21 %).
+    tile for contiguous caches (mean; 10 % at most), 64, 8, 5 for pages of 16 and 64 (4 %; 21 %). Those of caches of 8 bits
+    and of values that are columns of the keys are guesses until they are measured: `benchmarks/cached.py --tiles`.
     """
+    p = narrow(problem)
+    made = products_of(p, device, problem.stored)
+    wide, fp32 = max(p.head_dim, p.head_dim_v), p.dtype is DType.FP32
     rows = 16 if not p.lengths.varlen and p.seqlen_q * heads <= 16 else 64
-    wide = max(p.head_dim, p.head_dim_v)
-    fp32 = p.dtype is DType.FP32
+    if problem.shared and wide > 256 and device.smem_bytes < BIG_BYTES:
+        rows = 16
     if fp32:
         rows = min(rows, max(16, heads)) if wide <= 128 else max(16, heads)
     rows, keys = max(rows, heads), (32 if wide <= 64 else 16) if fp32 else (64 if wide <= 128 else 32)
-    if fp32 or rows > 16 or wide > 128:
-        return Launch(rows, keys, 4, 1 if fp32 else 2, products=products_of(p, device))
-    keys, stages = (64, 5) if paged else (128, 3)
-    stage_bytes = keys * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes
-    fits = (device.smem_bytes - ROOM_BYTES) // stage_bytes
-    if fits < 2:
-        keys, fits = 64, 2
-    return Launch(rows, keys, 8, min(stages, fits), products=products_of(p, device))
+    if fp32:
+        return (Launch(rows, keys, 4, 1, products=made),)
+    deep = problem.shared and wide > 256
+    if (wide > 128 and not deep) or (rows > 16 and not deep and problem.stored is None):
+        return (Launch(rows, keys, 4, 2, products=made),)
+    paged = "paged" if problem.pages.table else "contiguous"
+    kind = ("mla" if problem.stored is None else "mla stored") if deep else "plain" if problem.stored is None else "stored"
+    tiles = [Launch(rows, *tile, products=made) for tile in TILES[kind, rows > 16, paged]]
+    room = device.smem_bytes - (0 if deep else ROOM_BYTES)
+    fit = [tile for tile in tiles if tile_bytes(problem, tile) <= room]
+    return tuple(fit) or (Launch(rows, 32 if deep else 64, 8, 2, products=made),)
+
+
+# (keys, warps, stages), the best first, by kind, whether there are more than 16 rows, and how keys lie.
+TILES: dict[tuple[str, bool, str], tuple[tuple[int, int, int], ...]] = {
+    ("plain", False, "contiguous"): ((128, 8, 3), (128, 8, 2), (64, 8, 5), (64, 8, 2)),
+    ("plain", False, "paged"): ((64, 8, 5), (64, 8, 9), (128, 8, 5), (128, 4, 5), (64, 8, 2)),
+    ("stored", False, "contiguous"): ((128, 8, 4), (256, 8, 3), (64, 8, 6), (128, 4, 4), (64, 8, 2)),
+    ("stored", False, "paged"): ((128, 8, 7), (64, 8, 9), (128, 4, 7), (128, 8, 5), (64, 8, 5)),
+    ("stored", True, "contiguous"): ((64, 4, 3), (64, 8, 3), (128, 8, 3), (64, 4, 2)),
+    ("stored", True, "paged"): ((64, 4, 3), (64, 8, 5), (128, 8, 5), (64, 4, 2)),
+    ("mla", False, "contiguous"): ((32, 8, 4), (64, 8, 3), (32, 8, 5), (32, 8, 2)),
+    ("mla", False, "paged"): ((32, 8, 9), (64, 8, 5), (32, 8, 7), (32, 8, 3)),
+    ("mla", True, "contiguous"): ((32, 8, 2), (32, 8, 3), (16, 8, 4), (16, 8, 2)),
+    ("mla", True, "paged"): ((32, 8, 3), (32, 8, 5), (16, 8, 5), (16, 8, 3)),
+    ("mla stored", False, "contiguous"): ((64, 8, 3), (32, 8, 5), (64, 8, 2), (32, 8, 2)),
+    ("mla stored", False, "paged"): ((32, 8, 9), (64, 8, 7), (32, 8, 5), (32, 8, 3)),
+    ("mla stored", True, "contiguous"): ((16, 8, 3), (16, 8, 2)),
+    ("mla stored", True, "paged"): ((16, 8, 5), (16, 8, 3)),
+}
+
+
+def tile_bytes(problem: CachedProblem, tile: Launch) -> int:
+    """Shared memory of a tile, as Triton 3.6.0 has it: where pages are looked up a load takes two steps, and of s stages
+    (s - 2) / 2 wait; else s - 1. Beside wide rows, which may not stay in registers, lie the queries, and of 64 rows once more
+    the values.
+    """
+    p = problem.attention
+    buffers = max(1, (tile.num_stages - 1) // 2 if problem.pages.table else tile.num_stages - 1)
+    row = p.head_dim if problem.shared else p.head_dim + p.head_dim_v
+    size = buffers * tile.block_k * row * (p.dtype.size_bytes if problem.stored is None else 1)
+    if problem.shared and p.head_dim_v > 256:
+        size += 2 * (tile.block_q * p.head_dim + (tile.block_k * p.head_dim_v if tile.block_q > 16 else 0)) + (1 << 10)
+    return size
 
 
 def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
@@ -62,23 +140,44 @@ def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
     return parts
 
 
+def refusals(problem: CachedProblem, device: Device) -> list[str]:
+    """Reasons against values that are columns of keys."""
+    p = problem.attention
+    dims = f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}"
+    if p.head_dim > WIDEST:
+        return [f"head_dim is {p.head_dim}; supported up to {WIDEST} where values are columns of keys"]
+    if p.dtype is DType.FP32 and p.head_dim_v > 256:
+        return [f"{dims}; fp32, whose operands are multiplied in parts, is supported up to 256"]
+    tile = launch_of(problem, device, heads_packed(problem, device))
+    size = tile_bytes(problem, tile)
+    if device.kind == "cuda" and size > device.smem_bytes:
+        return [f"{dims}; a tile needs {size / 1024:.0f} KiB of shared memory, {device.target} has "
+                f"{device.smem_bytes // 1024} KiB"]  # fmt: skip
+    return []
+
+
 def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     """The forward of one launch, or of parts and their sum."""
-    p, pages, split = problem.attention, problem.pages, problem.split
-    heads = min(1 << (p.group - 1).bit_length(), MOST_HEADS)
+    p, pages, split, stored = problem.attention, problem.pages, problem.split, problem.stored
+    heads = heads_packed(problem, device)
     chunks = -(-p.group // heads)
-    launch = launch_of(p, device, heads, pages.table)
+    launch = launch_of(problem, device, heads)
     tokens = launch.block_q // heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
-    tile = make_tile(p, launch, "forward")
+    tile = make_tile(narrow(problem), launch, "forward")
     sink = Pointer("sink") if p.sink is not None else None
     table = Pointer("page_table") if pages.table else None
+    scaled = ("", "") if stored is None else (stored.k_scale, stored.v_scale)
+    scales = tuple(Pointer(f"{side}_scale") if how else None for side, how in zip("kv", scaled, strict=True))
     sink_strides = Strides("sink") if sink is not None else (0,)
     strides = (
-        *(Strides(n) for n in "qkv"),
+        Strides("q"),
+        Strides("k"),
+        (0, 0, 0, 0) if problem.shared else Strides("v"),
         Strides("page_table") if table is not None else (0, 0),
         Strides("out"),
         sink_strides,
+        *((0, 0) if scale is None else Strides(scale.name) for scale in scales),
     )
     lengths = (
         Pointer("cu_seqlens_q") if p.lengths.varlen else None, Pointer("seqused_k"),
@@ -93,12 +192,18 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
-    packing = ("PACK", Packing(heads, chunks, pages.page_size if pages.table else 1, split, parts, early))
+    rest = p.head_dim - p.head_dim_v if problem.shared else 0
+    packing = ("PACK", Packing(
+        heads, chunks, pages.page_size if pages.table else 1, split, parts, early,
+        "" if stored is None else stored.dtype, *scaled, converts(problem, device), lowers(problem), problem.shared, rest,
+        max(16, 1 << (rest - 1).bit_length()) if rest else 0,
+    ))  # fmt: skip
     band = (p.band.left or 0, p.band.right or 0)
     forward = KernelCall(
         decode_forward, (tiles, p.heads_kv * chunks, -(-problem.splits // parts)),
-        ((Pointer("q"), Pointer("k"), Pointer("v"), table, sink), partial or ends, strides, lengths, p.span_q, p.batch, p.group,
-         pages.capacity, pages.pages, *band, (score_args(p), mask_args(p), p.scale_value)),
+        ((Pointer("q"), Pointer("k"), None if problem.shared else Pointer("v"), table, sink, *scales), partial or ends, strides,
+         lengths, p.span_q, p.batch, p.group, pages.capacity, pages.pages, *band,
+         (score_args(p), mask_args(p), p.scale_value)),
         (packing, ("T", tile), ("SCORE", chain(p, device, form_in(p, "forward"))), ("MASK", predicates(p))),
         launch.num_warps, launch.num_stages, not (p.float32_grade and p.score),
     )  # fmt: skip

@@ -15,9 +15,11 @@ from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
 from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.stored import lowered, widened
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.triton_glue.language import jit, tl
+from flashtile.triton_glue.language import constexpr, jit, tl
 
+LIFT = constexpr(32768.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
 
 
@@ -26,6 +28,10 @@ class Packing:
     """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
     page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
     begins early.
+
+    stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
+    Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
+    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
     """
 
     heads: int
@@ -34,6 +40,14 @@ class Packing:
     split: int
     parts: int
     early: bool
+    stored: str = ""
+    k_scale: str = ""
+    v_scale: str = ""
+    native: bool = False
+    lowers: bool = False
+    shared: bool = False
+    rest: int = 0
+    rest_columns: int = 0
 
 
 class Seat(NamedTuple):
@@ -91,10 +105,8 @@ def tokens_of(cu_ptr, seqlen_q, batch):
 
 
 @jit
-def cache_tile(ptr, strides, table_ptr, table_strides, item, position, exists, head, pages,
-               WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Rows `position` of an item's cache, zero where they do not exist; entries of the table are read for those that do."""
-    column = tl.arange(0, COLUMNS)
+def cache_rows(strides, table_ptr, table_strides, item, position, exists, head, pages, PAGE: tl.constexpr):
+    """Where rows `position` of an item's cache lie; entries of the table are read for those that exist."""
     if table_ptr is not None:
         entry = table_ptr + item.to(tl.int64) * table_strides[0] + (position // PAGE).to(tl.int64) * table_strides[1]
         page = tl.load(entry, mask=exists, other=0).to(tl.int64)
@@ -102,9 +114,53 @@ def cache_tile(ptr, strides, table_ptr, table_strides, item, position, exists, h
         page = item.to(tl.int64) + position.to(tl.int64) * 0
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     row = (position % PAGE).to(tl.int64) if table_ptr is not None else position.to(tl.int64)
-    at = page * strides[0] + row * strides[1] + head.to(tl.int64) * strides[2]
+    return page * strides[0] + row * strides[1] + head.to(tl.int64) * strides[2]
+
+
+@jit
+def cache_tile(ptr, at, stride, exists, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+               PACK: tl.constexpr):  # fmt: skip
+    """WIDTH columns from `first` of rows that lie `at`, as numbers of KIND, zero where they do not exist."""
+    column = tl.arange(0, COLUMNS)
     inside = exists[:, None] & (column < WIDTH)[None, :]
-    return tl.load(ptr + at[:, None] + column.to(tl.int64)[None, :] * strides[3], mask=inside, other=0.0)
+    x = tl.load(ptr + at[:, None] + (first + column).to(tl.int64)[None, :] * stride, mask=inside, other=0)
+    STORED: tl.constexpr = PACK.stored
+    if STORED != "":
+        x = widened(x, KIND, STORED, PACK.native)
+    return x
+
+
+@jit
+def head_scale(ptr, strides, item, head, batch, SCALE: tl.constexpr):
+    """What all keys, or values, of an item's head are to be multiplied by."""
+    if SCALE == "head":
+        return tl.load(ptr + item.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1], mask=item < batch, other=1.0)
+    else:
+        return 1.0
+
+
+@jit
+def times_tokens(x, ptr, at, exists):
+    """A tile of rows, each times its own scale."""
+    scale = tl.load(ptr + at, mask=exists, other=0.0)
+    return (x.to(tl.float32) * scale[:, None]).to(x.dtype)
+
+
+@jit
+def times(rows, scale, SCALE: tl.constexpr, PACK: tl.constexpr):
+    """The state, whose values are to be multiplied by `scale`."""
+    if SCALE == "head" or PACK.lowers:
+        return Rows(rows.acc * scale, rows.top, rows.total)
+    else:
+        return rows
+
+
+@jit
+def q_tile(ptr, at, stride, exists, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """WIDTH columns from `first` of queries that lie `at`."""
+    column = tl.arange(0, COLUMNS)
+    inside = exists[:, None] & (column < WIDTH)[None, :]
+    return tl.load(ptr + at[:, None] + (first + column).to(tl.int64)[None, :] * stride, mask=inside, other=0.0)
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -112,10 +168,11 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
                    PACK: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and PARTS parts of the keys.
 
-    Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool, table or None, sink or None);
-    out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others
-    (parts, tokens, heads). strides of q, k, v, table, out, sink; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
-    extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
+    Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool or None, table or None, sink or None,
+    k_scale or None, v_scale or None); out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts,
+    tokens, heads, head_dim_v), the others (parts, tokens, heads). strides of q, k, v, table, out, sink, k_scale, v_scale;
+    lengths = (cu_seqlens_q or None, seqused_k, first_k or None); extra = (arguments of the modifiers, of the predicates,
+    scale); PACK: `Packing`.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
@@ -124,11 +181,15 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     SPAN: tl.constexpr = PACK.split * PACK.parts
     TOKENS: tl.constexpr = T.block_q // HEADS
     BLOCK_K: tl.constexpr = T.block_k
-    heads, scale = tl.num_programs(1) // CHUNKS * group, extra[2]
+    K_SCALE: tl.constexpr = PACK.k_scale
+    V_SCALE: tl.constexpr = PACK.v_scale
+    heads = tl.num_programs(1) // CHUNKS * group
     if PACK.early:
         let_next()
     seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
     head_kv, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    scale = extra[2] * head_scale(in_ptrs[5], strides[6], seat.batch, head_kv, batch, K_SCALE)
+    v_scale = head_scale(in_ptrs[6], strides[7], seat.batch, head_kv, batch, V_SCALE)
     packed = tl.arange(0, T.block_q)
     row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
     exists = (row < seat.span) & (member < group)
@@ -139,35 +200,62 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     if SPLIT > 0:
         lo = tl.maximum(lo, tl.program_id(2) * SPAN)
         hi = tl.minimum(hi, (tl.program_id(2) + 1) * SPAN)
-    column = tl.arange(0, T.columns)
     q_at = seat.slab.to(tl.int64) * strides[0][0] + (seat.first_q + row).to(tl.int64) * strides[0][1]
     q_at += head.to(tl.int64) * strides[0][2]
     counts = exists & (row < seat.q)
-    q_tile = tl.load(in_ptrs[0] + q_at[:, None] + column.to(tl.int64)[None, :] * strides[0][3],
-                     mask=counts[:, None] & (column < T.head_dim)[None, :], other=0.0)  # fmt: skip
-    q = aligned_parts(q_tile, T)
+    q_main = q_tile(in_ptrs[0], q_at, strides[0][3], counts, 0, T.head_dim, T.columns)
+    if PACK.rest > 0:
+        q_rest = q_tile(in_ptrs[0], q_at, strides[0][3], counts, T.head_dim, PACK.rest, PACK.rest_columns)
+    if PACK.lowers:
+        top = tl.max(tl.abs(q_main), 1)
+        if PACK.rest > 0:
+            top = tl.maximum(top, tl.max(tl.abs(q_rest), 1))
+            q_rest, _ = lowered(q_rest, top)
+        q_main, q_factor = lowered(q_main, top)
+        v_scale *= 1.0 / LIFT
+    KIND: tl.constexpr = q_main.dtype
+    q = aligned_parts(q_main, T)
+    if PACK.rest > 0:
+        q_rest = aligned_parts(q_rest, T)
     rows = empty_rows(T.block_q, T.columns_v, T)
     token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
     for start in tl.range(lo, hi, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
         there = (key >= ends[0]) & (key < tl.minimum(ends[1], hi))
         position = seat.first_k + key
-        k = cache_tile(in_ptrs[1], strides[1], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages,
-                       T.head_dim, T.columns, PAGE)  # fmt: skip
-        v = cache_tile(in_ptrs[2], strides[2], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages,
-                       T.head_dim_v, T.columns_v, PAGE)  # fmt: skip
+        k_at = cache_rows(strides[1], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
+        k = cache_tile(in_ptrs[1], k_at, strides[1][3], there, 0, T.head_dim, T.columns, KIND, PACK)
+        if PACK.shared:
+            v = k
+        else:
+            v_at = cache_rows(strides[2], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
+            v = cache_tile(in_ptrs[2], v_at, strides[2][3], there, 0, T.head_dim_v, T.columns_v, KIND, PACK)
+        if V_SCALE == "token":
+            scale_at = cache_rows(strides[7], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
+            v = times_tokens(v, in_ptrs[6], scale_at, there)
         at = locate(seat.batch, head[:, None], row[:, None], key[None, :], sizes, True)
         keep = seen(at, row[:, None], key[None, :], sizes, band, True, T, MASK)
         if T.predicate:
             v = zero_unseen(v, keep, 0)
-        score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, extra[0], T, SCORE)
-        rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE)
+        product = score_product(q, transposed(aligned_parts(k, T), T), T)
+        if PACK.rest > 0:
+            k_rest = cache_tile(in_ptrs[1], k_at, strides[1][3], there, T.head_dim, PACK.rest, PACK.rest_columns, KIND, PACK)
+            product += score_product(q_rest, transposed(aligned_parts(k_rest, T), T), T)
+        if PACK.lowers:
+            product *= q_factor[:, None]
+        if K_SCALE == "token":
+            scale_at = cache_rows(strides[6], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
+            product *= tl.load(in_ptrs[5] + scale_at, mask=there, other=0.0)[None, :]
+        score = logits(product, at, scale, extra[0], T, SCORE)
+        rows = fold(rows, score, keep, 0, 0, v, scale, extra[0], True, T, SCORE, LIFT if PACK.lowers else 1.0)
         if PACK.parts > 1:
             ends_here = ((start + BLOCK_K) % SPLIT == 0) | (start + BLOCK_K >= hi)
             if ends_here:
-                store_part(out_ptrs, rows, start // SPLIT, token, head, heads, counts, lengths[0], seqlen_q, batch, T)
+                done = times(rows, v_scale, V_SCALE, PACK)
+                store_part(out_ptrs, done, start // SPLIT, token, head, heads, counts, lengths[0], seqlen_q, batch, T)
             rows = Rows(tl.where(ends_here, 0.0, rows.acc), tl.where(ends_here, float("-inf"), rows.top),
                         tl.where(ends_here, 0.0, rows.total))  # fmt: skip
+    rows = times(rows, v_scale, V_SCALE, PACK)
     if PACK.parts == 1 and SPLIT > 0:
         if tl.program_id(2) * SPLIT < seat.k:
             store_part(out_ptrs, rows, tl.program_id(2), token, head, heads, counts, lengths[0], seqlen_q, batch, T)

@@ -9,7 +9,16 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.cache.operator import append_rows
-from flashtile.torch.cache.tensors import check_kind, check_pools, check_starts, check_table, int32, refuse_transforms
+from flashtile.torch.cache.stored import Scales, is_shared
+from flashtile.torch.cache.tensors import (
+    check_kind,
+    check_pools,
+    check_scale,
+    check_starts,
+    check_table,
+    int32,
+    refuse_transforms,
+)
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.ops.run import run
 
@@ -20,7 +29,7 @@ Rotary = Any  # (cos, sin) or (cos, sin, interleaved)
 def append_to_cache(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor | None = None, *,
     seqused_k: torch.Tensor | None = None, slots: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
-    q: torch.Tensor | None = None, rotary: Rotary = None, backend: str | None = None,
+    q: torch.Tensor | None = None, rotary: Rotary = None, k_scale: Any = None, v_scale: Any = None, backend: str | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """Write new keys and values into a cache, in place; nobody waits for the device.
 
@@ -30,6 +39,11 @@ def append_to_cache(
     slots: instead, int (batch, seqlen) or (total,): where each token goes, page * page_size + row; -1 for nowhere.
     rotary: (cos, sin), (rows, rotary_dim / 2), or (cos, sin, interleaved): k, and q where it is given, are rotated by their
         rows in the cache; it needs seqused_k, and q as many tokens as k.
+    k_scale, v_scale: those of a cache of 8 bits, as `attention_cached` has them. A number goes over its scale, to the nearest
+        that there is, of two the even one, and of what is beyond the largest: 448 of e4m3, 57344 of e5m2, 127 of int8, which
+        stores 0 for NaN. Scales (pages, page_size, heads_kv) are written: the row's largest number over that one.
+
+    Where v_cache is k_cache[..., :head_dim_v], v must be k[..., :head_dim_v].
 
     Returns q rotated, or None. A row that an item has no page for, a slot outside of the pools and a row that rotary's tables
     lack raise InvalidProblem on the CPU; on a GPU the first two are written nowhere, and the last is NaN in the cache.
@@ -43,8 +57,10 @@ def append_to_cache(
         if q.shape[:-2] != k.shape[:-2] or q.dim() != k.dim():
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; its tokens must be those of k, {tuple(k.shape[:-2])}.")
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
+    batch = k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    scales = (check_scale("k_scale", k_scale, k_cache, batch), check_scale("v_scale", v_scale, v_cache, batch))
     refuse_transforms("append_to_cache", tensors)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors.values(), *scales)):
         reason = (
             "a cache passes no gradients on; call it under torch.no_grad(), or let attention_cached append, which has "
             "gradients of q and of the new k and v"
@@ -61,14 +77,13 @@ def append_to_cache(
                 f"slots is {slots.dtype} of shape {tuple(slots.shape)} on {slots.device}; it must be int64 of shape "
                 f"{tuple(k.shape[:-2])} on {k.device}."
             )
-        if cu_seqlens is not None:
-            cu = int32("cu_seqlens", cu_seqlens, k)
-            if k.device.type == "cpu" and not is_traced(cu):
-                check_starts("cu_seqlens", cu, k.shape[0])
-        append_rows(*pair, k_cache, v_cache, None, None, slots.long(), None, -1, backend)
+        cu = None if cu_seqlens is None else int32("cu_seqlens", cu_seqlens, k)
+        if cu is not None and k.device.type == "cpu" and not is_traced(cu):
+            check_starts("cu_seqlens", cu, k.shape[0])
+        append_rows(*pair, k_cache, v_cache, *scales, None, None, slots.long(), cu, -1, backend)
         return q
     cu = None if cu_seqlens is None else int32("cu_seqlens", cu_seqlens, k)
-    new = prepare(q, pair, k_cache, page_table, seqused_k, cu, rotary, backend)
+    new = prepare(q, pair, (k_cache, v_cache), scales, page_table, seqused_k, cu, rotary, backend)
     new.write(k_cache, v_cache)
     return new.q
 
@@ -80,6 +95,7 @@ class New:
     q: Any
     k: torch.Tensor
     v: torch.Tensor
+    scales: Scales
     page_table: torch.Tensor | None
     before: torch.Tensor  # rows of each item
     used: torch.Tensor  # with the new ones
@@ -90,8 +106,8 @@ class New:
     def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Into the pools; the rows alone, whose gradients are another's business."""
         append_rows(
-            self.k.detach(), self.v.detach(), k_cache, v_cache, self.page_table, self.before, None, self.cu, self.rotary_rows,
-            self.backend,
+            self.k.detach(), self.v.detach(), k_cache, v_cache, *self.scales, self.page_table, self.before, None, self.cu,
+            self.rotary_rows, self.backend,
         )  # fmt: skip
 
 
@@ -103,11 +119,12 @@ def check_pair(append: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, packed
 
 
 def prepare(
-    q: Any, pair: tuple[torch.Tensor, torch.Tensor], k_cache: torch.Tensor, page_table: torch.Tensor | None, seqused_k: Any,
-    cu: torch.Tensor | None, rotary: Rotary, backend: str | None,
+    q: Any, pair: tuple[torch.Tensor, torch.Tensor], pools: tuple[torch.Tensor, torch.Tensor], scales: Scales,
+    page_table: torch.Tensor | None, seqused_k: Any, cu: torch.Tensor | None, rotary: Rotary, backend: str | None,
 ) -> New:  # fmt: skip
     """The new rows; nothing is written yet."""
-    k, v = pair
+    (k, v), k_cache = pair, pools[0]
+    _check_shared(pair, *pools, rotary)
     batch = k.shape[0] if cu is None else cu.shape[0] - 1
     if batch < 0:
         raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
@@ -121,7 +138,7 @@ def prepare(
     if rotary is not None:
         q, k, rows = _rotate(q, k, rotary, used, cu, backend)
     after = used + (k.shape[1] if cu is None else cu[1:] - cu[:-1])
-    return New(q, k, v, page_table, used, after, cu, rows, backend)
+    return New(q, k, v, scales, page_table, used, after, cu, rows, backend)
 
 
 def _check_new(
@@ -142,6 +159,21 @@ def _check_new(
                 f"{name} has (heads, head_dim) {tuple(new.shape[-2:])}; it must be {tuple(pool.shape[-2:])}, those of {of}."
             )
     return k, v
+
+
+def _check_shared(
+    pair: tuple[torch.Tensor, torch.Tensor], k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary
+) -> None:
+    """Raise InvalidProblem for new values that are not those of a cache whose values are columns of its keys."""
+    if is_traced(*pair, k_cache, v_cache) or not is_shared(k_cache, v_cache):
+        return
+    if not is_shared(*(t if t.dim() == 4 else t[None] for t in pair)):
+        raise InvalidProblem(
+            f"v is a tensor of its own, and v_cache is the first {v_cache.shape[3]} columns of k_cache; v must be those of k: "
+            f"k[..., :{v_cache.shape[3]}]."
+        )
+    if rotary is not None:
+        raise InvalidProblem("rotary is given and values are columns of keys, which it would rotate; rotate k's other columns.")
 
 
 def _rotate(

@@ -14,7 +14,16 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
-from flashtile.torch.cache.tensors import CALLED, check_lengths, check_pools, check_table, int32, refuse_transforms
+from flashtile.torch.cache.stored import Scales
+from flashtile.torch.cache.tensors import (
+    CALLED,
+    check_lengths,
+    check_pools,
+    check_scale,
+    check_table,
+    int32,
+    refuse_transforms,
+)
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
@@ -24,8 +33,10 @@ from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
     "q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "first_k", "append", "rotary", "causal", "window",
-    "mask", "score", "scale", "sink", "split", "return_lse", "options",
+    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "return_lse", "options",
 )  # fmt: skip
+
+POOLS, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
 
 
 def attention_cached(
@@ -40,7 +51,11 @@ def attention_cached(
     q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q, int32 (batch + 1,), (total_q, heads_q, head_dim): items
         with one query stand beside items with many.
     k_cache: (pages, page_size, heads_kv, head_dim); v_cache: (pages, page_size, heads_kv, head_dim_v); any page_size from 1,
-        any strides.
+        any strides. Both of q's dtype, or of 8 bits: float8_e4m3fn, float8_e5m2 or int8, read as they are stored, and each
+        number times its scale. v_cache may be k_cache[..., :head_dim_v], the values of absorbed MLA: they are read once, and
+        head_dim may be 576.
+    k_scale, v_scale, with the others in `changes`, of a cache of 8 bits: float32 () for all, or a number; (heads_kv,);
+        (batch, heads_kv); or (pages, page_size, heads_kv), one of each row and head, which `append` writes. None is 1.
     page_table: int32 (batch, columns): row t of item i lies in page page_table[i, t // page_size]. Entries behind an item's
         length are never read. None: a contiguous cache (batch, rows, heads_kv, head_dim); item i's page is i.
     seqused_k: int32 (batch,): rows of each item that count, those before first_k included; with `append`, before it.
@@ -61,7 +76,7 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    if not changes.keys() <= {"score", "scale", "sink"}:
+    if not changes.keys() <= {"score", "scale", "sink", "k_scale", "v_scale"}:
         check_names("attention_cached", changes, ARGUMENTS)
     packed = cu_seqlens_q is not None
     check_pools(q, k_cache, v_cache, packed)
@@ -75,12 +90,16 @@ def attention_cached(
     used = int32("seqused_k", seqused_k, q, batch)
     first = None if first_k is None else int32("first_k", first_k, q, batch)
     pages = check_table(k_cache, page_table, batch, first is not None)
+    scales = (
+        check_scale("k_scale", changes.get("k_scale"), k_cache, batch),
+        check_scale("v_scale", changes.get("v_scale"), v_cache, batch),
+    )
     options = DEFAULT if options is None else options
     asked = {"causal": causal, "window": window, "mask": mask, "score": modifiers(changes.get("score", ()))}
     asked |= {"scale": changes.get("scale"), "sink": changes.get("sink"), "return_lse": return_lse, "options": options}
     text, floats, ints, captured, others = _write((q, k_cache, v_cache), pages, used, cu_q, asked)
     chosen = -1 if split is None else check_split(plain(split), pages)
-    _refuse((q, k_cache, v_cache), pair, captured)
+    _refuse((q, k_cache, v_cache), scales, pair, captured)
     new = None
     if pair is not None:
         if pair[0].shape[0] != q.shape[0]:
@@ -88,9 +107,9 @@ def attention_cached(
                 f"append's k has shape {tuple(pair[0].shape)} and q {tuple(q.shape)}; they must have as many "
                 f"{'tokens' if packed else 'items'}."
             )
-        new = prepare(q, pair, k_cache, page_table, used, cu_q, rotary, options.backend)
+        new = prepare(q, pair, (k_cache, v_cache), scales, page_table, used, cu_q, rotary, options.backend)
         if not is_watched(q, k_cache, v_cache):  # nothing is written for a call that fails
-            layout_of(q, k_cache, v_cache, page_table, first, [*captured, *others], chosen, text, floats, ints)
+            layout_of(q, k_cache, v_cache, scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
             if q.device.type == "cpu":
                 slots_of(new.k, k_cache, page_table, used, cu_q, new.rotary_rows)
                 check_lengths(pages, new.used, first, page_table)
@@ -99,8 +118,8 @@ def attention_cached(
         others[-1] = used
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(pair or ()), *captured)):
         pools = (k_cache.detach(), v_cache.detach())
-        return attend_gathered(q, pools, pages, page_table, used, first, cu_q, new, asked)
-    out, lse = attend(q, k_cache, v_cache, page_table, first, [*captured, *others], chosen, text, floats, ints)
+        return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
+    out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
     return (out, lse) if return_lse else out
 
 
@@ -120,11 +139,14 @@ def _write(
         raise renamed(error, CALLED) from None
 
 
-def _refuse(three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pair: Any, captured: list[torch.Tensor]) -> None:
+def _refuse(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, pair: Any, captured: list[torch.Tensor]
+) -> None:
     """Raise NotSupported for who wants what a cached call has not."""
-    named = {**dict(zip(("q", "k_cache", "v_cache"), three, strict=True)), **dict(zip(PAIR, pair or (), strict=False))}
+    named = {**dict(zip(("q", *POOLS), three, strict=True)), **dict(zip(PAIR, pair or (), strict=False))}
+    named |= {name: scale for name, scale in zip(SCALES, scales, strict=True) if scale is not None}
     refuse_transforms("attention_cached", {**named, **{f"captured tensor {i}": t for i, t in enumerate(captured)}})
-    wants = [n for n in ("k_cache", "v_cache") if torch.is_grad_enabled() and named[n].requires_grad]
+    wants = [n for n in (*POOLS, *SCALES) if torch.is_grad_enabled() and n in named and named[n].requires_grad]
     if wants:
         reason = (
             f"{wants[0]} requires a gradient, and a cache has none; call it under torch.no_grad(), or attend to gathered keys: "

@@ -13,18 +13,21 @@ from flashtile.problem.cache import Pages
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.append import New
+from flashtile.torch.cache.stored import STORED, Scales
 from flashtile.torch.cache.tensors import gather
 
 
 def attend_gathered(
-    q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], pages: Pages, page_table: torch.Tensor | None,
+    q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], scales: Scales, pages: Pages, page_table: torch.Tensor | None,
     used: torch.Tensor, first: torch.Tensor | None, cu_q: torch.Tensor | None, new: New | None, arguments: dict[str, Any],
 ) -> Any:  # fmt: skip
     """What `attention_cached` returns, differentiable; pools have the new rows already, without their gradients."""
-    keys = gather(pools, pages, page_table, used, first)
+    keys = gather(pools, pages, page_table, used, first, scales, q.dtype)
     if new is not None:
         place = _rows(new, pages, first)
-        keys = tuple(_replaced(old, made, place) for old, made in zip(keys, (new.k, new.v), strict=True))
+        keys = tuple(
+            _replaced(old, made, place, pools[0].dtype in STORED) for old, made in zip(keys, (new.k, new.v), strict=True)
+        )
     count = used if first is None else (used - first).clamp(min=0)
     if cu_q is None:
         return attention(q, *keys, seqused_k=count, **arguments)
@@ -52,7 +55,12 @@ def _rows(new: New, pages: Pages, first: torch.Tensor | None) -> torch.Tensor:
     return place.where(exists & (row < pages.capacity), batch * pages.capacity).flatten()
 
 
-def _replaced(old: torch.Tensor, made: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """The gathered rows, with those at `place` in the stead of what was read."""
+def _replaced(old: torch.Tensor, made: torch.Tensor, place: torch.Tensor, stored: bool) -> torch.Tensor:
+    """The gathered rows, with those at `place` in the stead of what was read; where they are stored in 8 bits what was read,
+    with the gradient straight through.
+    """
     flat = torch.cat([old.flatten(0, 1), old.new_zeros((1, *old.shape[2:]))])
-    return flat.index_copy(0, place, made.reshape(-1, *made.shape[-2:]))[:-1].view(old.shape)
+    rows = made.reshape(-1, *made.shape[-2:])
+    if stored:
+        rows = flat[place] + (rows - rows.detach())
+    return flat.index_copy(0, place, rows)[:-1].view(old.shape)

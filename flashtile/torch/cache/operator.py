@@ -1,10 +1,12 @@
 """What runs over a cache, eagerly and as operators of `torch.library`, which torch.compile and dispatch modes see.
 
-    flashtile::append_to_cache(k, v, k_cache!, v_cache!, page_table?, seqused_k?, slots?, cu_seqlens?, rotary_rows, backend)
-    flashtile::attention_cached(q, k_cache, v_cache, page_table?, first_k?, others, split, text, floats, ints) -> (out, lse)
+    flashtile::append_to_cache(k, v, k_cache!, v_cache!, k_scale!?, v_scale!?, page_table?, seqused_k?, slots?, cu_seqlens?,
+        rotary_rows, backend)
+    flashtile::attention_cached(q, k_cache, v_cache, k_scale?, v_scale?, page_table?, first_k?, others, split, text, floats,
+        ints) -> (out, lse)
 
-The first writes into the pools, and says so: compilers copy none of them. text, floats, ints and others: `routes/request.py`.
-Neither has gradients; `gradient.py` goes another way.
+The first writes into the pools, and into scales of tokens, and says so: compilers copy none of them. text, floats, ints and
+others: `routes/request.py`. Neither has gradients; `gradient.py` goes another way.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from flashtile.errors import InvalidProblem, renamed
 from flashtile.memory import Memory
 from flashtile.plan.buffers import cached_buffers
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default_split
+from flashtile.torch.cache.stored import Maybe, Scales, bytes_of, is_shared, scaling_of, stored_of
 from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
 from flashtile.torch.execute.plain import is_watched
@@ -25,7 +28,6 @@ from flashtile.torch.routes.library import define
 from flashtile.torch.routes.operator import dense_strides, laid
 from flashtile.torch.routes.request import read
 
-Maybe = torch.Tensor | None
 _MOST = 1024  # remembered layouts
 
 
@@ -40,30 +42,49 @@ def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache
 
 
 def run_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, used: Maybe,
-    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str,
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe,
+    page_table: Maybe, used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str,
 ) -> None:  # fmt: skip
     count, size = k_cache.shape[:2]
+    stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
     if slots is None:
         assert used is not None
         slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
+    scales = {"k": _new_scale(k_scale, k, cu), "v": _new_scale(v_scale, v, cu)}
     if k.dim() == 3:
         k, v, slots = k[None], v[None], slots[None]
-    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
-    key = (backend, k.device, k.dtype, *((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values()))
+    tensors = {"k": k, "v": v, "k_cache": bytes_of(k_cache), "v_cache": bytes_of(v_cache)}
+    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | {"slots": slots}
+    if shared:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("v")}
+    key = (backend, k.device, k.dtype, stored, shared, v.shape)
+    key += tuple((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values())
     bound = _APPENDS.get(key)
     if bound is None:
         slabs, seqlen, heads, dim = k.shape
-        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size)
+        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
     if slots.numel():
         bound.run(tensors)
-    for pool in (k_cache, v_cache):  # launches tell nobody what they write
+    written = [k_cache, v_cache, *(scale for scale in (k_scale, v_scale) if scale is not None and scaling_of(scale) == "token")]
+    for pool in written:  # launches tell nobody what they write
         torch.autograd.graph.increment_version(pool)
+
+
+def _new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
+    """The scale of each new row, (batch, seqlen, heads_kv) or (1, total, heads_kv), or the pool of tokens' scales."""
+    if scale is None or scaling_of(scale) == "token":
+        return scale
+    if new.dim() == 4:
+        return scale[:, None].expand(new.shape[:3])
+    if cu is None or scale.stride(0) == 0:  # of slots, one for every item
+        return scale[:1].expand(new.shape[:2])[None]
+    item = torch.searchsorted(cu[1:].contiguous(), torch.arange(new.shape[0], device=new.device, dtype=torch.int32), right=True)
+    return scale[item.clamp(max=scale.shape[0] - 1)][None]
 
 
 _APPENDS = Memory[Any, Bound](_MOST, "appends to caches")
@@ -118,8 +139,8 @@ def _fake_append(*_: Any) -> None:
 
 
 APPEND = define(
-    "append_to_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? page_table, Tensor? seqused_k, "
-    "Tensor? slots, Tensor? cu_seqlens, SymInt rotary_rows, str backend) -> ()",
+    "append_to_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor? page_table, Tensor? seqused_k, Tensor? slots, Tensor? cu_seqlens, SymInt rotary_rows, str backend) -> ()",
     run_append, _fake_append,
 )  # fmt: skip
 
@@ -133,12 +154,12 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked
 
 
 def run_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
-    split: int, text: str, floats: list[float], ints: list[int],
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, page_table: Maybe,
+    first: Maybe, others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     others = [t.resolve_neg() if t.is_neg() else t for t in others]
-    layout, inputs = layout_of(q, k_cache, v_cache, page_table, first, others, split, text, floats, ints)
+    layout, inputs = layout_of(q, k_cache, v_cache, (k_scale, v_scale), page_table, first, others, split, text, floats, ints)
     if q.device.type == "cpu":
         if layout.packed:
             check_starts("cu_seqlens_q", inputs["cu_seqlens_q"], q.shape[0])
@@ -150,19 +171,20 @@ def run_attention(
 
 
 def layout_of(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
-    *asked: Any,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales, page_table: Maybe, first: Maybe,
+    others: list[torch.Tensor], *asked: Any,
 ) -> tuple[_Layout, dict[str, torch.Tensor]]:  # fmt: skip
     """What is known of calls like this one, and the inputs of its plan by name. Raises what has no meaning, or runs nowhere."""
-    packed = q.dim() == 3
-    tensors = (q[None] if packed else q, k_cache, v_cache, *(t for t in (page_table, first) if t is not None), *others)
+    packed, shared = q.dim() == 3, is_shared(k_cache, v_cache)
+    pools = (bytes_of(k_cache), bytes_of(v_cache))
+    tensors = (q[None] if packed else q, *pools, *(t for t in (*scales, page_table, first) if t is not None), *others)
     split, text, floats, ints = asked
-    key = (text, split, page_table is None, first is None, *floats, *ints, q.device)
+    key = (text, split, *(t is None for t in (*scales, page_table, first)), *floats, *ints, q.device, k_cache.dtype, shared)
     for tensor in tensors:
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _CACHED.get(key)
     if found is None:
-        found = _CACHED[key] = _Layout((q, k_cache, v_cache), page_table, first is not None, others, asked)
+        found = _CACHED[key] = _Layout((q, k_cache, v_cache), scales, page_table, first is not None, others, asked)
     return found, {name: tensors[i] for name, i in found.places.items()}
 
 
@@ -170,7 +192,7 @@ class _Layout:
     """What is known of calls of one request with tensors of one layout."""
 
     def __init__(
-        self, three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: Maybe, first: bool,
+        self, three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: bool,
         others: list[torch.Tensor], asked: tuple[Any, ...],
     ):  # fmt: skip
         split, text, floats, ints = asked
@@ -182,7 +204,9 @@ class _Layout:
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None
         self.packed = request.varlen
-        self.problem = CachedProblem(named.problem, pages, default_split(named.problem, pages) if split < 0 else split)
+        split = default_split(named.problem, pages) if split < 0 else split
+        stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
+        self.problem = CachedProblem(named.problem, pages, split, stored, shared)
         self.plan = dispatch.plan_cached(self.problem, device_of(q.device), named.options.backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
         self.places = _places(self.problem, request.lengths)
@@ -199,9 +223,10 @@ _CACHED = Memory[Any, _Layout](_MOST, "calls over caches")
 
 
 def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:
-    """Where, among q, the pools, the table, first_k and the others, each input of the plan is."""
-    p, pages = problem.attention, problem.pages
-    names = ["q", "k", "v", *(["page_table"] if pages.table else []), *(["first_k"] if pages.first else [])]
+    """Where, among q, the pools, scales, the table, first_k and the others, each input of the plan is."""
+    p, pages, stored = problem.attention, problem.pages, problem.stored
+    scales = [f"{side}_scale" for side in "kv" if stored is not None and getattr(stored, f"{side}_scale")]
+    names = ["q", "k", "v", *scales, *(["page_table"] if pages.table else []), *(["first_k"] if pages.first else [])]
     names += [f"score.{i}.{j}" for i, spec in enumerate(p.score) for j in range(len(spec.tensors))]
     names += ["sink"] if p.sink is not None else []
     names += [f"mask.{i}.{j}" for i, leaf in enumerate(p.leaves) for j in range(len(leaf.tensors))]
@@ -215,7 +240,9 @@ def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:
 def side_by_side(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, batch: int, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone."""
+    """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone, of q's dtype."""
+    if k_cache.dtype != q.dtype:
+        k_cache, v_cache = (q.new_empty(1).expand(t.shape) for t in (k_cache, v_cache))
     k, v = (t[:1, :1].expand(batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
     if packed:
         k, v = (t[:1, :1].expand(1, batch * pages.capacity, *t.shape[2:])[0] for t in (k_cache, v_cache))
@@ -223,8 +250,8 @@ def side_by_side(
 
 
 def _fake_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: Maybe, first: Maybe, others: list[torch.Tensor],
-    split: int, text: str, floats: list[float], ints: list[int],
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, page_table: Maybe,
+    first: Maybe, others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape = (*q.shape[:-1], v_cache.shape[-1])
     lse = q.new_empty((*shape[:-3], shape[-2], shape[-3]), dtype=torch.float32)
@@ -232,7 +259,8 @@ def _fake_attention(
 
 
 CACHED = define(
-    "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? page_table, Tensor? first_k, Tensor[] others, "
-    "int split, str text, float[] floats, SymInt[] ints) -> (Tensor, Tensor)",
+    "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? page_table, Tensor? first_k, Tensor[] others, int split, str text, float[] floats, SymInt[] ints) -> "
+    "(Tensor, Tensor)",
     run_attention, _fake_attention,
 )  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
+from flashtile.torch.cache.stored import STORED, Scales
+from flashtile.torch.cache.tensors import check_kind, check_lengths, check_pools, check_scale, check_table, gather, int32
 from flashtile.torch.execute.plain import is_traced
 
 
@@ -18,7 +19,8 @@ class PagedCache:
     """A key/value cache: pools, a table of pages, lengths. Who owns which page is the caller's business.
 
     k, v: (pages, page_size, heads_kv, head_dim); page_table: int32 (batch, columns), None for item i in page i;
-    seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, as `attention_cached` has it.
+    seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, and k_scale, v_scale, of a cache of 8 bits, as
+    `attention_cached` has them.
     """
 
     k: torch.Tensor
@@ -26,14 +28,23 @@ class PagedCache:
     page_table: torch.Tensor | None
     seqused: torch.Tensor
     first_k: torch.Tensor | None = None
+    k_scale: Any = None
+    v_scale: Any = None
 
     def __post_init__(self) -> None:
-        check_pools(self.k, self.k, self.v, False, "k")
+        for name, pool in (("k", self.k), ("v", self.v)):
+            check_kind(name, pool)
+        like = self.k.new_empty((1, 1, 1, 1), dtype=torch.float32) if self.k.dtype in STORED else self.k
+        check_pools(like, self.k, self.v, False, "k")
         batch = self.k.shape[0] if self.page_table is None else len(self.page_table)
         check_table(self.k, self.page_table, batch, False)
         int32("seqused", self.seqused, self.k, batch)
         if self.first_k is not None:
             int32("first_k", self.first_k, self.k, batch)
+        self._scales(batch)
+
+    def _scales(self, batch: int) -> Scales:
+        return check_scale("k_scale", self.k_scale, self.k, batch), check_scale("v_scale", self.v_scale, self.v, batch)
 
     def append(
         self, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, rotary: Any = None,
@@ -44,21 +55,26 @@ class PagedCache:
         rotary rotates k; its tables must have a row for each new key (`append_to_cache`).
         """
         append_to_cache(
-            k, v, self.k, self.v, self.page_table, seqused_k=self.seqused, cu_seqlens=cu_seqlens, rotary=rotary, backend=backend
-        )
+            k, v, self.k, self.v, self.page_table, seqused_k=self.seqused, cu_seqlens=cu_seqlens, rotary=rotary,
+            k_scale=self.k_scale, v_scale=self.v_scale, backend=backend,
+        )  # fmt: skip
         added = k.shape[1] if cu_seqlens is None else (cu_seqlens[1:] - cu_seqlens[:-1]).to(self.seqused.dtype)
         return replace(self, seqused=self.seqused + added)
 
     def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
         """`attention_cached` of q over it; arguments: those that say nothing of the cache. append=(k, v) leaves `seqused`."""
-        return attention_cached(q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, **arguments)
+        return attention_cached(
+            q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, k_scale=self.k_scale,
+            v_scale=self.v_scale, **arguments,
+        )  # fmt: skip
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) copied side by side, (batch, columns * page_size, heads_kv, head_dim), an item's first key in row 0.
 
         Rows that are no keys are 0; entries of the table that belong to none are not followed. To attend to them say
         seqused_k=cache.seqused, or, where there is a first_k, cache.seqused - cache.first_k. Lengths and pages that point out
-        of the pools raise InvalidProblem on the CPU; on a GPU they are clamped into them.
+        of the pools raise InvalidProblem on the CPU; on a GPU they are clamped into them. A cache of 8 bits becomes `dtype`,
+        float32 if None, times its scales.
         """
         batch = len(self.seqused)
         pages = check_table(self.k, self.page_table, batch, self.first_k is not None)
@@ -66,5 +82,5 @@ class PagedCache:
         first = None if self.first_k is None else int32("first_k", self.first_k, self.k)
         if self.k.device.type == "cpu" and not is_traced(self.k, used):
             check_lengths(pages, used, first, self.page_table, "seqused")
-        k, v = gather((self.k, self.v), pages, self.page_table, used, first)
+        k, v = gather((self.k, self.v), pages, self.page_table, used, first, self._scales(batch), dtype)
         return k, v

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages
+from flashtile.problem.number import plain, told
+from flashtile.torch.cache.stored import STORED, Maybe, Scales, bytes_of, number_of
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
@@ -18,7 +21,7 @@ CALLED = {"k": "k_cache", "v": "v_cache"}  # what errors of the dense problem ca
 
 
 def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q") -> None:
-    """Raise InvalidProblem unless these are dense tensors of the right ranks, of one dtype and device."""
+    """Raise InvalidProblem unless these are dense tensors of the right ranks, of one dtype, or pools of 8 bits, and device."""
     for called, tensor in ((name, q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_kind(called, tensor)
         rank, meant = 4, "(pages, page_size, heads_kv, head_dim)"
@@ -26,12 +29,16 @@ def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q
             rank, meant = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
         if tensor.dim() != rank:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must be {meant}.")
-        if tensor.dtype not in DTYPES:
-            raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
-        if tensor.dtype != q.dtype:
+        stores = called != name and tensor.dtype in STORED
+        if tensor.dtype not in DTYPES and not stores:
+            bits = "" if called == name else ", or of 8 bits float8_e4m3fn, float8_e5m2 or int8"
+            raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64{bits}.")
+        if tensor.dtype != q.dtype and not stores:
             raise InvalidProblem(f"{called} is {tensor.dtype} and {name} is {q.dtype}; they must have one dtype.")
         if tensor.device != q.device:
             raise InvalidProblem(f"{called} is on {tensor.device} and {name} is on {q.device}; they must be on one device.")
+    if k_cache.dtype != v_cache.dtype:
+        raise InvalidProblem(f"v_cache is {v_cache.dtype} and k_cache is {k_cache.dtype}; they must have one dtype.")
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise InvalidProblem(
             f"v_cache has shape {tuple(v_cache.shape)} and k_cache {tuple(k_cache.shape)}; they must be equal but for head_dim."
@@ -77,6 +84,46 @@ def check_kind(name: str, tensor: Any) -> None:
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
+
+
+def check_scale(name: str, scale: Any, pool: torch.Tensor, batch: int) -> Maybe:
+    """The scale as float32 (batch, heads_kv), or (pages, page_size, heads_kv); None where there is none.
+
+    InvalidProblem for what is no scale, and, on the CPU, where looking costs nothing, for one of 0, NaN or infinity.
+    """
+    if scale is None:
+        return None
+    if pool.dtype not in STORED:
+        raise InvalidProblem(
+            f"{name} is given and the cache is {pool.dtype}; scales belong to caches of float8_e4m3fn, float8_e5m2 or int8. "
+            f"Leave {name} out."
+        )
+    heads = pool.shape[2]
+    if not isinstance(scale, torch.Tensor):
+        number = plain(scale)
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise InvalidProblem(f"{name} is a {type(scale).__name__}; it must be a float32 tensor, a number or None.")
+        if not (math.isfinite(number) and number > 0):
+            raise InvalidProblem(f"{name} is {told(number)}; it must be positive and finite.")
+        return torch.full((), number, dtype=torch.float32, device=pool.device).expand(batch, heads)
+    check_kind(name, scale)
+    if scale.dtype is not torch.float32:
+        raise InvalidProblem(f"{name} is {scale.dtype}; it must be float32: {name}.float().")
+    if scale.device != pool.device:
+        raise InvalidProblem(f"{name} is on {scale.device} and the cache is on {pool.device}; they must be on one device.")
+    shape, token = tuple(scale.shape), tuple(pool.shape[:3])
+    if shape == token:
+        return scale
+    if shape not in ((), (1,), (heads,), (batch, heads)):
+        raise InvalidProblem(
+            f"{name} has shape {shape}; it must be () for a scale of all, ({heads},) for one of each head, ({batch}, {heads}) "
+            f"of each item's head, or {token} of each token's, which are the cache's (pages, page_size, heads_kv)."
+        )
+    if scale.device.type == "cpu" and not is_traced(scale):
+        wrong = ~((scale > 0) & scale.isfinite())
+        if bool(wrong.any()):
+            raise InvalidProblem(f"{name} holds {float(scale[wrong][0])}; it must be positive and finite.")
+    return scale.expand(batch, heads)
 
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
@@ -129,16 +176,24 @@ def check_starts(name: str, cu: torch.Tensor, tokens: int) -> None:
 
 def gather(
     pools: tuple[torch.Tensor, ...], pages: Pages, page_table: torch.Tensor | None, used: torch.Tensor,
-    first: torch.Tensor | None,
+    first: torch.Tensor | None, scales: Scales = (None, None), dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Of every pool (batch, capacity, heads_kv, head_dim), copied: an item's keys side by side, from row 0; zeros behind them.
 
-    Entries of the table that belong to no key are not followed.
+    Entries of the table that belong to no key are not followed. Pools of 8 bits become `dtype`, times their scales.
     """
     row = torch.arange(pages.capacity, device=used.device)[None] + (0 if first is None else first[:, None])
     exists = row < used[:, None].clamp(max=pages.capacity)
     row = row.expand(exists.shape).where(exists, 0).long()
     item = torch.arange(len(used), device=used.device)[:, None].expand(exists.shape)
     page = item if page_table is None else page_table[item, row // pages.page_size].long()
-    page = page.where(exists, 0).clamp(0, pages.pages - 1)
-    return tuple(t[page, row % pages.page_size].masked_fill(~exists[:, :, None, None], 0.0) for t in pools)
+    page, row = page.where(exists, 0).clamp(0, pages.pages - 1), row % pages.page_size
+
+    def rows_of(pool: torch.Tensor, scale: Maybe) -> torch.Tensor:
+        if pool.dtype not in STORED:
+            return pool[page, row]
+        some = scale if scale is None else scale[page, row] if scale.dim() == 3 else scale[:, None].expand(*page.shape, -1)
+        return number_of(bytes_of(pool)[page, row].view(pool.dtype), some, dtype or torch.float32)
+
+    missing = ~exists[:, :, None, None]
+    return tuple(rows_of(pool, scale).masked_fill(missing, 0.0) for pool, scale in zip(pools, scales, strict=True))

@@ -1,0 +1,74 @@
+"""Numbers of 8 bits, as a cache holds them: e4m3 and e5m2 (OCP's, without and with infinities) in bytes, and int8."""
+
+from __future__ import annotations
+
+from flashtile.triton_glue.language import INTERPRETED, constexpr, jit, tl
+
+BY_FLOAT32 = constexpr(INTERPRETED)  # which makes no bfloat16 of an integer
+EXPONENT = constexpr(0x7F800000)
+LEAST_POWER = constexpr(27 << 23)  # 2^-100: of rows of zeros
+MAGIC = constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, the nearest, of two the even one
+# e4m3 and e5m2 as the upper bits of a float32 are too small by a power of two, which is that of their biases' difference.
+E4M3_SCALE = constexpr(2.0**120)
+E5M2_SCALE = constexpr(2.0**112)
+
+
+@jit
+def widened(x, KIND: tl.constexpr, STORED: tl.constexpr, NATIVE: tl.constexpr):
+    """Stored numbers in KIND, exactly: each of 8 bits is one of bf16, of fp16 and of fp32.
+
+    NATIVE: Triton makes fp16 of them well on this GPU.
+    """
+    if STORED == "int8":
+        return x.to(tl.float32).to(KIND) if BY_FLOAT32 else x.to(KIND)
+    elif STORED == "e5m2" and NATIVE:
+        return by_float32(x.to(tl.float8e5, bitcast=True).to(tl.float16), KIND)
+    elif STORED == "e5m2":  # the upper half of an fp16
+        return by_float32((x.to(tl.int16) << 8).to(tl.float16, bitcast=True), KIND)
+    elif NATIVE:
+        return by_float32(x.to(tl.float8e4nv, bitcast=True).to(tl.float16), KIND)
+    else:
+        bits = x.to(tl.int32)
+        number = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * E4M3_SCALE
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(KIND)
+
+
+@jit
+def by_float32(x, KIND: tl.constexpr):
+    """fp16 as KIND. Triton 3.6.0 goes to bf16 by an instruction that an H100 issues at a quarter of these two's rate."""
+    return x if KIND == tl.float16 else x.to(tl.float32).to(KIND)
+
+
+@jit
+def lowered(x, top):
+    """(bf16 rows in fp16, what their products are to be multiplied by); top: the largest magnitude of each row.
+
+    Rows are divided by a power of two, their largest is then from 2^14 up: what is 2^28 times smaller is as exact as it was.
+    """
+    power = tl.maximum(top.to(tl.float32).to(tl.int32, bitcast=True) & EXPONENT, LEAST_POWER).to(tl.float32, bitcast=True)
+    return (x.to(tl.float32) * (16384.0 / power)[:, None]).to(tl.float16), power * (1.0 / 16384.0)
+
+
+@jit
+def narrowed(x, MOST: tl.constexpr, STORED: tl.constexpr):
+    """float32 as stored numbers: the nearest, of two the even one, and the largest, MOST, of what is beyond. NaN stays NaN;
+    int8 has none, and stores 0.
+    """
+    nan = x != x
+    x = tl.minimum(tl.maximum(tl.where(nan, 0.0, x), -MOST), MOST)
+    if STORED == "int8":
+        return ((x + MAGIC).to(tl.int32, bitcast=True) - tl.full(x.shape, MAGIC, tl.float32).to(tl.int32, bitcast=True)).to(
+            tl.int8
+        )
+    else:
+        SHIFT: tl.constexpr = 20 if STORED == "e4m3" else 21  # bits of a float32's fraction that are left out
+        BIAS: tl.constexpr = (120 << 3) if STORED == "e4m3" else (112 << 2)
+        LEAST: tl.constexpr = 2.0**-6 if STORED == "e4m3" else 2.0**-14  # of those with an exponent
+        UNIT: tl.constexpr = 2.0**14 if STORED == "e4m3" else 2.0**7  # adding it rounds to a multiple of the least number
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        large = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - BIAS
+        near = tl.abs(x) + UNIT
+        small = near.to(tl.int32, bitcast=True) - tl.full(x.shape, UNIT, tl.float32).to(tl.int32, bitcast=True)
+        made = tl.where(tl.abs(x) < LEAST, small, large)
+        return (tl.where(nan, 0x7F, made) | ((bits >> 24) & 0x80)).to(tl.uint8)
