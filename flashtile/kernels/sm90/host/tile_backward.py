@@ -98,6 +98,7 @@ class BackwardTile:
     rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
     converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
+    wide_keys: bool = False  # dk and dv are stored in float32, straight from registers
 
     @property
     def wide(self) -> bool:
@@ -243,11 +244,15 @@ class BackwardTile:
     @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
+        if self.wide_keys:
+            return 32  # the copy engine's row of float32; it stores none
         return self.columns // (4 if self.cut else 2) if self.parted else self.columns
 
     @property
     def columns_v_stored(self) -> int:
         """Columns of dv that are stored at a time."""
+        if self.wide_keys:
+            return 32
         return self.columns_v // 2 if self.parted else self.columns_v
 
     @property
