@@ -19,11 +19,13 @@ class Gradients:
     """What a backward has to produce, and from what.
 
     `wanted` lists outputs among "q", "k", "v"; captured tensors say it themselves (`TensorSpec.grad`).
-    `dlse` tells whether a gradient of lse arrives.
+    `dlse` tells whether a gradient of lse arrives. `wide_keys`: dk and dv of a 16-bit problem are stored in float32, for a
+    caller who adds up those of several calls.
     """
 
     wanted: frozenset[str] = frozenset({"q", "k", "v"})
     dlse: bool = False
+    wide_keys: bool = False
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def backward_buffers(p: AttentionProblem, gradients: Gradients, zeroed: Collecti
     size = shapes(p)
     given = [Buffer(n, size["out"], p.dtype.value, "input") for n in ("out", "dout")]
     given += [Buffer(n, size["lse"], p.sum_dtype, "input") for n in (("lse", "dlse") if gradients.dlse else ("lse",))]
-    return (*input_buffers(p), *given, *_gradients(p, gradients.wanted, zeroed))
+    return (*input_buffers(p), *given, *_gradients(p, gradients.wanted, zeroed, gradients.wide_keys))
 
 
 def tangent_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
@@ -136,10 +136,17 @@ def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:
     return [replace(b, name=f"t{b.name}") for b in input_buffers(p) if b.name in direction.moved]
 
 
-def _gradients(p: AttentionProblem, wanted: Collection[str], zeroed: Collection[str] = ()) -> list[Buffer]:
+def keys_dtype(p: AttentionProblem, wide: bool) -> str:
+    """In which dk and dv are stored."""
+    return "fp32" if wide and p.dtype.is_narrow else p.dtype.value
+
+
+def _gradients(
+    p: AttentionProblem, wanted: Collection[str], zeroed: Collection[str] = (), wide_keys: bool = False
+) -> list[Buffer]:
     """Those of q, k and v that are wanted, of captured tensors and sinks that say so."""
-    size = shapes(p)
-    made = [Buffer(f"d{n}", size[n], p.dtype.value, "output", like=n, zeroed=f"d{n}" in zeroed) for n in "qkv" if n in wanted]
+    size, dtypes = shapes(p), {"q": p.dtype.value, **dict.fromkeys("kv", keys_dtype(p, wide_keys))}
+    made = [Buffer(f"d{n}", size[n], dtypes[n], "output", like=n, zeroed=f"d{n}" in zeroed) for n in "qkv" if n in wanted]
     for i, spec in enumerate(p.score):
         for j, tensor in enumerate(spec.tensors):
             if tensor.grad:

@@ -2,10 +2,10 @@
 
 python -m tests.hopper.emulated CASE ...
 
-A case is JSON: {"problem": its spelling, "pass": "forward", "fused" or "split", "dlse": whether lse has a gradient, "launch":
-fields of the tile that is not the chosen one, "drift": by how much each key's scores exceed those of the key before, "leaves":
-outputs whose address is 0}. A line is {"errors": {name: largest error / largest element}}, or {"failure": ...} where the run
-ended early.
+A case is JSON: {"problem": its spelling, "pass": "forward", "fused" or "split", "dlse": whether lse has a gradient,
+"wide_keys": whether dk and dv are float32, "launch": fields of the tile that is not the chosen one, "drift": by how much each key's scores
+exceed those of the key before, "leaves": outputs whose address is 0}. A line is {"errors": {name: largest error / largest
+element}}, or {"failure": ...} where the run ended early.
 """
 
 # ruff: noqa: E402 (kernels are imported once the emulator stands under them)
@@ -47,7 +47,8 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     if case["pass"] == "forward":
         return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
     launch = replace(choose_backward(problem, H100, case["pass"] == "split"), **overrides)
-    return BACKEND.backward(problem, SMALL, Gradients(dlse=case.get("dlse", False)), case["pass"], launch)
+    gradients = Gradients(dlse=case.get("dlse", False), wide_keys=case.get("wide_keys", False))
+    return BACKEND.backward(problem, SMALL, gradients, case["pass"], launch)
 
 
 def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:
@@ -102,7 +103,21 @@ def assess(case: dict[str, Any]) -> dict[str, Any]:
     bound.allocations = [(n, (0, *shape[1:]) if n in leaves else shape, *rest) for n, shape, *rest in bound.allocations]
     with patch.object(torch, "empty_strided", poisoned):
         results = bound.run(inputs)
-    return {b.name: error(results[b.name], exact[b.name]) for b in plan.named("output") if b.name not in leaves}
+    found = {b.name: error(results[b.name], exact[b.name]) for b in plan.named("output") if b.name not in leaves}
+    return found | (rounded(problem, case, inputs, results) if case.get("wide_keys") else {})
+
+
+def rounded(problem: AttentionProblem, case: dict[str, Any], inputs: Tensors, wide: Tensors) -> dict[str, Any]:
+    """0.0 for each of dk and dv that is float32 and, rounded, has the bits of a plan that rounds it; else infinity."""
+    given = {name: inputs[name] for name in ("q", "k", "v", "out", "lse", "dout", "dlse") if name in inputs}
+    given |= {name: t for name, t in inputs.items() if name.startswith("score.")}
+    plan = plan_of({**case, "wide_keys": False}, problem)
+    narrow = Bound(plan, given, torch.device("cpu")).run(dict(given))
+    alike = {
+        name: wide[name].dtype is torch.float32 and torch.equal(wide[name].to(narrow[name].dtype), narrow[name])
+        for name in ("dk", "dv")
+    }
+    return {f"{name} rounded": 0.0 if same else float("inf") for name, same in alike.items()}
 
 
 def error(result: torch.Tensor, exact: torch.Tensor) -> float:

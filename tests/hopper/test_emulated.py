@@ -176,6 +176,13 @@ def test_the_backward_in_passes_is_exact(width: str) -> None:
     judge([case for tile in SPLIT[width] for case in tile.cases("split")])
 
 
+def test_gradients_of_keys_in_float32_are_those_that_are_rounded() -> None:
+    fused = Tile((CAUSAL, SHARED_HEADS), 64), Tile((CAUSAL, MODIFIERS), 80, 40), Tile((CAUSAL, TINY), 128), Tile((CAUSAL,), 192)
+    split = Tile((CAUSAL,), 128), Tile((SHARED_HEADS,), 256)
+    told = [case for tile in fused for case in tile.cases("fused")] + [case for tile in split for case in tile.cases("split")]
+    judge([dict(case, wide_keys=True) for case in told])
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", LIMIT), ("bf16", 8 * LIMIT)])
 def test_maxima_that_lag_behind(dtype: str, limit: float) -> None:
     """Keys are walked from the last back: a row's maximum rises by 185, 46 or 5 powers of two from tile to tile, or falls."""

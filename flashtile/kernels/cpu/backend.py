@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
@@ -91,7 +92,10 @@ class CpuBackend:
         if _keeps_wide(problem):
             buffers = (Buffer(WIDE, shapes(problem)["out"], "fp32", "input"), *buffers)
         outputs = tuple(b.name for b in buffers if b.role == "output")
-        calls = (HostCall(module.backward, outputs, getattr(module, "bind_backward", None)),) if outputs else ()
+        function, bind = module.backward, getattr(module, "bind_backward", None)
+        if gradients.wide_keys and problem.dtype.is_narrow:
+            function, bind = partial(function, wide_keys=True), None
+        calls = (HostCall(function, outputs, bind),) if outputs else ()
         return Plan(problem, self.name, "split", buffers, calls, (note,))
 
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:

@@ -150,8 +150,10 @@ def most_score(p: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> float:
     return largest
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
-    """Those of dq, dk, dv that `outputs` names; of items with large float32 scores by tiles.
+def backward(
+    p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0, wide_keys: bool = False
+) -> Tensors:
+    """Those of dq, dk, dv that `outputs` names, in float32 or better; of items with large float32 scores by tiles.
 
     `first_batch` matters to modifiers alone, of which there are none.
     """
@@ -177,7 +179,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
         dq[:, :, 0] *= 0.0
     made = {"dq": (dq, rows, p.seqlen_q), "dk": (dk, keys, p.seqlen_k), "dv": (dv, keys, p.seqlen_k)}
     found = {name: embedded(made[name][0].transpose(1, 2), 1, *made[name][1:], 0.0) for name in outputs}
-    return found if is_moderate(lse) else _large_again(p, tensors, outputs, found, lse)
+    return found if is_moderate(lse) else _large_again(p, tensors, outputs, found, lse, wide_keys)
 
 
 def bind_backward(p: AttentionProblem, outputs: tuple[str, ...], given: Sequence[torch.Tensor]) -> Bound | None:
@@ -211,14 +213,16 @@ def is_moderate(lse: torch.Tensor) -> bool:
     return low.item() >= -most and high.item() <= most
 
 
-def _large_again(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], made: Tensors, lse: torch.Tensor) -> Tensors:
+def _large_again(
+    p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], made: Tensors, lse: torch.Tensor, wide_keys: bool
+) -> Tensors:
     """The gradients `made`, those of items whose scores are large by tiles, of a forward by tiles."""
     one = replace(p, batch=1)
     for batch in range(p.batch):
         if not is_moderate(lse[batch]):
             item = {name: tensors[name][batch : batch + 1] for name in ("q", "k", "v", "dout")}
             item |= tiled.forward(one, item, ("out", "lse", "lse_low"))
-            for name, gradient in tiled.backward(one, item, outputs).items():
+            for name, gradient in tiled.backward(one, item, outputs, wide_keys=wide_keys).items():
                 made[name][batch] = gradient[0]
     return made
 

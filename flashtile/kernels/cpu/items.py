@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,12 +96,13 @@ def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], til
     return made
 
 
-def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], wide_keys: bool = False) -> Tensors:
     """The gradients named; 0 in rows that belong to no item. Those of captured tensors are summed over items, in order."""
+    how = {"wide_keys": True} if wide_keys else {}
     made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=lse_dtype(p)) for name in outputs}
     for item in items(p, tensors):
         module, _ = ways.backward_way(item.problem, "dlse" in tensors)
-        _embed(item, made, _call(module.backward, item, tensors, outputs))
+        _embed(item, made, _call(partial(module.backward, **how), item, tensors, outputs))
     return made
 
 

@@ -111,13 +111,16 @@ def _attend(
 
 
 def backward(
-    p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0, rough_lse: bool = False
-) -> Tensors:
+    p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0, rough_lse: bool = False,
+    wide_keys: bool = False,
+) -> Tensors:  # fmt: skip
     """Those of dq, dk, dv, dscore.I.J that `outputs` names. One pass over the tiles, summed in a fixed order.
 
-    `rough_lse`: lse is rounded, and probabilities do not quite add up to 1.
+    `rough_lse`: lse is rounded, and probabilities do not quite add up to 1. `wide_keys`: dk and dv are not rounded to 16 bits.
     """
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
+    if wide_keys:
+        made |= {name: t.to(score_dtype(p)) for name, t in made.items() if name != "dq"}
     scratch, few = Scratch(exact=p.dtype is DType.FP32), _few(p)
     modifiers, sink, drop = Modifiers(p, tensors, score_dtype(p)), _sink(p, tensors), Drop(p, tensors)
     reach = Reach(p, tensors, first_batch)

@@ -42,7 +42,7 @@ from flashtile.kernels.sm90.host.tile_forward import (
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import NO_PASSES, Gradients, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
@@ -196,6 +196,7 @@ class HopperBackend:
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
+        tile = replace(tile, wide_keys=gradients.wide_keys)
         ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
         score, biased = chain(p, device, form), None
         if tile.early >= 0:
@@ -229,7 +230,8 @@ class HopperBackend:
             scratch.append(Buffer("given", room, "fp32", "scratch"))
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
         unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
-        scratch += [Buffer(f"d{n}", shapes(p)[n], p.dtype.value, "scratch", like=n) for n in sorted(unasked)]
+        stored_in = keys_dtype(p, tile.wide_keys)
+        scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
         if p.sink is not None and p.sink.grad:
@@ -258,7 +260,7 @@ class HopperBackend:
             registers=None if tile.ragged else ROW_REGISTERS,
             early=True,
         )
-        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen else None for n in "kv"]
+        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen or tile.wide_keys else None for n in "kv"]
         dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.converts else None
         keys = [
             KernelCall(

@@ -18,7 +18,7 @@ from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree
-from flashtile.torch.context.calls import call
+from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.collectives import Exchange, Gather, dealt, ordered
 from flashtile.torch.context.context import METHODS, Context, refusals
 from flashtile.torch.context.described import described, numbers
@@ -30,6 +30,7 @@ from flashtile.torch.context.wanted import Wanted, against, wanted
 from flashtile.torch.execute.plain import is_distributed, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
+from flashtile.torch.routes.local import attention as attend
 from flashtile.torch.routes.traced import autocast
 
 
@@ -119,15 +120,22 @@ def by_positions(
 def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
     """(out, lse or None): a call for each run of queries, beside the first keys of all."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
-    keys, values = Gather.apply(torch.cat([k, v], -1), context).split([k.shape[3], v.shape[3]], -1)
+    whole = gathered_keys(k, v, context)
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
     made: list[Any] = []
-    for piece in prefixes(own, shift, keys.shape[1], want.band):
+    for piece in prefixes(own, shift, whole.k.shape[1], want.band):
         arguments = want.piece(piece, shift)
-        made.append(call(q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys], return_lse, sink=want.sink, **arguments))
+        made.append(call(q[:, piece.rows], whole.part(piece.keys), return_lse, sink=want.sink, **arguments))
     if not return_lse:
         return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+
+
+def gathered_keys(k: torch.Tensor, v: torch.Tensor, context: Context) -> Keys:
+    """The keys and values of all ranks."""
+    widths = k.shape[3], v.shape[3]
+    whole, sums = Gather.apply(torch.cat([k, v], -1), context)  # pyright: ignore[reportGeneralTypeIssues]
+    return Keys(*whole.split(widths, -1), *sums.split(widths, -1))
 
 
 def by_heads(
@@ -143,7 +151,10 @@ def by_heads(
         k, v = (t.float().repeat_interleave(copies, 2) for t in (k, v))
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
     arguments = want.whole(context, slice(context.rank * heads, (context.rank + 1) * heads))
-    made = call(q, k, v, return_lse, **arguments, **lengths)
+    if copies > 1:
+        made = call(q, Keys(k.detach().to(wire), v.detach().to(wire), k, v), return_lse, **arguments, **lengths)
+    else:
+        made = attend(q, k, v, return_lse=return_lse, **arguments, **lengths)
     out, lse = made if return_lse else (made, None)
     out = Exchange.apply(dealt(out, context, 1), context, 1, 2)
     if lse is None:

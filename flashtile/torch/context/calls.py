@@ -1,55 +1,73 @@
-"""Local calls of `attention` whose gradients of keys and values, and whose partial results, are good enough to be summed."""
+"""Local calls of `attention` whose gradients of keys and values are float32, to be summed over calls and ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashtile.torch.context.collectives import WHAT
+from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.derivatives import first_derivatives
-from flashtile.torch.routes.local import attention
+from flashtile.torch.routes.local import attention, prepared
 
 
-def widens(q: torch.Tensor) -> bool:
-    """Whether what is summed over calls is computed in float32.
-
-    On the CPU, whose 16-bit backward computes in float32 anyway. A GPU's kernels round each part to 16 bits once.
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values (batch, seqlen, heads, d) without a gradient, and float32 tensors of their shapes that stand for them in
+    autograd: their gradients are those of k and v, and nobody reads what they hold.
     """
-    return q.device.type == "cpu"
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_sums: torch.Tensor
+    v_sums: torch.Tensor
+
+    def part(self, keys: slice) -> Keys:
+        return Keys(self.k[:, keys], self.v[:, keys], self.k_sums[:, keys], self.v_sums[:, keys])
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, **arguments: Any) -> Any:
-    """`attention`, with k and v that are float32 whatever q is, and so their gradients; they hold values of q's dtype."""
-    if k.dtype is q.dtype:
+def call(q: torch.Tensor, keys: Keys, return_lse: bool, **arguments: Any) -> Any:
+    """`attention` of these keys."""
+    if not (torch.is_grad_enabled() and (keys.k_sums.requires_grad or keys.v_sums.requires_grad)):
+        return attention(q, keys.k, keys.v, return_lse=return_lse, **arguments)
+    if is_traced(q, keys.k, keys.v):  # by an operator, whose dk and dv have the dtype of k and v
+        k, v = _StoodFor.apply(keys.k, keys.v, keys.k_sums, keys.v_sums)  # pyright: ignore[reportGeneralTypeIssues]
         return attention(q, k, v, return_lse=return_lse, **arguments)
-    if not (widens(q) and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
-        return attention(q, k.to(q.dtype), v.to(q.dtype), return_lse=return_lse, **arguments)
-    made = attention(q, k.detach().to(q.dtype), v.detach().to(q.dtype), return_lse=return_lse, **arguments)
-    out, lse = made if return_lse else (made, None)
-    out, lse = _WideKeys.apply(out, lse, q, k, v, arguments)
-    return (out, lse) if return_lse else out
+    made, others = prepared(q, keys.k, keys.v, return_lse=return_lse, **arguments)
+    made.require_backward()
+    return _WideKeys.apply(made, q, keys.k, keys.v, keys.k_sums, keys.v_sums, *others)
+
+
+class _StoodFor(torch.autograd.Function):
+    """k and v, whose gradients are those of what stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, *sums: torch.Tensor) -> Any:
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *(g.float() for g in grads)
 
 
 class _WideKeys(torch.autograd.Function):
-    """out and lse as they are; dk and dv of a float32 call with the same arguments."""
+    """A prepared call, differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-        ctx.save_for_backward(q, k, v)
-        ctx.arguments = arguments
+    def forward(ctx: Any, call: Any, q: Any, k: Any, v: Any, k_sums: Any, v_sums: Any, *others: torch.Tensor) -> Any:
+        kept = call.forward((q, k, v), others)
+        ctx.save_for_backward(k_sums, v_sums, q, k, v, *others, *kept)
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        return out.view_as(out), None if lse is None else lse.view_as(lse)
+        return (kept[0], kept[1]) if call.problem.returns_lse else kept[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        dout, dlse = grads
-        q, *keys = ctx.saved_tensors
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(keys, ctx.needs_input_grad[3:5], strict=True)]
-        with torch.enable_grad():
-            out, lse = attention(q.float(), *leaves, return_lse=True, **ctx.arguments)
-        made = [(t, g.to(t.dtype)) for t, g in ((out, dout), (lse, dlse)) if g is not None]
-        asked = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad([t for t, _ in made], asked, [g for _, g in made]) if made else [None] * len(asked))
-        keys = tuple(next(found) if t.requires_grad else None for t in leaves)
-        return dout, dlse, None, *first_derivatives(WHAT, "torch", keys, ctx.saved_tensors, grads), None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        saved, (q, _, _, *sums_and_others) = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        dout, dlse = (*grads, None)[:2]
+        with torch.no_grad():
+            dq, *made = ctx.call.gradients(saved[2:], dout, dlse, (q, *sums_and_others), wide_keys=True)
+        found = dq, None, None, *made
+        return None, *first_derivatives(WHAT, "torch", found, saved, grads)

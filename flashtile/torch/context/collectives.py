@@ -15,23 +15,25 @@ WHAT = "attention over ranks"
 
 
 class Gather(torch.autograd.Function):
-    """The whole sequence of (batch, seqlen / ranks, ...), in its own order and in float32; it travels in its own dtype.
-
-    Float32 so that autograd sums gradients in it, on this rank; those of other ranks come in float32, too.
+    """The whole sequence of (batch, seqlen / ranks, ...), in its own order, and a float32 tensor of its shape that takes no
+    memory and stands for it in autograd: so gradients are summed in float32, on this rank and over ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.context, ctx.dtype = context, tensor.dtype
+        ctx.set_materialize_grads(False)
         parts = tensor.new_empty((context.ranks, *tensor.shape))
         gather_into(parts.flatten(0, 1), tensor.contiguous(), context)
         whole = parts.transpose(0, 1).flatten(1, 2)
         at = order(whole.shape[1], context.layout, context.ranks, tensor.device)
-        return (whole if at is None else torch.empty_like(whole).index_copy_(1, at, whole)).float()
+        whole = whole if at is None else torch.empty_like(whole).index_copy_(1, at, whole)
+        ctx.mark_non_differentiable(whole)
+        return whole, whole.new_zeros((), dtype=torch.float32).expand(whole.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,), context = grads, ctx.context
+        grad, context = grads[1], ctx.context
         at = order(grad.shape[1], context.layout, context.ranks, grad.device)
         parts = grad if at is None else grad.index_select(1, at)
         sent = parts.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.context.calls import widens
+from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.collectives import WHAT, Passing
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece, pairs, runs
@@ -37,6 +37,11 @@ class Ring:
         c = self.context
         own = runs(c.layout, self.seqlen_q, c.ranks, c.rank)
         return pairs(own, runs(c.layout, self.seqlen_k, c.ranks, source), self.shift, self.want.band)
+
+
+def widens(q: torch.Tensor) -> bool:
+    """Whether parts of 16-bit calls are computed in float32: on the CPU, whose backward does that anyway."""
+    return q.device.type == "cpu"
 
 
 def attend_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,9 +102,11 @@ class _Ring(torch.autograd.Function):
             for piece in ring.pieces((context.rank - step) % context.ranks):
                 rows = piece.rows
                 parts = q[:, rows], *block[:, piece.keys].split([k.shape[3], v.shape[3]], -1)
-                leaves = [t.detach().to(torch.float32 if wide else t.dtype).requires_grad_() for t in parts]
+                values = [t.detach().to(torch.float32 if wide else t.dtype) for t in parts]
+                leaves = [t.new_zeros((), dtype=torch.float32).expand(t.shape).requires_grad_() for t in values[1:]]
+                leaves = [values[0].requires_grad_(), *leaves]
                 with torch.enable_grad():
-                    made = attention(*leaves, return_lse=True, **ring.want.piece(piece, ring.shift))
+                    made = call(leaves[0], Keys(*values[1:], *leaves[1:]), True, **ring.want.piece(piece, ring.shift))
                 weight = _share(made[1].detach(), lse[..., rows])
                 down = dout[:, rows] * weight
                 own = (down * made[0].detach()).sum(-1).transpose(1, 2)

@@ -14,9 +14,8 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.context.agree import agree
-from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, plain
+from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, plain
 from flashtile.torch.context.calls import call
-from flashtile.torch.context.collectives import Gather
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
@@ -117,8 +116,8 @@ def attention_of_items(
     agree(context, {"varlen": "items", **told}, error, lambda: numbers(want, 0))
     assert want is not None
     assert given is not None
-    whole_k, whole_v = Gather.apply(torch.cat([k, v], -1), context)[:, keys].split([k.shape[3], v.shape[3]], -1)
-    made = call(q, whole_k, whole_v, return_lse, **want.banded(), **given.tensors, **most)
+    some = gathered_keys(k, v, context).part(keys)
+    made = call(q, some, return_lse, **want.banded(), **given.tensors, **most)
     return tuple(t[0] for t in made) if return_lse else made[0]
 
 
@@ -130,16 +129,16 @@ def _allgather(
     Those outside the run have no queries there. In causal order keys end where the run does, and so each item's last query
     stands at its last key, as in the whole.
     """
-    keys, values = Gather.apply(torch.cat([k, v], -1), context).split([k.shape[3], v.shape[3]], -1)
+    whole = gathered_keys(k, v, context)
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
     how = {**want.banded(), **most}
     made: list[Any] = []
     row = 0
     for run in runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank):
         end = run.start + run.count
-        last = keys.shape[1] if want.band == FULL else end
+        last = whole.k.shape[1] if want.band == FULL else end
         here = {"cu_seqlens_q": starts.clamp(run.start, end) - run.start, "cu_seqlens_k": starts.clamp(max=last)}
-        made.append(call(q[:, row : row + run.count], keys[:, :last], values[:, :last], True, **how, **here))
+        made.append(call(q[:, row : row + run.count], whole.part(slice(last)), True, **how, **here))
         row += run.count
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
 

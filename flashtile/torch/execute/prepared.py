@@ -95,9 +95,17 @@ class PreparedCall:
         return [tensors[name] for name in self.kept]
 
     def gradients(
-        self, saved: Sequence[torch.Tensor], dout: torch.Tensor | None, dlse: torch.Tensor | None, needs: tuple[bool, ...]
+        self,
+        saved: Sequence[torch.Tensor],
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        needs: tuple[bool, ...],
+        wide_keys: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned."""
+        """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned.
+
+        wide_keys: those of 16-bit k and v are float32.
+        """
         count = len(self.packing.packs)
         first_kept = count + len(self.names)
         if dout is None:
@@ -114,7 +122,7 @@ class PreparedCall:
         key: Any = None
         if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
             addresses = addresses_of(inputs) if self.on_gpu else ()
-            key = needs, deterministic, alignment(addresses), *map(torch.Tensor.stride, inputs)
+            key = needs, deterministic, wide_keys, alignment(addresses), *map(torch.Tensor.stride, inputs)
             direct = self.direct.get(key)
             if direct is not None:
                 replay, places = direct
@@ -126,10 +134,11 @@ class PreparedCall:
         packs, others = tuple(saved[:count]), saved[count:first_kept]
         tensors = self.tensors(packs, others)
         tensors.update(zip((*self.kept, "dout", "dlse"), inputs[first_kept:], strict=False))
-        replay = self.backward(tensors, packs, wanted, deterministic).replay
+        replay = self.backward(tensors, packs, wanted, deterministic, wide_keys).replay
         given = [None if name is None else tensors[name] for name in names]
         if key is not None and replay is not None and replay.outputs is not None:
-            if all(g is None or g.dtype is t.dtype for g, t in zip(given, saved, strict=False)):
+            as_they_come = (1, 2) if wide_keys else ()
+            if all(g is None or g.dtype is saved[i].dtype or i in as_they_come for i, g in enumerate(given)):
                 places = [None if name is None else replay.made.index(name) for name in names]
                 self.direct[key] = replay, None if places == [*range(len(replay.made))] else places
         for i, tensor in enumerate(others, count):
@@ -144,16 +153,18 @@ class PreparedCall:
         self.wished[needs] = wanted, [f"d{name}" if need else None for name, need in zip(names, needs, strict=True)]
         return self.wished[needs]
 
-    def backward(self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool) -> Bound:
+    def backward(
+        self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool, wide_keys: bool
+    ) -> Bound:
         """The binding that has added the gradients to the tensors."""
         given = tensors.values()
-        key = wanted, deterministic, alignment(addresses_of(given)), *map(torch.Tensor.stride, given)
+        key = wanted, deterministic, wide_keys, alignment(addresses_of(given)), *map(torch.Tensor.stride, given)
         bound = self.bound_backward.get(key)
         if bound is None:
             problem = self.problem
             if deterministic and not problem.deterministic:
                 problem = replace(problem, deterministic=True)
-            gradients = Gradients(wanted, "dlse" in tensors)
+            gradients = Gradients(wanted, "dlse" in tensors, wide_keys)
             plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
             packed = [
                 PackedGradient(pack, tensor)

@@ -1,6 +1,7 @@
 """The way of a key tile's dk and dv from registers to memory."""
 
-from flashtile.kernels.sm90.device.layouts import matrix_layout
+from flashtile.kernels.device.memory import head_offset, row_offset
+from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
 from flashtile.kernels.sm90.device.partial import store_part
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
 
@@ -16,13 +17,22 @@ def scaled(dk, scale, T: gl.constexpr):
 
 @gluon.jit
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
-    """Write a consumer's part of dk and dv, through shared memory that no product reads any more."""
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more; T.wide_keys: past it."""
     store_wait(0)  # of the tile before, unless a step that adds to dq has waited
     if T.sums_dq:  # products of either consumer, and who stores ds, have let go of it
         memory.to.scores.claim(place.visits.end)
         memory.to.scores.claim(place.visits.end + 1)
     first = place.column + W * 64
-    if T.parted:
+    if T.wide_keys:
+        if T.makes_dv:
+            store_wide(dv_desc, grads[2], dv, 0, first, T.head_dim_v, place, T)
+        if T.makes_dk:
+            store_wide(dk_desc, grads[1], dk[0], 0, first, T.head_dim, place, T)
+            if T.cut:
+                store_wide(dk_desc, grads[1], dk[1], T.columns // 2, first, T.head_dim, place, T)
+        if T.copies_dq:
+            memory.to.sums.claim(2 * place.visits.end + W)
+    elif T.parted:
         if T.makes_dk:
             store_halves(dk_desc, grads[1], memory, dk[0], first, T.head_dim, place, W, T)
             if T.cut:
@@ -37,6 +47,22 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
         store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
         memory.to.sums.claim(2 * place.visits.end + W)
         store_gradient(dk_desc, grads[1], memory.shares.index(W), dk[0], 0, first, T.head_dim, 0, 1, place, T)
+
+
+@gluon.jit
+def store_wide(desc, target, value, column, first, WIDTH: gl.constexpr, place, T: gl.constexpr):
+    """Write the float32 gradient of 64 keys from `first` on; target = (pointer, strides)."""
+    COLUMNS: gl.constexpr = value.shape[1]
+    row = first + gl.arange(0, 64, row_layout(COLUMNS))[:, None]
+    column += gl.arange(0, COLUMNS, column_layout(COLUMNS))[None, :]
+    strides = target[1]
+    ptr = target[0] + head_offset(place.slab, place.head_kv, strides)
+    if T.varlen:
+        at = ptr + row_offset(place.first_k + row, strides) + column * strides[3]
+        gl.store(at, value, mask=(row < place.span_k) & (column < WIDTH))
+    else:
+        at = ptr + row_offset(row, strides) + column * strides[3]
+        gl.store(at, value, mask=(row < desc.shape[2]) & (column < WIDTH))
 
 
 @gluon.jit

@@ -100,6 +100,7 @@ class BackwardTile:
     joined: bool = False  # dout has no channel of its own, and other words stand one behind another
     converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
     interleaves: bool = False  # of grouped heads, no lists, in any order: see `producer.load_group`
+    wide_keys: bool = False  # dk and dv are stored in float32, straight from registers
 
     @property
     def wide(self) -> bool:
@@ -245,11 +246,15 @@ class BackwardTile:
     @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
+        if self.wide_keys:
+            return 32  # the copy engine's row of float32; it stores none
         return self.columns // (4 if self.cut else 2) if self.parted else self.columns
 
     @property
     def columns_v_stored(self) -> int:
         """Columns of dv that are stored at a time."""
+        if self.wide_keys:
+            return 32
         return self.columns_v // 2 if self.parted else self.columns_v
 
     @property
