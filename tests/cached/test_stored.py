@@ -136,7 +136,8 @@ def test_scales_of_tokens_are_written_beside_them(backend: str, place: torch.dev
     scales = [torch.full((6, 4, 2), torch.nan, device=place) for _ in "kv"]
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=place)
     used = torch.zeros(2, dtype=torch.int32, device=place)
-    cache = flashtile.PagedCache(*pools, table, used, None, *scales).append(k, v, backend=backend)
+    cache = flashtile.PagedCache(pools[0], pools[1], table, used, k_scale=scales[0], v_scale=scales[1])
+    cache = cache.append(k, v, backend=backend)
     dense = [t[:, :5] for t in cache.dense()]
     step = {torch.float8_e4m3fn: 1 / 16, torch.float8_e5m2: 1 / 8, torch.int8: 1 / 127}[kind]
     for got, want in zip(dense, (k, v), strict=True):

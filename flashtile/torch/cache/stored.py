@@ -15,8 +15,7 @@ def stored_of(pool: torch.Tensor, scales: Scales) -> Stored | None:
     """What a pool holds, with scales as `check_scale` returns them; None where that is numbers of the queries' dtype."""
     if pool.dtype not in STORED:
         return None
-    k_scale, v_scale = (scaling_of(scale) for scale in scales)
-    return Stored(STORED[pool.dtype], k_scale, v_scale)
+    return Stored(STORED[pool.dtype], scaling_of(scales[0]), scaling_of(scales[1]))
 
 
 def scaling_of(scale: Maybe) -> Scaling:
