@@ -124,7 +124,7 @@ def tile_bytes(problem: CachedProblem, tile: Launch) -> int:
     row = p.head_dim if problem.shared else p.head_dim + p.head_dim_v
     size = buffers * tile.block_k * row * (p.dtype.size_bytes if problem.stored is None else 1)
     if problem.shared and p.head_dim_v > 256:
-        size += 2 * (tile.block_q * p.head_dim + (tile.block_k * p.head_dim_v if tile.block_q > 16 else 0)) + (1 << 10)
+        size += 2 * (tile.block_q * p.head_dim + (tile.block_k * p.head_dim_v if tile.block_q > 16 else 0)) + (3 << 10)
     return size
 
 
