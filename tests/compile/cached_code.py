@@ -48,8 +48,8 @@ def main() -> None:
         new = AppendProblem(8, 1, 8, 128, 128, DType.BF16, 512, 16)
         narrow = replace(new, stored=Stored("e4m3", "token", "head"))
         plans = {name: backend_named("triton").cached(some, device) for name, some in (("append", new), ("narrow", narrow))}
-        for name, (spelling, pages, *rest) in list(SPELLINGS.items())[: None if target in TARGETS else 1]:
-            problem = CachedProblem(AttentionProblem.parse(spelling), pages, *rest)
+        for name, (spelling, pages, split, stored, shared) in list(SPELLINGS.items())[: None if target in TARGETS else 1]:
+            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
             plans[name] = backend_named("triton").cached(problem, device)
         for name, plan in plans.items():
             for call in plan.calls:
