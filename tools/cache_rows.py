@@ -9,17 +9,20 @@ from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, Stored
 from flashtile.problem.dtype import DType
 from tools.evidence import SAME_CODE
 
 TARGETS = ("cpu", "sm80", "sm90")  # those that tests/compile/cached_code.py compiles for
 PAGED = Pages(64, 16, 128)
 ONE = "q=4x1x8x64,kv=2048x2x64"
+MLA_PAGES, MLA = Pages(64, 64, 32), "q=4x1x16x576,kv=2048x1x512"
 
 
-def _cached(rest: str, pages: Pages = PAGED, split: int = 0, sizes: str = ONE) -> CachedProblem:
-    return CachedProblem(AttentionProblem.parse(f"attention({sizes},{rest})"), pages, split)
+def _cached(
+    rest: str, pages: Pages = PAGED, split: int = 0, sizes: str = ONE, stored: Stored | None = None, shared: bool = False
+) -> CachedProblem:
+    return CachedProblem(AttentionProblem.parse(f"attention({sizes},{rest})"), pages, split, stored, shared)
 
 
 # (feature, problem, the provider of benchmarks/cached.py that measures it or "")
@@ -37,16 +40,26 @@ ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
     ("window, sinks, softcap", _cached("bf16,band=64:0,score=softcap(30.0),sink=8:fp32,used=k"), ""),
     ("ALiBi, bias", _cached("bf16,score=alibi(4x8:fp32)+bias(1x8x1x2048:bf16),used=k"), ""),
     ("predicates", _cached("bf16,where=prefix(4:int32),used=k"), ""),
+    ("e4m3", _cached("bf16,used=k", split=512, stored=Stored("e4m3", "head", "head")), "flashtile/16/e4m3"),
+    ("e5m2", _cached("bf16,used=k", split=512, stored=Stored("e5m2", "head", "head")), "flashtile/16/e5m2"),
+    ("int8, a scale of each token and head", _cached("bf16,used=k", split=512, stored=Stored("int8", "token", "token")), ""),
+    ("absorbed MLA, 576 columns", _cached("bf16,used=k", MLA_PAGES, 512, MLA, None, True), "flashtile/64/mla"),
+    (
+        "absorbed MLA in e4m3",
+        _cached("bf16,used=k", MLA_PAGES, 512, MLA, Stored("e4m3", "head", "head"), True), "flashtile/64/e4m3/mla",
+    ),
     ("append", AppendProblem(4, 1, 2, 64, 64, DType.BF16, 64, 16), ""),
+    ("append that quantises", AppendProblem(4, 1, 2, 64, 64, DType.BF16, 64, 16, Stored("e4m3", "token", "token")), ""),
 )  # fmt: skip
 
 
 def measured(folder: Path) -> set[tuple[str, str]]:
-    """(device, provider) of every row of benchmarks/cached.py's results that was right."""
+    """(device, provider) of every row of benchmarks/cached.py's results that was right; behind MLA's providers stands /mla."""
     found: set[tuple[str, str]] = set()
     for path in sorted(folder.glob("cached-*.csv")):
         with path.open(newline="") as file:
-            found |= {(r["device"], r["provider"]) for r in csv.DictReader(file) if r.get("us") and not r.get("failure")}
+            right = [r for r in csv.DictReader(file) if r.get("us") and not r.get("failure")]
+            found |= {(r["device"], r["provider"] + "/mla" * r["model"].startswith("mla")) for r in right}
     return found
 
 

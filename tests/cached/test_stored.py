@@ -136,7 +136,8 @@ def test_scales_of_tokens_are_written_beside_them(backend: str, place: torch.dev
     scales = [torch.full((6, 4, 2), torch.nan, device=place) for _ in "kv"]
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=place)
     used = torch.zeros(2, dtype=torch.int32, device=place)
-    cache = flashtile.PagedCache(*pools, table, used, None, *scales).append(k, v, backend=backend)
+    cache = flashtile.PagedCache(pools[0], pools[1], table, used, k_scale=scales[0], v_scale=scales[1])
+    cache = cache.append(k, v, backend=backend)
     dense = [t[:, :5] for t in cache.dense()]
     step = {torch.float8_e4m3fn: 1 / 16, torch.float8_e5m2: 1 / 8, torch.int8: 1 / 127}[kind]
     for got, want in zip(dense, (k, v), strict=True):
@@ -218,3 +219,47 @@ def test_gradients_go_straight_through_a_cache_of_8_bits(backend: str, place: to
     got, exact = (torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (out, want))
     for one, other in zip(got, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_whole_graph_does_what_eager_calls_do() -> None:
+    """Scales of tokens are written in place, as pools are, and values that are columns of keys are still found to be."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, pool: torch.Tensor, scale: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+        cache = flashtile.PagedCache(pool, pool[..., :32], None, used, k_scale=scale, v_scale=scale)
+        return cache.append(k, k[..., :32]).attention(q, causal=True)
+
+    made: list[tuple[torch.Tensor, ...]] = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        generator = torch.Generator().manual_seed(5)
+        q, k = (torch.randn(2, 3, heads, 48, generator=generator).bfloat16() for heads in (4, 1))
+        pool = torch.zeros(2, 8, 1, 48, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scale = torch.ones(2, 8, 1)
+        made.append((call(q, k, pool, scale, torch.tensor([4, 0], dtype=torch.int32)), pool.view(torch.uint8), scale))
+    assert made[0][2][0, 4:7].ne(1).all()
+    for got, want in zip(*made, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_shapes_alone_on_meta() -> None:
+    k, pool = torch.empty(2, 1, 1, 32, device="meta"), torch.empty(2, 8, 1, 32, device="meta")
+    pools, used = [pool.to(torch.float8_e4m3fn) for _ in "kv"], torch.empty(2, dtype=torch.int32, device="meta")
+    out = flashtile.attention_cached(k, *pools, seqused_k=used, k_scale=0.5)
+    assert (out.shape, out.dtype, out.device.type) == (k.shape, k.dtype, "meta")
+
+
+def test_queries_of_any_size_beside_fp8(device: torch.device) -> None:
+    """bf16 queries are multiplied in fp16, each row in its own unit: beyond its range, below it, zero, and of mixed sizes."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(1, 1, 8, 32, generator=generator)
+    q *= torch.tensor([1e30, 1e-30, 0, 1, 1e5, 1e-6, 3e38 / 8, 1])[:, None]
+    q[..., ::2] *= 1e-5
+    pools = [torch.randn(1, 40, 1, 32, generator=generator).to(torch.float8_e4m3fn) for _ in "kv"]
+    sizes = torch.tensor([1e-30, 1e30, 1, 1, 1e-5, 1e6, 1e-38, 1])
+    for head in range(8):
+        one = Drawn(
+            (q[:, :, head : head + 1].bfloat16().to(device), *(t.to(device) for t in pools)),
+            {"seqused_k": torch.tensor([40], dtype=torch.int32, device=device), "k_scale": sizes[head : head + 1].to(device)},
+            0, f"head {head}",
+        )  # fmt: skip
+        check(one, "triton")

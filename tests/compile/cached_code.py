@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from flashtile.dispatch import backend_named
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, Stored
 from flashtile.problem.dtype import DType
 from flashtile.triton_glue.compile import compile_and_read
 
-SPELLINGS = {  # what is attended to, its pages, its split
-    "decode": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512),
-    "odd pages": ("attention(q=8x4x8x64,kv=3000x8x64,fp16,band=128:0,used=k)", Pages(512, 3, 1000, True, True), 512),
+STORED = Stored("e4m3", "head", "head")
+SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is attended to, its pages, split, form
+    "decode": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, None, False),
+    "e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED, False),
+    "odd pages": (
+        "attention(q=8x4x8x64,kv=3000x8x64,fp16,band=128:0,used=k)", Pages(512, 3, 1000, True, True), 512, None, False,
+    ),
     "packed": (
         "attention(q=8x512x64x128,kv=4096x8x128,bf16,band=:0,score=softcap(30.0),sink=64:bf16,lse,varlen=512x32768,used=k)",
-        Pages(512, 64, 64), 0,
+        Pages(512, 64, 64), 0, None, False,
     ),
     "modifiers": (
         "attention(q=4x1x8x64,kv=2048x2x64,bf16,score=alibi(4x8:fp32)+bias(1x8x1x2048:bf16),where=prefix(4:int32),used=k)",
-        Pages(64, 16, 128), 512,
+        Pages(64, 16, 128), 512, None, False,
     ),
-    "fp32 256": ("attention(q=2x1x8x256,kv=2048x8x256,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512),
-    "wider": ("attention(q=2x8x8x512,kv=4096x8x512,fp16,used=k)", Pages(2, 4096, 1, False), 0),
+    "fp32 256": ("attention(q=2x1x8x256,kv=2048x8x256,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512, None, False),
+    "wider": ("attention(q=2x8x8x512,kv=4096x8x512,fp16,used=k)", Pages(2, 4096, 1, False), 0, None, False),
+    "int8": (
+        "attention(q=8x1x32x64,kv=4096x8x64,fp16,used=k)", Pages(512, 16, 256), 512, Stored("int8", "token", "token"), False,
+    ),
+    "e4m3 fp32": ("attention(q=2x1x8x128,kv=2048x8x128,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512, STORED, False),
+    "absorbed 16": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, None, True),
+    "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
+    "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
 }  # fmt: skip
 TARGETS = ("sm80", "sm90")
 OTHERS = ("sm86", "sm100", "sm120", "gfx942")  # docs/support.md says that a decoding step is compiled for these, too
@@ -34,10 +46,11 @@ def main() -> None:
     for target in (*TARGETS, *OTHERS):
         device = NAMED[target]
         new = AppendProblem(8, 1, 8, 128, 128, DType.BF16, 512, 16)
-        plans = {"append": backend_named("triton").cached(new, device)}
-        for name, (spelling, pages, split) in list(SPELLINGS.items())[: None if target in TARGETS else 1]:
-            plan = backend_named("triton").cached(CachedProblem(AttentionProblem.parse(spelling), pages, split), device)
-            plans[name] = plan
+        narrow = replace(new, stored=Stored("e4m3", "token", "head"))
+        plans = {name: backend_named("triton").cached(some, device) for name, some in (("append", new), ("narrow", narrow))}
+        for name, (spelling, pages, split, stored, shared) in list(SPELLINGS.items())[: None if target in TARGETS else 1]:
+            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
+            plans[name] = backend_named("triton").cached(problem, device)
         for name, plan in plans.items():
             for call in plan.calls:
                 assert isinstance(call, KernelCall)

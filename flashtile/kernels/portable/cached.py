@@ -56,8 +56,15 @@ def lowers(problem: CachedProblem) -> bool:
 
 def heads_packed(problem: CachedProblem, device: Device) -> int:
     """Query heads of a group that one tile packs, a power of two."""
-    most = MOST_HEADS if not problem.shared or problem.attention.head_dim_v <= 256 or device.smem_bytes >= BIG_BYTES else 16
-    return min(1 << (problem.attention.group - 1).bit_length(), most)
+    return min(1 << (problem.attention.group - 1).bit_length(), 16 if has_few_rows(problem, device) else MOST_HEADS)
+
+
+def has_few_rows(problem: CachedProblem, device: Device) -> bool:
+    """Whether no tile has more than 16 rows: wide keys that hold the values, where shared memory has no room for 64 rows of
+    576, or, compiled for sm90, the conversion of 8 bits has no registers (spills of 300 bytes).
+    """
+    deep = problem.shared and problem.attention.head_dim_v > 256
+    return deep and (device.smem_bytes < BIG_BYTES or problem.stored is not None)
 
 
 def launch_of(problem: CachedProblem, device: Device, heads: int) -> Launch:
@@ -77,7 +84,7 @@ def candidates(problem: CachedProblem, device: Device, heads: int) -> tuple[Laun
     made = products_of(p, device, problem.stored)
     wide, fp32 = max(p.head_dim, p.head_dim_v), p.dtype is DType.FP32
     rows = 16 if not p.lengths.varlen and p.seqlen_q * heads <= 16 else 64
-    if problem.shared and wide > 256 and device.smem_bytes < BIG_BYTES:
+    if has_few_rows(problem, device):
         rows = 16
     if fp32:
         rows = min(rows, max(16, heads)) if wide <= 128 else max(16, heads)
@@ -109,8 +116,6 @@ TILES: dict[tuple[str, bool, str], tuple[tuple[int, int, int], ...]] = {
     ("mla", True, "paged"): ((32, 8, 3), (32, 8, 5), (16, 8, 5), (16, 8, 3)),
     ("mla stored", False, "contiguous"): ((64, 8, 3), (32, 8, 5), (64, 8, 2), (32, 8, 2)),
     ("mla stored", False, "paged"): ((32, 8, 9), (64, 8, 7), (32, 8, 5), (32, 8, 3)),
-    ("mla stored", True, "contiguous"): ((16, 8, 3), (16, 8, 2)),
-    ("mla stored", True, "paged"): ((16, 8, 5), (16, 8, 3)),
 }
 
 
@@ -124,7 +129,7 @@ def tile_bytes(problem: CachedProblem, tile: Launch) -> int:
     row = p.head_dim if problem.shared else p.head_dim + p.head_dim_v
     size = buffers * tile.block_k * row * (p.dtype.size_bytes if problem.stored is None else 1)
     if problem.shared and p.head_dim_v > 256:
-        size += 2 * (tile.block_q * p.head_dim + (tile.block_k * p.head_dim_v if tile.block_q > 16 else 0)) + (1 << 10)
+        size += 2 * (tile.block_q * p.head_dim + (tile.block_k * p.head_dim_v if tile.block_q > 16 else 0)) + (3 << 10)
     return size
 
 

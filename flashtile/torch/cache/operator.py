@@ -242,7 +242,8 @@ def side_by_side(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone, of q's dtype."""
     if k_cache.dtype != q.dtype:
-        k_cache, v_cache = (q.new_empty(1).expand(t.shape) for t in (k_cache, v_cache))
+        one = q.new_zeros(1) if 0 in q.shape else q.detach()[(0,) * (q.dim() - 1)][:1]
+        k_cache, v_cache = (one.expand(t.shape) for t in (k_cache, v_cache))
     k, v = (t[:1, :1].expand(batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
     if packed:
         k, v = (t[:1, :1].expand(1, batch * pages.capacity, *t.shape[2:])[0] for t in (k_cache, v_cache))

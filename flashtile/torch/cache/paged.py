@@ -9,8 +9,8 @@ import torch
 
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.stored import STORED, Scales
-from flashtile.torch.cache.tensors import check_kind, check_lengths, check_pools, check_scale, check_table, gather, int32
+from flashtile.torch.cache.stored import Scales
+from flashtile.torch.cache.tensors import check_lengths, check_pools, check_scale, check_table, gather, int32
 from flashtile.torch.execute.plain import is_traced
 
 
@@ -32,10 +32,7 @@ class PagedCache:
     v_scale: Any = None
 
     def __post_init__(self) -> None:
-        for name, pool in (("k", self.k), ("v", self.v)):
-            check_kind(name, pool)
-        like = self.k.new_empty((1, 1, 1, 1), dtype=torch.float32) if self.k.dtype in STORED else self.k
-        check_pools(like, self.k, self.v, False, "k")
+        check_pools(self.k, self.k, self.v, False, "k")
         batch = self.k.shape[0] if self.page_table is None else len(self.page_table)
         check_table(self.k, self.page_table, batch, False)
         int32("seqused", self.seqused, self.k, batch)

@@ -15,8 +15,7 @@ def stored_of(pool: torch.Tensor, scales: Scales) -> Stored | None:
     """What a pool holds, with scales as `check_scale` returns them; None where that is numbers of the queries' dtype."""
     if pool.dtype not in STORED:
         return None
-    k_scale, v_scale = (scaling_of(scale) for scale in scales)
-    return Stored(STORED[pool.dtype], k_scale, v_scale)
+    return Stored(STORED[pool.dtype], scaling_of(scales[0]), scaling_of(scales[1]))
 
 
 def scaling_of(scale: Maybe) -> Scaling:
@@ -31,6 +30,8 @@ def bytes_of(pool: torch.Tensor) -> torch.Tensor:
 
 def is_shared(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether values are the first columns of the keys, in the same memory."""
+    if k_cache.device.type == "meta":  # where nothing has an address
+        return False
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
     return same and v_cache.shape[3] <= k_cache.shape[3] and v_cache.shape[:3] == k_cache.shape[:3]
 

@@ -29,7 +29,7 @@ def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q
             rank, meant = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
         if tensor.dim() != rank:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must be {meant}.")
-        stores = called != name and tensor.dtype in STORED
+        stores = tensor.dtype in STORED and (called != name or q is k_cache)  # a PagedCache asks without a q
         if tensor.dtype not in DTYPES and not stores:
             bits = "" if called == name else ", or of 8 bits float8_e4m3fn, float8_e5m2 or int8"
             raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64{bits}.")
