@@ -75,7 +75,8 @@ class Cell:
         generator = torch.Generator(device).manual_seed(0)
         made = [torch.randn(self.size, generator=generator, device=device).to(torch.bfloat16) for _ in range(8)]
         self.inputs, self.moved, self.dout, self.ddout = tuple(made[:3]), tuple(made[3:6]), made[6], made[7]
-        self.prepared, _ = prepare(*self.inputs, causal)
+        q, k, v = self.inputs
+        self.prepared, _ = prepare(q, k, v, causal)
         self.leaves = tuple(t.detach().requires_grad_() for t in (*self.inputs, self.dout))
         *qkv, dout = self.leaves
         self.out = flashtile.attention(*qkv, causal=causal)
@@ -109,6 +110,7 @@ class Cell:
             pairs = zip(self.inputs, self.moved, strict=True)
             duals = [forward_ad.make_dual(x.transpose(1, 2).contiguous(), t.transpose(1, 2).contiguous()) for x, t in pairs]
             made = forward_ad.unpack_dual(JVPAttn.fwd_dual(*duals, causal=self.causal))
+            assert made.tangent is not None
             return made.primal.transpose(1, 2), made.tangent.transpose(1, 2)
 
     def truth(self, what: str, dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -27,7 +27,7 @@ from flashtile.audit.descriptors import suspicious_operands
 from flashtile.audit.fragments import short_sums
 from flashtile.audit.hazards import overwritten_operands
 from flashtile.dispatch import BACKENDS, backend_named
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import Direction, Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, named
 from flashtile.problem.attention import AttentionProblem
@@ -47,7 +47,7 @@ IDENTITY = ("backend", "target", "problem", "variant", "kernel", "tile")  # of a
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: the `index`-th call of a plan; the forward's where variant is ""."""
+    """One kernel to compile: the `index`-th call of a plan; the forward's where variant is "", or that of a pass so named."""
 
     backend: str
     target: str
@@ -153,11 +153,22 @@ def small_problems() -> Iterator[str]:
         yield f"attention(q=2x90x4x{head_dim},kv=90x2x{head_dim},fp16,{here},blocks=32x32)"
 
 
+def directed_problems() -> Iterator[str]:
+    """Those of the passes beyond first derivatives."""
+    for head_dim, rest in ((64, ""), (64, ",band=1000:0"), (128, ""), (128, ",band=:0")):
+        yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16{rest})"
+    yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,tf32x3)"
+
+
 def plan_of(job: Job) -> Plan:
     """The plan that holds the kernel of a job."""
     backend, problem, device = backend_named(job.backend), AttentionProblem.parse(job.problem), named(job.target)
     if not job.variant:
         return backend.forward(problem, device)
+    if job.variant in backend.passes:
+        second = job.variant == "second"
+        given = Direction(frozenset("qkv"), frozenset({"dout"} if second else ()), frozenset("qkv" if second else ""))
+        return backend.passes[job.variant].plan(problem, device, given)
     return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, job.variant))
 
 
@@ -172,6 +183,16 @@ def jobs_of(spelling: str, target: str) -> Iterator[Job]:
             for index, call in enumerate(plan_of(first).calls):
                 if isinstance(call, KernelCall):
                     yield replace(first, index=index)
+
+
+def directed_jobs(spelling: str, target: str) -> Iterator[Job]:
+    """Every kernel of a problem's passes beyond first derivatives."""
+    problem, device = AttentionProblem.parse(spelling), named(target)
+    for backend in BACKENDS:
+        for name in () if backend.unsupported(problem, device) else backend.passes:
+            first = Job(backend.name, target, spelling, name, 0)
+            calls = enumerate(plan_of(first).calls)
+            yield from (replace(first, index=index) for index, call in calls if isinstance(call, KernelCall))
 
 
 def kind(problem: AttentionProblem) -> str:
@@ -244,6 +265,10 @@ def jobs(targets: list[str], every: int = 1) -> list[Job]:
             dtype = AttentionProblem.parse(spelling).dtype
             identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), dtype)
             seen.setdefault((job.backend, *identity), job)
+    for target, spelling in product(targets, directed_problems()):
+        for job in directed_jobs(spelling, target):
+            call = plan_of(job).calls[job.index]
+            seen.setdefault((target, "directed", call), job)
     return list(seen.values())[::every]
 
 

@@ -55,12 +55,17 @@ PASSES = {
 Asked = Callable[[AttentionProblem, Device, Direction], list[str]]
 
 
+def takes_all(problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """No reason against anything."""
+    return []
+
+
 @dataclass(frozen=True)
 class OfferedPass:
     """What makes the plans of a pass, and says why it cannot: reasons beside those against the backend's forward."""
 
     plan: Callable[[AttentionProblem, Device, Direction], Plan]
-    unsupported: Asked = lambda *_: []
+    unsupported: Asked = takes_all
 
 
 Passes = Mapping[str, OfferedPass]

@@ -54,10 +54,10 @@ def asked(case: Case, seed: int, dtype: torch.dtype, place: torch.device, backen
         tensors["sink"].requires_grad_()
     given = case.given(tensors)
     packs = tuple(tensors[n] for n in "qkv")
+    lengths: dict[str, Any] = dict(case.lengths(place))
     call, others = prepare(
-        *packs, **given, **case.masks(place), return_lse=True, options=Options(backend=backend),
-        given=given_lengths(**case.lengths(place)),
-    )  # fmt: skip
+        *packs, **given, **case.masks(place), return_lse=True, options=Options(backend=backend), given=given_lengths(**lengths)
+    )
 
     def like(t: torch.Tensor, chance: float) -> torch.Tensor | None:
         made = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(place, dtype)

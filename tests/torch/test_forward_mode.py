@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
@@ -73,6 +74,31 @@ def test_every_input_has_its_tangent_or_refuses(case: Case, name: str, place: to
                     assert tangent.dtype is one.dtype
                     error = (tangent.double() - exact).abs().max()
                     assert error <= (2**-7 if case.dtype == "bf16" else 1e-5) * (1.0 + exact.abs().max())
+
+
+class Seen(TorchDispatchMode):
+    """The library's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "flashtile":
+            self.names.append(function._opname)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("transformed", [False, True], ids=["forward_ad", "jvp"])
+def test_one_pass_makes_out_and_its_tangent(transformed: bool) -> None:
+    q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+    with Seen() as seen:
+        if transformed:
+            torch.func.jvp(lambda q: flashtile.attention(q, k, v), (q,), (k,))
+        else:
+            with forward_ad.dual_level():
+                flashtile.attention(forward_ad.make_dual(q, k), k, v)
+    assert seen.names == ["attention_tangent"]
 
 
 def exactly(case: Case, tensors: Tensors, name: str) -> list[torch.Tensor]:
