@@ -3,9 +3,9 @@
 python -m tests.hopper.emulated CASE ...
 
 A case is JSON: {"problem": its spelling, "pass": "forward", "fused" or "split", "dlse": whether lse has a gradient,
-"wide_keys": whether dk and dv are float32, "launch": fields of the tile that is not the chosen one, "drift": by how much each key's scores
-exceed those of the key before, "leaves": outputs whose address is 0}. A line is {"errors": {name: largest error / largest
-element}}, or {"failure": ...} where the run ended early.
+"wide_keys": whether dk and dv are float32, "launch": fields of the tile that is not the chosen one, "drift": by how much each
+key's scores exceed those of the key before, "leaves": outputs whose address is 0}. A line is {"errors": {name: largest error /
+largest element}}, or {"failure": ...} where the run ended early.
 """
 
 # ruff: noqa: E402 (kernels are imported once the emulator stands under them)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import make_mask
-from flashtile.torch.context.layout import LAYOUTS, check_length, pairs, runs
+from flashtile.torch.context.layout import LAYOUTS, Fetched, check_length, fetched, pairs, runs, sent_rows
 
 METHODS = ("auto", "allgather", "ulysses", "ring")
 
@@ -18,15 +18,17 @@ class Context:
 
     mesh: a `torch.distributed` process group, a DeviceMesh of one axis (`mesh["cp"]`), or None for the default group.
     method: "ulysses" exchanges heads for positions, each rank then attends its heads of the whole sequence; "allgather"
-        gathers k and v; "ring" passes k and v on from rank to rank, and merges partial results by lse: the least memory.
-        "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring.
+        gathers k and v, of a window its halo alone; "ring" passes k and v on from rank to rank, and merges partial results by
+        lse: the least memory. "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring; of a
+        window that makes a halo small allgather comes first.
     layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
         mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
     check: "always" lets ranks agree about every call before anything else is sent: arguments, shapes, options, and, on the CPU,
         what tensors hold that ranks have alike. "first" does so once for each kind of call and saves the host a round trip; a
         rank that then calls otherwise than the rest ends in torch's time-out.
 
-    Raises InvalidProblem for a mesh, method or layout that is none.
+    Raises InvalidProblem for a mesh, method or layout that is none. Where there is a group, its other ranks are told at their
+    next call, and raise it, too: ranks make a Context alike.
     """
 
     mesh: Any = None
@@ -35,14 +37,9 @@ class Context:
     check: Literal["always", "first"] = "always"
 
     def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("layout", LAYOUTS), ("check", ("always", "first"))):
-            if getattr(self, name) not in known:
-                raise InvalidProblem(f"context {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
-        if self.method == "allgather" and self.layout == "striped":
-            raise InvalidProblem(
-                "context method is 'allgather' and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as balanced."
-            )
         import torch.distributed as dist
+
+        from flashtile.torch.context.agree import refused_together
 
         if not (dist.is_available() and dist.is_initialized()):
             raise InvalidProblem("context is made without a process group; call torch.distributed.init_process_group first.")
@@ -60,6 +57,15 @@ class Context:
             )
         elif dist.get_rank(self.group) < 0:
             raise InvalidProblem("context mesh is a process group that this rank is no member of.")
+        with refused_together(self):
+            for name, known in (("method", METHODS), ("layout", LAYOUTS), ("check", ("always", "first"))):
+                if getattr(self, name) not in known:
+                    raise InvalidProblem(f"context {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
+            if self.method == "allgather" and self.layout == "striped":
+                raise InvalidProblem(
+                    "context method is 'allgather' and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as "
+                    "balanced."
+                )
 
     @property
     def group(self) -> Any:
@@ -92,13 +98,19 @@ class Context:
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
             check_length(self.layout, ranks, seqlen, f"the whole's {name}")
         against = {name: refusals(name, self.layout, q.shape[2], k.shape[2], ranks) for name in names}
-        method = self.method if self.method != "auto" else next(name for name in names[1::-1] + names[2:] if not against[name])
+        band = make_mask(causal, window, None)
+        wanted = fetched(self.layout, (seqlen_q, seqlen_k), ranks, band) if self.layout != "striped" else ()
+        halo = bool(wanted) and wanted[0].halo
+        method = next(name for name in candidates(self, halo) if not against[name] or name == self.method)
         lines = [f"{method}, layout {self.layout}, {ranks} ranks of {q.shape[1]} of {seqlen_q} queries"]
         for name in names:
             forward, backward = sent_bytes(name, q, k, v, ranks)
-            why = "; ".join(against[name]) or f"a rank sends {forward:,} bytes forward, {backward:,} backward"
+            of = ""
+            if name == "allgather" and halo:
+                forward, backward = halo_bytes(self.layout, q, k, v, wanted)
+                of = "the halo of its window alone: "
+            why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward"
             lines.append(f"{'*' if name == method else ' '} {name}: {why}")
-        band = make_mask(causal, window, None)
         work = [
             sum(
                 piece.band(band).count_visible(piece.query.count, piece.key.count)
@@ -125,6 +137,13 @@ def _outside() -> Any:
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
+def candidates(context: Context, halo: bool) -> tuple[str, ...]:
+    """The methods in the order in which they are asked. halo: whether "allgather" fetches no more than a window's halo."""
+    if context.method != "auto":
+        return (context.method,)
+    return ("allgather", "ulysses", "ring") if halo else ("ulysses", "allgather", "ring")
+
+
 def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:
     """Why a method cannot serve these heads and this layout."""
     if method == "allgather" and layout == "striped":
@@ -137,6 +156,13 @@ def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) 
     if heads_kv % ranks and ranks % heads_kv:
         reasons.append(f"{heads_kv} heads of k over {ranks} ranks; one must be a multiple of the other")
     return reasons
+
+
+def halo_bytes(layout: str, q: Any, k: Any, v: Any, wanted: tuple[Fetched, ...]) -> tuple[int, int]:
+    """(forward, backward): the bytes that the busiest rank sends by "allgather" where a window fetches its halo."""
+    row = k.shape[0] * k.shape[2] * (q.shape[-1] + v.shape[-1])
+    sent, received = zip(*sent_rows(layout, k.shape[1] * len(wanted), wanted), strict=True)
+    return max(sent) * row * q.dtype.itemsize, max(received) * row * 4
 
 
 def sent_bytes(method: str, q: Any, k: Any, v: Any, ranks: int) -> tuple[int, int]:
