@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Predicate, Prefix
+from flashtile import Alibi, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Predicate, Prefix
 from flashtile.distributed import (
     Context,
     attention,
@@ -53,7 +50,7 @@ def ranks_that_differ_refuse_together() -> None:
     for n, dtype, arguments in calls:
         with pytest.raises(InvalidProblem, match=r"rank|float64|window|mask"):
             attention(*shards(n, dtype=dtype), context=context, **arguments)
-    for name, value in (("layout", "head-tail"), ("method", "usp"), ("check", "never")):
+    for name, value in (("layout", "head-tail"), ("method", "tree"), ("check", "never")):
         with pytest.raises(InvalidProblem, match=rf"context {name} is '{value}'; it must be one of"):
             attention(*shards(), context=Context(**({name: value} if rank == 1 else {})))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidProblem, match="layout is"):
@@ -245,7 +242,7 @@ def contexts_without_meaning() -> None:
     meaningless: list[tuple[dict[str, Any], str]] = [
         ({"mesh": mesh}, r"it must have one, as mesh\[.cp.\]"),
         ({"mesh": "cp"}, "context mesh is 'cp'"),
-        ({"method": "usp"}, "context method is 'usp'"),
+        ({"method": "tree"}, "context method is 'tree'"),
         ({"layout": "head-tail"}, "context layout is 'head-tail'"),
         ({"method": "allgather", "layout": "striped"}, "'zigzag', which is as balanced"),
     ]
@@ -366,59 +363,6 @@ def the_text_says_which_method_and_what_it_sends() -> None:
     assert Context(layout="striped").explain(*odd).startswith("ring")
 
 
-def a_window_fetches_its_halo_alone() -> None:
-    """What ranks send, forward and backward, is what `explain` says: no more than the window beyond each run of queries."""
-    ranks, n, d = dist.get_world_size(), 64, 16
-    whole = [
-        torch.randn(1, n * ranks, heads, d, generator=torch.Generator().manual_seed(i)) for i, heads in enumerate((4, 2, 2))
-    ]
-    cu = torch.tensor([0, 50, n * ranks], dtype=torch.int32)
-    row = 2 * 2 * d * 4
-    laws: list[tuple[Any, dict[str, Any], int]] = [
-        ("contiguous", {"window": (9, 0)}, 9), ("zigzag", {"window": (9, 0)}, 2 * 9), ("contiguous", {"window": (5, 3)}, 5 + 3),
-        ("contiguous", {"mask": Band(5, -2)}, 5),
-    ]  # fmt: skip
-    for (layout, how, most), packed in product(laws, (False, True)):
-        context, axis = Context(method="allgather", layout=layout), 1 - packed
-        if packed and how.get("window") == (5, 3):
-            continue  # documents are then hidden by a mask, as `attention` hides them
-        given, starts = ([t[0] for t in whole], [cu]) if packed else (whole, [])
-        leaves = [t.clone().requires_grad_() for t in given]
-        expected = (flashtile.attention_varlen if packed else flashtile.attention)(*leaves, *starts, **how)
-        truth = torch.autograd.grad(expected.square().sum(), leaves)
-        local = [shard(t, context, axis).requires_grad_() for t in given]
-        with counted() as sent:
-            out = (attention_varlen if packed else attention)(*local, *starts, context=context, **how)
-            grads = torch.autograd.grad(out.square().sum(), local)
-        for mine, of_one in zip((out, *grads), (expected, *truth), strict=True):
-            torch.testing.assert_close(mine, shard(of_one, context, axis), rtol=1e-5, atol=1e-5)
-        assert len(sent) == 2
-        assert max(sent) <= most * row
-        both: list[Any] = [None] * ranks
-        dist.all_gather_object(both, sent)
-        if not packed and "window" in how:
-            forward, backward = (max(of) for of in zip(*both, strict=True))
-            assert forward > 0
-            said = f"the halo of its window alone: a rank sends {forward:,} bytes forward, {backward:,} backward"
-            assert said in context.explain(*local, **how)
-            assert Context(layout=layout).explain(*local, **how).startswith("allgather")
-    assert "halo" not in Context(method="allgather").explain(*(t[:, :n] for t in whole), window=(n * ranks, 0))
-
-
-@contextmanager
-def counted() -> Generator[list[int]]:
-    """The bytes of each all-to-all that leave this rank, and that nothing else is sent but what ranks agree on."""
-    sent, before, rank = list[int](), dist.all_to_all_single, dist.get_rank()
-
-    def counting(output: torch.Tensor, given: torch.Tensor, outputs: Any = None, inputs: Any = None, **how: Any) -> Any:
-        rows = inputs or [len(given) // dist.get_world_size()] * dist.get_world_size()
-        sent.append((sum(rows) - rows[rank]) * given[:1].numel() * given.element_size() if len(given) else 0)
-        return before(output, given, outputs, inputs, **how)
-
-    with patch.object(dist, "all_to_all_single", counting), patch.object(dist, "batch_isend_irecv", None):
-        yield sent
-
-
 def agreed_once_is_enough_where_asked() -> None:
     context = Context(method="allgather", check="first")
     asked: list[Any] = []
@@ -471,9 +415,12 @@ OF_TWO = (
     bits_repeat, padding_may_hold_nan, agreed_once_is_enough_where_asked, autocast_counts_as_it_does_on_one_process,
     what_has_no_meaning_is_refused_on_every_rank, a_compiled_module_breaks_its_graph_in_front,
 )  # fmt: skip
-OF_FOUR = (a_mesh_beside_another_axis, dtensors_of_positions_need_no_other_word)  # two axes of two
+OF_FOUR = (
+    a_mesh_beside_another_axis,
+    dtensors_of_positions_need_no_other_word,
+)  # two axes of two; fmt: skip
 CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
-    the_text_says_which_method_and_what_it_sends, a_window_fetches_its_halo_alone, helpers_refuse_what_has_no_meaning,
+    the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning,
     a_query_for_each_rank_has_its_own_bias,
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.collectives import Exchange, Fetch, Gather, dealt, ordered
-from flashtile.torch.context.context import Context, candidates, refusals
+from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
@@ -84,6 +85,9 @@ def attention(
     if method == "ulysses":
         lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
         made = by_heads(q, k, v, context, want, return_lse, lengths)
+    elif method in TWO_AXES:
+        over = partial(by_positions, method=TWO_AXES[method], return_lse=return_lse, used=used)
+        made = over_mesh(q, k, v, context, want, over)
     else:
         made = by_positions(q, k, v, context, want, method, return_lse, used)
     return made if return_lse else made[0]
@@ -127,6 +131,21 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
 
 
+def over_mesh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, over: Callable[..., tuple[Any, Any]]
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): heads are exchanged over the mesh's second axis; `over` attends these over its first.
+
+    The shards of the second axis' ranks make up a shard of the same layout over the first. over(q, k, v, outer, want).
+    """
+    outer, inner = context.axes
+    heads = q.shape[2] // inner.ranks
+    q, k, v = (ordered(Exchange.apply(t, inner, 2, 1), inner, 1) for t in (q, k, v))
+    out, lse = over(q, k, v, outer, want.of_heads(inner, slice(inner.rank * heads, (inner.rank + 1) * heads)))
+    out = Exchange.apply(dealt(out, inner, 1), inner, 1, 2)
+    return out, None if lse is None else Exchange.apply(dealt(lse, inner, 2), inner, 2, 1)
+
+
 def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, band: Band) -> tuple[Keys, Fetched]:
     """The keys and values that a rank's queries need: of all ranks, or the halo of a window. And which these are."""
     widths, both = (k.shape[3], v.shape[3]), torch.cat([k, v], -1)
@@ -148,7 +167,7 @@ def by_heads(
     if copies > 1:  # gradients of copies are summed, and travel, in float32
         k, v = (t.float().repeat_interleave(copies, 2) for t in (k, v))
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
-    arguments = want.whole(context, slice(context.rank * heads, (context.rank + 1) * heads))
+    arguments = want.of_heads(context, slice(context.rank * heads, (context.rank + 1) * heads)).arguments()
     if copies > 1:
         made = call(q, Keys(k.detach().to(wire), v.detach().to(wire), k, v), return_lse, **arguments, **lengths)
     else:
@@ -224,7 +243,13 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
     _check_shapes(want, q, k, ranks)
     seqlens, layout = (q.shape[1] * ranks, k.shape[1] * ranks), context.layout
     methods = candidates(context, layout != "striped" and fetched(layout, seqlens, ranks, want.band)[0].halo)
-    against_all = {m: [*refusals(m, layout, q.shape[2], k.shape[2], ranks), *against(want, m, q.shape[1])] for m in methods}
+    against_all = {
+        m: [
+            *refusals(m, layout, q.shape[2], k.shape[2], context.inner if m in TWO_AXES else ranks),
+            *against(want, m, q.shape[1]),
+        ]
+        for m in methods
+    }
     method = next((m for m in methods if not against_all[m]), None)
     if reasons or method is None:
         raise NotSupported("attention over ranks", {"torch": reasons} if reasons else against_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,9 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.context.agree import agree, refused_together
-from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, plain
+from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, over_mesh, plain
 from flashtile.torch.context.calls import call
-from flashtile.torch.context.context import Context
+from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import Run, runs, seen_keys
@@ -76,12 +77,11 @@ def attention_varlen(
     if method == "ulysses":
         lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
-    elif method == "allgather" and _cuts_off(want):
-        out, lse = _allgather(q, k, v, context, want, return_lse, given)
+    elif method in TWO_AXES:
+        over = partial(_over_positions, method=TWO_AXES[method], return_lse=return_lse, given=given)
+        out, lse = over_mesh(q, k, v, context, want, over)
     else:
-        starts = given.tensors["cu_seqlens_q"]
-        ids = document_ids(starts, context, q.shape[1] * context.ranks)
-        out, lse = by_positions(q, k, v, context, replace(want, terms=((Document(ids),),)), method, return_lse, starts[-1:])
+        out, lse = _over_positions(q, k, v, context, want, method, return_lse, given)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -109,6 +109,24 @@ def attention_of_items(
     there, _ = gathered_keys(q, k, v, context, FULL)  # whose items they are, the caller knows
     made = call(q, there.part(keys), return_lse, **want.banded(), **given.tensors, **most)
     return tuple(t[0] for t in made) if return_lse else made[0]
+
+
+def _over_positions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: Context,
+    want: Wanted,
+    method: str,
+    return_lse: bool,
+    given: Given,
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): documents as items where they can be told so, otherwise hidden by a mask."""
+    if method == "allgather" and _cuts_off(want):
+        return _allgather(q, k, v, context, want, return_lse, given)
+    starts = given.tensors["cu_seqlens_q"]
+    ids = document_ids(starts, context, q.shape[1] * context.ranks)
+    return by_positions(q, k, v, context, replace(want, terms=((Document(ids),),)), method, return_lse, starts[-1:])
 
 
 def _allgather(
