@@ -5,9 +5,10 @@ torchrun --nproc_per_node 2 -m benchmarks.context            joins those that th
 
 Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
-zigzag. torch's SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it knows no window. Errors of
-out, dq, dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
-process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
+zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. torch's SDPA gets the keys of all
+heads, since its context_parallel takes no grouped ones; it knows no window. Errors of out, dq, dk and dv are relative RMS
+against one process's float32 of the same values, of at most CHECKED tokens; beside them one process's
+own. peak_bytes is what the busiest rank's allocator held, without the inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from flashtile.distributed import Context, attention, shard, unshard
 
 REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
-METHODS = ("ulysses", "allgather", "ring")
+METHODS = ("ulysses", "allgather", "allgather contiguous", "ring")
 TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
 PROVIDERS = (*METHODS, *TORCH)
 NAMES = ("out", "dq", "dk", "dv")
@@ -63,11 +64,16 @@ def step(call: Callable[..., torch.Tensor], leaves: Tensors, dout: torch.Tensor)
     return run
 
 
+def layout_of(name: str) -> Any:
+    """How a provider's shards lie."""
+    return "contiguous" if name.endswith(" contiguous") else "zigzag"
+
+
 @contextmanager
 def made(name: str, given: Tensors, window: tuple[int, int] | None) -> Generator[Step]:
-    """A provider's step with this rank's shards in zigzag."""
+    """A provider's step with this rank's shards."""
     if name not in TORCH:
-        context = Context(method=name, layout="zigzag", check="first")  # pyright: ignore[reportArgumentType]
+        context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
         *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
         yield step(lambda *qkv: attention(*qkv, context=context, causal=True, window=window), tuple(leaves), dout)
         return
@@ -127,7 +133,7 @@ def errors(name: str, given: Tensors, window: tuple[int, int] | None) -> dict[st
     """Relative RMS of a provider, and of one process, against one process's float32."""
     true = alone(tuple(t.float() for t in given), window, options=flashtile.Options(precision="ieee"))()
     with made(name, given, window) as run:
-        ours = [unshard(t.contiguous(), Context(layout="zigzag")) for t in run()]
+        ours = [unshard(t.contiguous(), Context(layout=layout_of(name))) for t in run()]
     found: dict[str, float] = {}
     for prefix, tensors in (("error", ours), ("error_of_one", alone(given, window)())):
         for of, mine, exact in zip(NAMES, tensors, true, strict=True):

@@ -16,8 +16,10 @@ import torch
 from flashtile.compat.asked import Asked, longest, refuse, window_of
 from flashtile.errors import InvalidProblem
 from flashtile.features.masks.document import Document
+from flashtile.torch.context.agree import refused_together
 from flashtile.torch.context.attention import attention
 from flashtile.torch.context.context import Context
+from flashtile.torch.context.shards import check_cu_seqlens
 from flashtile.torch.context.varlen import attention_of_items
 
 Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -36,9 +38,11 @@ def _family(name: str, layout: Any) -> Functions:
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
         """out, or (out, lse, None), of shards. group: a process group; None for all ranks."""
-        _check_causal(name, layout, causal)
-        asked = Asked(softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, dropout_p)
-        made = attention(q, k, v, context=Context(group, "ring", layout), return_lse=return_attn_probs, **asked.arguments())
+        context = Context(group, "ring", layout)
+        with refused_together(context):
+            _check_causal(name, layout, causal)
+            how = Asked(softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, dropout_p).arguments()
+        made = attention(q, k, v, context=context, return_lse=return_attn_probs, **how)
         return _answer(made, return_attn_probs)
 
     def kvpacked(q: torch.Tensor, kv: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -62,24 +66,27 @@ def _varlen_family(name: str, layout: Any) -> Functions:
         group: Any = None,
     ) -> Any:  # fmt: skip
         """out, or (out, lse, None). cu_seqlens: where this rank's parts of documents begin; all ranks' are as long."""
-        _check_causal(name, layout, causal)
-        refuse(f"{name}_func", {
-            "window_size beside documents that are each shared out": window_of(window_size) is not None,
-            "alibi_slopes beside documents that are each shared out": alibi_slopes is not None,
-        })  # fmt: skip
-        asked = Asked(softmax_scale, causal, deterministic=deterministic, dropout_p=dropout_p)
-        total = q.shape[0]
-        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(total, device=q.device), right=True)
-        # Joined, ranks' parts have each document's tokens in their order, with others' in between: no more is asked of them.
-        # Zigzag wants all first halves in front of all second ones.
-        order = None
-        if layout == "zigzag":
-            starts = cu_seqlens.long()
-            within = torch.arange(total, device=q.device) - starts[ids]
-            order = (2 * within >= (starts[1:] - starts[:-1])[ids]).to(torch.int8).argsort(stable=True)
-            q, k, v, ids = (t[order] for t in (q, k, v, ids))
-        context, mask = Context(group, "ring", layout), Document(ids.to(torch.int32))
-        how = {**asked.arguments(), "mask": mask}
+        context, order = Context(group, "ring", layout), None
+        with refused_together(context):
+            _check_causal(name, layout, causal)
+            refuse(f"{name}_func", {
+                "window_size beside documents that are each shared out": window_of(window_size) is not None,
+                "alibi_slopes beside documents that are each shared out": alibi_slopes is not None,
+            })  # fmt: skip
+            total, starts = q.shape[0], check_cu_seqlens(cu_seqlens)
+            if starts.device.type == "cpu" and (
+                int(starts[0]) != 0 or int(starts[-1]) != total or bool((starts.diff() < 0).any())
+            ):
+                raise InvalidProblem(f"cu_seqlens is {starts.tolist()}; it must start with 0, never fall and end with {total}.")
+            ids = torch.searchsorted(starts[1:].contiguous(), torch.arange(total, device=q.device), right=True)
+            # Joined, ranks' parts have each document's tokens in their order, with others' in between: no more is asked of
+            # them. Zigzag wants all first halves in front of all second ones.
+            if layout == "zigzag":
+                within = torch.arange(total, device=q.device) - starts[ids]
+                order = (2 * within >= (starts[1:] - starts[:-1])[ids]).to(torch.int8).argsort(stable=True)
+                q, k, v, ids = (t[order] for t in (q, k, v, ids))
+            how = Asked(softmax_scale, causal, deterministic=deterministic, dropout_p=dropout_p).arguments()
+            how["mask"] = Document(ids.to(torch.int32))
         made = attention(q[None], k[None], v[None], context=context, return_lse=return_attn_probs, **how)
         out, lse = (made[0][0], made[1][0]) if return_attn_probs else (made[0], None)
         if order is not None:
@@ -157,11 +164,16 @@ def llama3_flash_attn_varlen_func(
     group: Any = None,
 ) -> Any:  # fmt: skip
     """out, or (out, lse, None), of what `llama3_flash_attn_prepare_cu_seqlens` gives. heads_k_stride: not used, all at once."""
-    asked = Asked(softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, dropout_p)
+    context = Context(group, "allgather")
+    with refused_together(context):
+        how = Asked(softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, dropout_p).arguments()
+        most = longest(max_seqlen_q), longest(max_seqlen_k)
+        if not isinstance(local_k_slice, slice):
+            raise InvalidProblem(f"local_k_slice is {local_k_slice!r}; it must be a slice.")
+    starts = cu_seqlens_q, cu_seqlens_k
     made = attention_of_items(
-        q, k, v, (cu_seqlens_q, cu_seqlens_k), local_k_slice, context=Context(group, "allgather"),
-        max_seqlens=(longest(max_seqlen_q), longest(max_seqlen_k)), return_lse=return_attn_probs, **asked.arguments(),
-    )  # fmt: skip
+        q, k, v, starts, local_k_slice, context=context, max_seqlens=most, return_lse=return_attn_probs, **how
+    )
     return _answer(made, return_attn_probs)
 
 

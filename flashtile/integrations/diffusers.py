@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashtile import distributed
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.stored import Stored
@@ -39,7 +40,9 @@ def register(name: str = NAME, options: Options | None = None) -> None:
         member._name_, member._value_ = name.upper(), name
         names._value2member_map_[name] = names._member_map_[name.upper()] = member
         names._member_names_.append(name.upper())
-    theirs._AttentionBackendRegistry.register(member)(partial(attention_forward, options=options))
+    registry = theirs._AttentionBackendRegistry
+    more = {"supports_context_parallel": True} if hasattr(registry, "_supports_context_parallel") else {}
+    registry.register(member, **more)(partial(attention_forward, options=options))
 
 
 def attention_forward(
@@ -51,10 +54,17 @@ def attention_forward(
 
     attn_mask: bool, True where a query sees a key, or numbers that are added to the scores, broadcasting to (batch, heads,
         seqlen_q, seqlen_k); or either of keys alone, (batch, seqlen_k). scale: 1 / sqrt(head_dim) by default.
-    enable_gqa: key and value may have fewer heads than query. Raises NotSupported for return_lse and context parallelism.
+    enable_gqa: key and value may have fewer heads than query. _parallel_config: with ring and Ulysses degrees query, key and
+        value are this rank's shards (`flashtile.distributed`), without masks and dropout. Raises NotSupported for return_lse.
     """
-    refused = {"return_lse": return_lse, "context parallelism": _parallel_config is not None}
-    reasons = [f"{name} is asked for" for name, asked in refused.items() if asked]
+    degrees = getattr(_parallel_config, "context_parallel_config", None)
+    refused = {
+        "return_lse is asked for": return_lse,
+        "attn_mask is given beside context parallelism": degrees is not None and attn_mask is not None,
+        "ulysses_anything or ring_anything is asked for; lengths and heads must be multiples of the degrees":
+            getattr(degrees, "ulysses_anything", False) or getattr(degrees, "ring_anything", False),
+    }  # fmt: skip
+    reasons = [reason for reason, asked in refused.items() if asked]
     if reasons:
         raise NotSupported("diffusers' attention", {NAME: reasons})
     if key.shape[2] != query.shape[2] and not enable_gqa:
@@ -77,4 +87,16 @@ def attention_forward(
         else:
             mask = Stored(seen)
     dropout = Dropout(dropout_p) if dropout_p else None
+    if degrees is not None:
+        how: dict[str, Any] = {"mask": mask, "scale": scale, "dropout": dropout, "options": options}
+        return distributed.attention(query, key, value, context=context_of(degrees), **how)
     return attention(query, key, value, mask=mask, score=score, scale=scale, dropout=dropout, options=options)
+
+
+def context_of(degrees: Any) -> distributed.Context:
+    """The ranks and the method of diffusers' ContextParallelConfig: its shards are contiguous, its mesh is (ring, ulysses)."""
+    if degrees.ulysses_degree == 1:
+        return distributed.Context(degrees._ring_mesh, "ring", check="first")
+    if degrees.ring_degree == 1:
+        return distributed.Context(degrees._ulysses_mesh, "ulysses", check="first")
+    return distributed.Context(degrees._mesh["ring", "ulysses"], "usp_ring", check="first")

@@ -50,6 +50,9 @@ def ranks_that_differ_refuse_together() -> None:
     for n, dtype, arguments in calls:
         with pytest.raises(InvalidProblem, match=r"rank|float64|window|mask"):
             attention(*shards(n, dtype=dtype), context=context, **arguments)
+    for name, value in (("layout", "head-tail"), ("method", "tree"), ("check", "never")):
+        with pytest.raises(InvalidProblem, match=rf"context {name} is '{value}'; it must be one of"):
+            attention(*shards(), context=Context(**({name: value} if rank == 1 else {})))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidProblem, match="layout is"):
         attention(*shards(), context=Context(layout="zigzag" if rank else "contiguous"))
     with pytest.raises(InvalidProblem, match="check is always on rank 0 and first on rank 1"):
@@ -239,7 +242,7 @@ def contexts_without_meaning() -> None:
     meaningless: list[tuple[dict[str, Any], str]] = [
         ({"mesh": mesh}, r"it must have one, as mesh\[.cp.\]"),
         ({"mesh": "cp"}, "context mesh is 'cp'"),
-        ({"method": "usp"}, "context method is 'usp'"),
+        ({"method": "tree"}, "context method is 'tree'"),
         ({"layout": "head-tail"}, "context layout is 'head-tail'"),
         ({"method": "allgather", "layout": "striped"}, "'zigzag', which is as balanced"),
     ]
@@ -412,8 +415,12 @@ OF_TWO = (
     bits_repeat, padding_may_hold_nan, agreed_once_is_enough_where_asked, autocast_counts_as_it_does_on_one_process,
     what_has_no_meaning_is_refused_on_every_rank, a_compiled_module_breaks_its_graph_in_front,
 )  # fmt: skip
-OF_FOUR = (a_mesh_beside_another_axis, dtensors_of_positions_need_no_other_word)  # two axes of two
+OF_FOUR = (
+    a_mesh_beside_another_axis,
+    dtensors_of_positions_need_no_other_word,
+)  # two axes of two; fmt: skip
 CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
-    the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning, a_query_for_each_rank_has_its_own_bias,
+    the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning,
+    a_query_for_each_rank_has_its_own_bias,
 )  # fmt: skip

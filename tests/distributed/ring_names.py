@@ -67,6 +67,20 @@ def names_of_ring_flash_attn() -> None:
     together = theirs.zigzag_ring_flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), causal=True)
     apart = theirs.zigzag_ring_flash_attn_kvpacked_func(q, torch.stack([q, q], 2), 0.0, None, True)
     torch.testing.assert_close(together, apart)
+    with pytest.raises(InvalidProblem, match=r"cu_seqlens is \[0, 3\]; it must start with 0, never fall and end with"):
+        theirs.ring_flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 3]), 4)
+    odd = rank == 1  # what one rank is told wrong is refused on all
+    laws: list[tuple[Callable[[], Any], str]] = [
+        (lambda: theirs.stripe_flash_attn_func(q, q, q, causal=not odd), "causal is False; of stripe_flash_attn"),
+        (lambda: theirs.ring_flash_attn_func(q, q, q, window_size=3 if odd else (3, 0)), "window_size is 3"),
+        (lambda: theirs.zigzag_ring_flash_attn_varlen_func(q[0], q[0], q[0], "1" if odd else own, 4, causal=True),
+         "cu_seqlens is a str"),
+        (lambda: theirs.llama3_flash_attn_varlen_func(q[0], q[0], q[0], own, own, 32, 32, 1, 3 if odd else slice(own[-1])),  # pyright: ignore[reportArgumentType]
+         "local_k_slice is 3"),
+    ]  # fmt: skip
+    for call, words in laws:
+        with pytest.raises(InvalidProblem, match=words if odd else f"rank 1 refuses the call. InvalidProblem: {words}"):
+            call()
     with pytest.raises(InvalidProblem, match="causal is False; of stripe_flash_attn it must be True"):
         theirs.stripe_flash_attn_func(q, q, q)
     with pytest.raises(NotSupported, match="dropout"):

@@ -22,6 +22,11 @@ from flashtile.distributed import Context, attention
 from tests.distributed.cases import cases, judge
 from tests.distributed.checks import CHECKS, OF_FOUR, OF_TWO
 from tests.distributed.ring_names import names_of_ring_flash_attn
+from tests.distributed.volumes import (
+    a_window_fetches_its_halo_alone,
+    degrees_of_diffusers,
+    heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
+)
 
 
 def meet(rank: int, ranks: int, folder: Path, seconds: int) -> None:
@@ -33,7 +38,14 @@ def meet(rank: int, ranks: int, folder: Path, seconds: int) -> None:
 def run(rank: int, ranks: int, folder: Path) -> None:
     meet(rank, ranks, folder, 60)
     tasks: dict[str, Callable[[], str | None]] = {
-        c.__name__: c for c in (*CHECKS, names_of_ring_flash_attn, *(OF_TWO if ranks == 2 else OF_FOUR))
+        c.__name__: c
+        for c in (
+            *CHECKS,
+            a_window_fetches_its_halo_alone,
+            names_of_ring_flash_attn,
+            *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
+            *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
+        )
     }
     for i, case in enumerate(cases(ranks)):
         tasks[case.spell()] = lambda case=case, i=i: judge(case, Context(None, case.method, case.layout), i % ranks)

@@ -183,6 +183,13 @@ def test_gradients_of_keys_in_float32_are_those_that_are_rounded() -> None:
     judge([dict(case, wide_keys=True) for case in told])
 
 
+def test_so_are_those_of_items() -> None:
+    starts = {"cu_seqlens_q": [0, 70, 70, 300], "cu_seqlens_k": [0, 130, 140, 290]}
+    used = {"seqused_q": [300, 17], "seqused_k": [290, 100]}
+    told = [{"lengths": starts, "head_dim": 64}, {"lengths": used, "head_dim": 64}]
+    judge([*told, *({"lengths": starts, "head_dim": n} for n in (128, 256))], "emulated_wide")
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", LIMIT), ("bf16", 8 * LIMIT)])
 def test_maxima_that_lag_behind(dtype: str, limit: float) -> None:
     """Keys are walked from the last back: a row's maximum rises by 185, 46 or 5 powers of two from tile to tile, or falls."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from diffusers import FluxTransformer2DModel
+from diffusers.models import attention_dispatch as dispatch
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
 
 from flashtile import InvalidProblem, NotSupported, Options
@@ -98,12 +102,24 @@ def test_one_graph_under_compile(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.usefixtures("calls")
+def test_theirs_are_the_names_of_degrees_and_meshes() -> None:
+    """tests/distributed/volumes.py computes with a stand-in of these names, on four ranks."""
+    read = {"ring_degree", "ulysses_degree", "ulysses_anything", "ring_anything", "_mesh", "_ring_mesh", "_ulysses_mesh"}
+    assert {field.name for field in fields(ContextParallelConfig)} >= read
+    assert ContextParallelConfig(ring_degree=2).mesh_dim_names == ("ring", "ulysses")
+    assert "context_parallel_config" in {field.name for field in fields(ParallelConfig)}
+    registry = dispatch._AttentionBackendRegistry
+    assert registry._is_context_parallel_available(dispatch.AttentionBackendName("flashtile"))
+
+
 def test_what_it_cannot_do_raises(calls: list[Any]) -> None:
     q, k = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 16)
     with pytest.raises(NotSupported, match="return_lse is asked for"):
         ours.attention_forward(q, q, q, return_lse=True)
-    with pytest.raises(NotSupported, match="context parallelism is asked for"):
-        ours.attention_forward(q, q, q, _parallel_config=object())
+    anything = ContextParallelConfig(ulysses_degree=2, ulysses_anything=True)
+    with pytest.raises(NotSupported, match="ulysses_anything or ring_anything is asked for"):
+        ours.attention_forward(q, q, q, _parallel_config=SimpleNamespace(context_parallel_config=anything))
     with pytest.raises(InvalidProblem, match="key has 2 heads and query 4"):
         ours.attention_forward(q, k, k)
     with pytest.raises(InvalidProblem, match="it must be one of them"):

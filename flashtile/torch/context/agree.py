@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
-from flashtile.torch.context.context import Context
+
+if TYPE_CHECKING:
+    from flashtile.torch.context.context import Context
 
 Told = dict[str, str]
 _AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
 
 
-def agree(context: Context, call: Told, error: Exception | None, values: Callable[[], Told] = dict) -> None:
+@contextmanager
+def refused_together(context: Context) -> Iterator[None]:
+    """What fails here fails on every rank: the others, which ask whether all call alike, are told why.
+
+    Whoever comes out of it without an error must `agree`.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is: the other ranks must not wait
+        agree(context, {}, error)
+        raise
+
+
+def agree(context: Context, call: Told, error: Exception | None = None, values: Callable[[], Told] = dict) -> None:
     """Raise on every rank what any of them has against its call, or InvalidProblem where their calls differ.
 
     call: what decides what is exchanged. values: what numbers ranks must have alike besides, asked where ranks do agree.

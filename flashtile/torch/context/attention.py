@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +18,13 @@ from flashtile.torch.call.describe import ARGUMENTS
 from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
-from flashtile.torch.context.agree import agree
+from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
-from flashtile.torch.context.collectives import Exchange, Gather, dealt, ordered
-from flashtile.torch.context.context import METHODS, Context, refusals
+from flashtile.torch.context.collectives import Exchange, Fetch, Gather, dealt, ordered
+from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
-from flashtile.torch.context.layout import check_length, prefixes, runs
+from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
@@ -69,8 +70,7 @@ def attention(
     gradient cannot be differentiated again.
     """
     check_context(context)
-    error, want, method, used = None, None, "", None
-    try:
+    with refused_together(context):
         if unknown:
             check_names("attention", unknown, (*ARGUMENTS, "context"))
         q, k, v = plain(q, k, v)
@@ -79,15 +79,15 @@ def attention(
             q, k, v, context, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, dropout=dropout,
             options=options, return_lse=return_lse,
         )  # fmt: skip
-    except Exception as refused:  # whatever it is: the other ranks must not wait
-        error = refused
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     told = described(want, method=method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
-    agree(context, told, error, lambda: numbers(want, q.shape[1], **lengths))
-    assert want is not None
+    agree(context, told, values=lambda: numbers(want, q.shape[1], **lengths))
     if method == "ulysses":
         lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
         made = by_heads(q, k, v, context, want, return_lse, lengths)
+    elif method in TWO_AXES:
+        over = partial(by_positions, method=TWO_AXES[method], return_lse=return_lse, used=used)
+        made = over_mesh(q, k, v, context, want, over)
     else:
         made = by_positions(q, k, v, context, want, method, return_lse, used)
     return made if return_lse else made[0]
@@ -118,24 +118,41 @@ def by_positions(
 
 
 def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
-    """(out, lse or None): a call for each run of queries, beside the first keys of all."""
+    """(out, lse or None): a call for each run of queries, beside the first keys of all, or those of its window."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
-    whole = gathered_keys(k, v, context)
+    there, have = gathered_keys(q, k, v, context, want.band)
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
     made: list[Any] = []
-    for piece in prefixes(own, shift, whole.k.shape[1], want.band):
+    for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
         arguments = want.piece(piece, shift)
-        made.append(call(q[:, piece.rows], whole.part(piece.keys), return_lse, sink=want.sink, **arguments))
+        made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
     if not return_lse:
         return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
 
 
-def gathered_keys(k: torch.Tensor, v: torch.Tensor, context: Context) -> Keys:
-    """The keys and values of all ranks."""
-    widths = k.shape[3], v.shape[3]
-    whole, sums = Gather.apply(torch.cat([k, v], -1), context)  # pyright: ignore[reportGeneralTypeIssues]
-    return Keys(*whole.split(widths, -1), *sums.split(widths, -1))
+def over_mesh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, over: Callable[..., tuple[Any, Any]]
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): heads are exchanged over the mesh's second axis; `over` attends these over its first.
+
+    The shards of the second axis' ranks make up a shard of the same layout over the first. over(q, k, v, outer, want).
+    """
+    outer, inner = context.axes
+    heads = q.shape[2] // inner.ranks
+    q, k, v = (ordered(Exchange.apply(t, inner, 2, 1), inner, 1) for t in (q, k, v))
+    out, lse = over(q, k, v, outer, want.of_heads(inner, slice(inner.rank * heads, (inner.rank + 1) * heads)))
+    out = Exchange.apply(dealt(out, inner, 1), inner, 1, 2)
+    return out, None if lse is None else Exchange.apply(dealt(lse, inner, 2), inner, 2, 1)
+
+
+def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, band: Band) -> tuple[Keys, Fetched]:
+    """The keys and values that a rank's queries need: of all ranks, or the halo of a window. And which these are."""
+    widths, both = (k.shape[3], v.shape[3]), torch.cat([k, v], -1)
+    wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
+    have = wanted[context.rank]
+    whole, sums = Fetch.apply(both, context, wanted) if have.halo else Gather.apply(both, context)  # pyright: ignore[reportGeneralTypeIssues]
+    return Keys(*whole.split(widths, -1), *sums.split(widths, -1)), have
 
 
 def by_heads(
@@ -150,7 +167,7 @@ def by_heads(
     if copies > 1:  # gradients of copies are summed, and travel, in float32
         k, v = (t.float().repeat_interleave(copies, 2) for t in (k, v))
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
-    arguments = want.whole(context, slice(context.rank * heads, (context.rank + 1) * heads))
+    arguments = want.of_heads(context, slice(context.rank * heads, (context.rank + 1) * heads)).arguments()
     if copies > 1:
         made = call(q, Keys(k.detach().to(wire), v.detach().to(wire), k, v), return_lse, **arguments, **lengths)
     else:
@@ -224,9 +241,14 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
         reasons.append("a mask with blocks, whose lists are of the whole; give it without")
     want = wanted(given["causal"], given["window"], mask, score, given["scale"], given["sink"], given["options"])
     _check_shapes(want, q, k, ranks)
-    methods = METHODS[2:0:-1] + METHODS[3:] if context.method == "auto" else (context.method,)
+    seqlens, layout = (q.shape[1] * ranks, k.shape[1] * ranks), context.layout
+    methods = candidates(context, layout != "striped" and fetched(layout, seqlens, ranks, want.band)[0].halo)
     against_all = {
-        m: [*refusals(m, context.layout, q.shape[2], k.shape[2], ranks), *against(want, m, q.shape[1])] for m in methods
+        m: [
+            *refusals(m, layout, q.shape[2], k.shape[2], context.inner if m in TWO_AXES else ranks),
+            *against(want, m, q.shape[1]),
+        ]
+        for m in methods
     }
     method = next((m for m in methods if not against_all[m]), None)
     if reasons or method is None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashtile.torch.context.context import Context
+from flashtile.torch.context.layout import Fetched, runs
 from flashtile.torch.context.shards import gather_into, order
 from flashtile.torch.routes.derivatives import first_derivatives
 
@@ -40,6 +41,53 @@ class Gather(torch.autograd.Function):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group)
         return *first_derivatives(WHAT, "torch", (received.sum(0).to(ctx.dtype),), grads), None
+
+
+class Fetch(torch.autograd.Function):
+    """The same of those keys that this rank fetches, which lie side by side. wanted: what each rank fetches."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]) -> Any:
+        ctx.dtype, ctx.shape, ctx.context = tensor.dtype, tensor.shape, context
+        ctx.set_materialize_grads(False)
+        ctx.routes = taken, put = _routes(tensor.shape[1] * context.ranks, context, wanted)
+        some = tensor.new_empty((tensor.shape[0], sum(_counts(put)), *tensor.shape[2:]))
+        for at, part in _moved(tensor, taken, put, context):
+            some[:, at] = part
+        ctx.mark_non_differentiable(some)
+        return some, some.new_zeros((), dtype=torch.float32).expand(some.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        taken, put = ctx.routes
+        sums = grads[1].new_zeros(ctx.shape)
+        for own, part in _moved(grads[1], put, taken, ctx.context):
+            sums[:, own] += part
+        return *first_derivatives(WHAT, "torch", (sums.to(ctx.dtype),), grads), None, None
+
+
+Routes = list[list[slice]]  # by rank
+
+
+def _routes(seqlen: int, context: Context, wanted: tuple[Fetched, ...]) -> tuple[Routes, Routes]:
+    """Which of this rank's rows go to each rank, and where those of each rank lie among what arrives."""
+    held = [runs(context.layout, seqlen, context.ranks, rank) for rank in range(context.ranks)]
+    taken = [[rows for rows, _ in keys.shared(held[context.rank])] for keys in wanted]
+    return taken, [[at for _, at in wanted[context.rank].shared(source)] for source in held]
+
+
+def _counts(routes: Routes) -> list[int]:
+    return [sum(rows.stop - rows.start for rows in of_rank) for of_rank in routes]
+
+
+def _moved(tensor: torch.Tensor, taken: Routes, put: Routes, context: Context) -> list[tuple[slice, torch.Tensor]]:
+    """What arrives where, as others take of theirs; rows are axis 1."""
+    rows, places = tensor.transpose(0, 1), [at for of_rank in put for at in of_rank]
+    sent = torch.cat([rows[:0], *(rows[part] for of_rank in taken for part in of_rank)])
+    received = sent.new_empty((sum(_counts(put)), *rows.shape[1:]))
+    dist.all_to_all_single(received, sent, _counts(put), _counts(taken), group=context.group)
+    parts = received.split([at.stop - at.start for at in places])
+    return [(at, part.transpose(0, 1)) for at, part in zip(places, parts, strict=True)]
 
 
 class Exchange(torch.autograd.Function):

@@ -7,51 +7,51 @@ from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import make_mask
-from flashtile.torch.context.layout import LAYOUTS, check_length, pairs, runs
+from flashtile.torch.context.layout import LAYOUTS, Fetched, check_length, fetched, pairs, runs, sent_rows
 
-METHODS = ("auto", "allgather", "ulysses", "ring")
+TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
+METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 
 
 @dataclass(frozen=True)
 class Context:
     """Over which ranks the sequence is sharded, and how they attend. A value: hashable, and nothing global.
 
-    mesh: a `torch.distributed` process group, a DeviceMesh of one axis (`mesh["cp"]`), or None for the default group.
+    mesh: a `torch.distributed` process group, a DeviceMesh of one axis (`mesh["cp"]`), or None for the default group; for "usp"
+        a DeviceMesh of two axes, whose ranks count row by row.
     method: "ulysses" exchanges heads for positions, each rank then attends its heads of the whole sequence; "allgather"
-        gathers k and v; "ring" passes k and v on from rank to rank, and merges partial results by lse: the least memory.
-        "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring.
+        gathers k and v, of a window its halo alone; "ring" passes k and v on from rank to rank, and merges partial results by
+        lse: the least memory. "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring; of a
+        window that makes a halo small allgather comes first. "usp" is ulysses over a mesh's second axis and allgather over its
+        first, "usp_ring" ring over its first: for more ranks than heads, or hosts with slow links between them.
     layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
         mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
     check: "always" lets ranks agree about every call before anything else is sent: arguments, shapes, options, and, on the CPU,
         what tensors hold that ranks have alike. "first" does so once for each kind of call and saves the host a round trip; a
         rank that then calls otherwise than the rest ends in torch's time-out.
 
-    Raises InvalidProblem for a mesh, method or layout that is none.
+    Raises InvalidProblem for a mesh, method or layout that is none. Where there is a group, its other ranks are told at their
+    next call, and raise it, too: ranks make a Context alike.
     """
 
     mesh: Any = None
-    method: Literal["auto", "allgather", "ulysses", "ring"] = "auto"
+    method: Literal["auto", "allgather", "ulysses", "ring", "usp", "usp_ring"] = "auto"
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous"
     check: Literal["always", "first"] = "always"
 
     def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("layout", LAYOUTS), ("check", ("always", "first"))):
-            if getattr(self, name) not in known:
-                raise InvalidProblem(f"context {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
-        if self.method == "allgather" and self.layout == "striped":
-            raise InvalidProblem(
-                "context method is 'allgather' and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as balanced."
-            )
         import torch.distributed as dist
+
+        from flashtile.torch.context.agree import refused_together
 
         if not (dist.is_available() and dist.is_initialized()):
             raise InvalidProblem("context is made without a process group; call torch.distributed.init_process_group first.")
         if hasattr(self.mesh, "ndim"):
-            if self.mesh.ndim != 1:
-                axes = self.mesh.mesh_dim_names or ()
-                raise InvalidProblem(
-                    f'context mesh has the axes {axes or self.mesh.ndim}; it must have one, as mesh["cp"] has.'
-                )
+            axes = self.mesh.mesh_dim_names or self.mesh.ndim
+            if self.method in TWO_AXES and not (self.mesh.ndim == 2 and self.mesh.mesh_dim_names):
+                raise InvalidProblem(f"context mesh has the axes {axes}; for method {self.method!r} it must have two, by name.")
+            if self.method not in TWO_AXES and self.mesh.ndim != 1:
+                raise InvalidProblem(f'context mesh has the axes {axes}; it must have one, as mesh["cp"] has.')
         elif type(self.mesh) is type(_outside()) and self.mesh == _outside():
             raise InvalidProblem("context mesh is a process group that this rank is no member of.")
         elif not (self.mesh is None or isinstance(self.mesh, dist.ProcessGroup)):
@@ -60,6 +60,17 @@ class Context:
             )
         elif dist.get_rank(self.group) < 0:
             raise InvalidProblem("context mesh is a process group that this rank is no member of.")
+        with refused_together(self):
+            if self.method in TWO_AXES and not hasattr(self.mesh, "ndim"):
+                raise InvalidProblem(f"context mesh is {self.mesh!r}; for method {self.method!r} it must be a DeviceMesh.")
+            for name, known in (("method", METHODS), ("layout", LAYOUTS), ("check", ("always", "first"))):
+                if getattr(self, name) not in known:
+                    raise InvalidProblem(f"context {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
+            if self.method in ("allgather", *TWO_AXES) and self.layout == "striped":
+                raise InvalidProblem(
+                    f"context method is {self.method!r} and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as "
+                    "balanced."
+                )
 
     @property
     def group(self) -> Any:
@@ -68,7 +79,21 @@ class Context:
 
         if self.mesh is None:
             return dist.group.WORLD
+        if self.method in TWO_AXES:
+            return self.mesh._flatten().get_group()  # torch keeps it
         return self.mesh.get_group() if hasattr(self.mesh, "get_group") else self.mesh
+
+    @property
+    def axes(self) -> tuple[Context, Context]:
+        """Of a mesh of two axes: the ranks over which positions stay shared, and those that exchange heads."""
+        first, second = (self.mesh.get_group(axis) for axis in (0, 1))
+        over: Any = TWO_AXES[self.method]
+        return Context(first, over, self.layout, self.check), Context(second, "ulysses", self.layout, self.check)
+
+    @property
+    def inner(self) -> int:
+        """How many ranks exchange heads where a mesh has two axes; otherwise 1."""
+        return self.mesh.size(1) if self.method in TWO_AXES else 1
 
     @property
     def ranks(self) -> int:
@@ -87,30 +112,42 @@ class Context:
 
         q, k, v: tensors, or anything with their shape and dtype, such as meta tensors. Nothing is sent.
         """
-        ranks, names = self.ranks, METHODS[1:]
+        ranks, inner = self.ranks, self.inner
+        outer, names = ranks // inner, (self.method,) if self.method in TWO_AXES else METHODS[1:4]
         seqlen_q, seqlen_k = q.shape[1] * ranks, k.shape[1] * ranks
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
             check_length(self.layout, ranks, seqlen, f"the whole's {name}")
-        against = {name: refusals(name, self.layout, q.shape[2], k.shape[2], ranks) for name in names}
-        method = self.method if self.method != "auto" else next(name for name in names[1::-1] + names[2:] if not against[name])
+        heads = q.shape[2], k.shape[2]
+        against = {name: refusals(name, self.layout, *heads, inner if name in TWO_AXES else ranks) for name in names}
+        band = make_mask(causal, window, None)
+        wanted = fetched(self.layout, (seqlen_q, seqlen_k), outer, band) if self.layout != "striped" else ()
+        halo = bool(wanted) and wanted[0].halo
+        method = next(name for name in candidates(self, halo) if not against[name] or name == self.method)
         lines = [f"{method}, layout {self.layout}, {ranks} ranks of {q.shape[1]} of {seqlen_q} queries"]
         for name in names:
-            forward, backward = sent_bytes(name, q, k, v, ranks)
-            why = "; ".join(against[name]) or f"a rank sends {forward:,} bytes forward, {backward:,} backward"
+            over = TWO_AXES.get(name, name)
+            forward, backward = sent_bytes(over, q, k, v, outer if name in TWO_AXES else ranks)
+            of = ""
+            if over == "allgather" and halo:  # as many numbers where heads are exchanged for positions
+                forward, backward = halo_bytes(self.layout, q, k, v, wanted, inner)
+                of = "the halo of its window alone: "
+            if name in TWO_AXES:
+                of_heads = sent_bytes("ulysses", q, k, v, inner)
+                forward, backward = forward + of_heads[0], backward + of_heads[1]
+            why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward"
             lines.append(f"{'*' if name == method else ' '} {name}: {why}")
-        band = make_mask(causal, window, None)
         work = [
             sum(
                 piece.band(band).count_visible(piece.query.count, piece.key.count)
-                for other in range(ranks)
+                for other in range(outer)
                 for piece in pairs(
-                    runs(self.layout, seqlen_q, ranks, rank),
-                    runs(self.layout, seqlen_k, ranks, other),
+                    runs(self.layout, seqlen_q, outer, rank),
+                    runs(self.layout, seqlen_k, outer, other),
                     seqlen_k - seqlen_q,
                     band,
                 )
             )
-            for rank in range(ranks)
+            for rank in range(outer)
         ]
         if method == "ulysses":
             work = [sum(work)]
@@ -125,18 +162,34 @@ def _outside() -> Any:
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
+def candidates(context: Context, halo: bool) -> tuple[str, ...]:
+    """The methods in the order in which they are asked. halo: whether "allgather" fetches no more than a window's halo."""
+    if context.method != "auto":
+        return (context.method,)
+    return ("allgather", "ulysses", "ring") if halo else ("ulysses", "allgather", "ring")
+
+
 def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:
     """Why a method cannot serve these heads and this layout."""
     if method == "allgather" and layout == "striped":
         return ["layout is 'striped'; it gathers 'contiguous' or 'zigzag' alone"]
-    if method != "ulysses":
+    if method != "ulysses" and method not in TWO_AXES:
         return []
     reasons: list[str] = []
+    if method in TWO_AXES and heads_kv % ranks:
+        return [f"{heads_kv} heads of k over the {ranks} ranks of the mesh's second axis; they must be a multiple"]
     if heads_q % ranks:
         reasons.append(f"{heads_q} heads of q over {ranks} ranks; they must be a multiple")
     if heads_kv % ranks and ranks % heads_kv:
         reasons.append(f"{heads_kv} heads of k over {ranks} ranks; one must be a multiple of the other")
     return reasons
+
+
+def halo_bytes(layout: str, q: Any, k: Any, v: Any, wanted: tuple[Fetched, ...], inner: int) -> tuple[int, int]:
+    """(forward, backward): the bytes that the busiest rank sends by "allgather" where a window fetches its halo."""
+    row = k.shape[0] * k.shape[2] // inner * (q.shape[-1] + v.shape[-1])
+    sent, received = zip(*sent_rows(layout, k.shape[1] * inner * len(wanted), wanted), strict=True)
+    return max(sent) * row * q.dtype.itemsize, max(received) * row * 4
 
 
 def sent_bytes(method: str, q: Any, k: Any, v: Any, ranks: int) -> tuple[int, int]:

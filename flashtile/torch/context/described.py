@@ -13,32 +13,30 @@ from flashtile.torch.context.wanted import Wanted, has_rows
 SHOWN = 16  # numbers of a tensor that an error shows; of a longer one a checksum
 
 
-def described(want: Wanted | None, **given: Any) -> Told:
+def described(want: Wanted, **given: Any) -> Told:
     """What decides what is exchanged: types, shapes, dtypes, options. given: the other arguments by name."""
     found = {name: _said(value) for name, value in given.items()}
-    if want is not None:
-        found["the mask"] = str((want.band, [[_object(leaf) for leaf in term] for term in want.terms]))
-        found["score"] = str([_object(modifier) for modifier in want.score])
-        found["scale"], found["sink"] = str(want.scale), _said(want.sink)
-        found["options"] = str(DEFAULT if want.options is None else want.options)
+    found["the mask"] = str((want.band, [[_object(leaf) for leaf in term] for term in want.terms]))
+    found["score"] = str([_object(modifier) for modifier in want.score])
+    found["scale"], found["sink"] = str(want.scale), _said(want.sink)
+    found["options"] = str(DEFAULT if want.options is None else want.options)
     return found
 
 
-def numbers(want: Wanted | None, rows: int, **given: Any) -> Told:
+def numbers(want: Wanted, rows: int, **given: Any) -> Told:
     """The values of tensors that every rank has whole, where they are in the host's memory. Shards differ, and are not asked.
 
     rows: how many queries a rank has. given: further tensors by name. Of tensors on a device nothing is told: the host would
     wait for it.
     """
     found = {f"what {name} holds": tensor for name, tensor in given.items()}
-    if want is not None:
-        found["what sink holds"] = want.sink
-        for i, leaf in enumerate(want.leaves):
-            if not getattr(leaf, "along", ()):
-                found |= {f"what {name} of mask {_name(leaf)} {i} holds": t for name, t in _tensors(leaf)}
-        for i, modifier in enumerate(want.score):
-            if not has_rows(modifier, rows):
-                found |= {f"what {name} of {_name(modifier)} {i} holds": t for name, t in _tensors(modifier)}
+    found["what sink holds"] = want.sink
+    for i, leaf in enumerate(want.leaves):
+        if not getattr(leaf, "along", ()):
+            found |= {f"what {name} of mask {_name(leaf)} {i} holds": t for name, t in _tensors(leaf)}
+    for i, modifier in enumerate(want.score):
+        if not has_rows(modifier, rows):
+            found |= {f"what {name} of {_name(modifier)} {i} holds": t for name, t in _tensors(modifier)}
     return {name: _checksum(t) for name, t in found.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
 
 

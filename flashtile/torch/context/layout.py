@@ -95,17 +95,102 @@ class Piece:
         return self.band(band).count_visible(self.query.count, self.key.count) > 0
 
 
-def prefixes(own: tuple[Run, ...], shift: int, seqlen_k: int, band: Band) -> tuple[Piece, ...]:
-    """For each of a rank's runs of queries: a call with the first keys of all, as many as the band lets it see.
+@dataclass(frozen=True)
+class Fetched:
+    """Which keys of the whole a rank fetches: runs of them, in order and apart, which lie one after another where they arrive.
+
+    halo: whether it leaves some out because the band hides them; otherwise they are all keys.
+    """
+
+    runs: tuple[Run, ...]
+    halo: bool
+
+    def place(self, key: Run) -> slice:
+        """Where keys lie of which all are there."""
+        before = 0
+        for run in self.runs:
+            if run.start <= key.start <= key.last <= run.last:
+                first = before + key.start - run.start
+                return slice(first, first + key.count)
+            before += run.count
+        raise AssertionError(f"{key} is not within {self.runs}")
+
+    def shared(self, source: tuple[Run, ...]) -> list[tuple[slice, slice]]:
+        """Which rows of a rank that holds `source` these keys are, and where they lie here, in the order in which they go."""
+        found: list[tuple[slice, slice]] = []
+        row = 0
+        for run in source:
+            before = 0
+            for key in self.runs:
+                first, end = max(run.start, key.start), min(run.last, key.last) + 1
+                if first < end:
+                    here = before + first - key.start
+                    there = row + first - run.start
+                    found.append((slice(there, there + end - first), slice(here, here + end - first)))
+                before += key.count
+            row += run.count
+        return found
+
+
+def fetched(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> tuple[Fetched, ...]:
+    """What each rank of all fetches of the keys: those that its queries see, where that is less than half of the others' keys;
+    else all of them, by one all-gather.
+
+    seqlens: of queries and keys of the whole. The layout is contiguous or zigzag.
+    """
+    seqlen_q, seqlen_k = seqlens
+    everything = (Fetched((Run(0, seqlen_k),), False),) * ranks
+    if band.left is None or band.right is None or seqlen_k == 0:
+        return everything
+    own = [runs(layout, seqlen_q, ranks, rank) for rank in range(ranks)]
+    seen = [[seen_keys(run, seqlen_k - seqlen_q, seqlen_k, band, True) for run in of_rank] for of_rank in own]
+    halos = tuple(Fetched(_apart(keys), True) for keys in seen)
+    return halos if 2 * sum(sent for sent, _ in sent_rows(layout, seqlen_k, halos)) < (ranks - 1) * seqlen_k else everything
+
+
+def sent_rows(layout: str, seqlen_k: int, wanted: tuple[Fetched, ...]) -> list[tuple[int, int]]:
+    """How many keys each rank sends to others, and gets from them; one that goes to two ranks counts twice."""
+    ranks = range(len(wanted))
+    held = [runs(layout, seqlen_k, len(wanted), rank) for rank in ranks]
+    gone = [
+        [sum(rows.stop - rows.start for rows, _ in wanted[to].shared(held[by])) * (to != by) for to in ranks] for by in ranks
+    ]
+    return [(sum(gone[rank]), sum(of_rank[rank] for of_rank in gone)) for rank in ranks]
+
+
+def seen_keys(run: Run, shift: int, seqlen_k: int, band: Band, from_left: bool) -> Run:
+    """The keys between the first and the last that a run of queries sees, at least one; from the first of all unless from_left.
+
+    shift: seqlen_k - seqlen_q of the whole.
+    """
+    first = run.start + shift - band.left if from_left and band.left is not None else 0
+    first = min(max(first, 0), seqlen_k - 1)
+    end = seqlen_k if band.right is None else min(max(run.last + shift + band.right + 1, first + 1), seqlen_k)
+    return Run(first, end - first)
+
+
+def _apart(keys: list[Run]) -> tuple[Run, ...]:
+    """The same keys as runs in order that do not meet."""
+    found: list[Run] = []
+    for run in sorted(keys, key=lambda run: run.start):
+        if found and run.start <= found[-1].last + 1:
+            before = found.pop()
+            run = Run(before.start, max(run.last, before.last) + 1 - before.start)
+        found.append(run)
+    return tuple(found)
+
+
+def prefixes(own: tuple[Run, ...], shift: int, seqlen_k: int, band: Band, have: Fetched) -> tuple[Piece, ...]:
+    """For each of a rank's runs of queries: a call with the first keys of all, as many as the band lets it see; of those from
+    the first that it sees on where a halo is there.
 
     own: steps of 1. shift: seqlen_k - seqlen_q of the whole.
     """
     pieces: list[Piece] = []
     row = 0
     for run in own:
-        query = Run(run.start + shift, run.count)
-        end = seqlen_k if band.right is None else min(max(query.last + band.right + 1, 1), seqlen_k)
-        pieces.append(Piece(query, Run(0, end), slice(row, row + run.count), slice(0, end)))
+        key = seen_keys(run, shift, seqlen_k, band, have.halo) if seqlen_k else Run(0, 0)
+        pieces.append(Piece(Run(run.start + shift, run.count), key, slice(row, row + run.count), have.place(key)))
         row += run.count
     return tuple(pieces)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.context.agree import agree
+from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
@@ -73,8 +73,7 @@ def unshard(tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | 
 
     seqlen: its length before `shard` padded it. Raises InvalidProblem, on every rank, where ranks call otherwise.
     """
-    error, told = None, dict[str, str]()
-    try:
+    with refused_together(context):
         _check_dim(tensor, dim)
         told = {"tensor": f"{tensor.dtype} {tuple(tensor.shape)}", "dim": str(dim), "seqlen": str(seqlen)}
         padded = tensor.shape[dim] * context.ranks
@@ -83,9 +82,7 @@ def unshard(tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | 
             _check_seqlen("seqlen", seqlen)
             if seqlen > padded:
                 raise InvalidProblem(f"seqlen is {seqlen}; it must be from 0 to {padded}, the padded length.")
-    except Exception as refused:  # the other ranks must not wait
-        error = refused
-    agree(context, told, error)
+    agree(context, told)
     whole = gathered(tensor.detach(), context, dim)
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 

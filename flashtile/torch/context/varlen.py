@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,13 @@ from flashtile.features.scores.softcap import Softcap
 from flashtile.problem.mask import FULL, Band
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given, given_lengths
-from flashtile.torch.context.agree import agree
-from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, plain
+from flashtile.torch.context.agree import agree, refused_together
+from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, over_mesh, plain
 from flashtile.torch.context.calls import call
-from flashtile.torch.context.context import Context
+from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
-from flashtile.torch.context.layout import runs
+from flashtile.torch.context.layout import Run, runs, seen_keys
 from flashtile.torch.context.shards import document_ids
 from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
 
@@ -58,8 +59,7 @@ def attention_varlen(
     Raises InvalidProblem and NotSupported as `flashtile.distributed.attention` does, on every rank.
     """
     check_context(context)
-    error, want, method, given = None, None, "", None
-    try:
+    with refused_together(context):
         check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "context"))
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
@@ -68,25 +68,20 @@ def attention_varlen(
         want, method = checked(q, k, v, context, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
         given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    except Exception as refused:  # whatever it is: the other ranks must not wait
-        error = refused
     return_lse = bool(arguments.get("return_lse", False))
     told = described(
         want, method=method, return_lse=return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    agree(context, {"varlen": "yes", **told}, error, lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
-    assert want is not None
-    assert given is not None
+    agree(context, {"varlen": "yes", **told}, values=lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
     if method == "ulysses":
         lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
-    elif method == "allgather" and _cuts_off(want):
-        out, lse = _allgather(q, k, v, context, want, return_lse, given)
+    elif method in TWO_AXES:
+        over = partial(_over_positions, method=TWO_AXES[method], return_lse=return_lse, given=given)
+        out, lse = over_mesh(q, k, v, context, want, over)
     else:
-        starts = given.tensors["cu_seqlens_q"]
-        ids = document_ids(starts, context, q.shape[1] * context.ranks)
-        out, lse = by_positions(q, k, v, context, replace(want, terms=((Document(ids),),)), method, return_lse, starts[-1:])
+        out, lse = _over_positions(q, k, v, context, want, method, return_lse, given)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -98,9 +93,8 @@ def attention_of_items(
 
     starts: cu_seqlens of these queries and of these keys. keys: which of the whole's, contiguous shards joined.
     """
-    error, want, given = None, None, None
     most = {"max_seqlen_q": max_seqlens[0], "max_seqlen_k": max_seqlens[1]}
-    try:
+    with refused_together(context):
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
         want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
@@ -110,15 +104,29 @@ def attention_of_items(
         if q.device.type == "cpu":
             first, end, _ = keys.indices(k.shape[1] * context.ranks)
             given.check_values({"q": q.shape[1], "k": end - first})
-    except Exception as refused:  # whatever it is: the other ranks must not wait
-        error = refused
     told = described(want, method="allgather", return_lse=return_lse, q=q, k=k, v=v)
-    agree(context, {"varlen": "items", **told}, error, lambda: numbers(want, 0))
-    assert want is not None
-    assert given is not None
-    some = gathered_keys(k, v, context).part(keys)
-    made = call(q, some, return_lse, **want.banded(), **given.tensors, **most)
+    agree(context, {"varlen": "items", **told}, values=lambda: numbers(want, 0))
+    there, _ = gathered_keys(q, k, v, context, FULL)  # whose items they are, the caller knows
+    made = call(q, there.part(keys), return_lse, **want.banded(), **given.tensors, **most)
     return tuple(t[0] for t in made) if return_lse else made[0]
+
+
+def _over_positions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: Context,
+    want: Wanted,
+    method: str,
+    return_lse: bool,
+    given: Given,
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): documents as items where they can be told so, otherwise hidden by a mask."""
+    if method == "allgather" and _cuts_off(want):
+        return _allgather(q, k, v, context, want, return_lse, given)
+    starts = given.tensors["cu_seqlens_q"]
+    ids = document_ids(starts, context, q.shape[1] * context.ranks)
+    return by_positions(q, k, v, context, replace(want, terms=((Document(ids),),)), method, return_lse, starts[-1:])
 
 
 def _allgather(
@@ -127,18 +135,23 @@ def _allgather(
     """(out, lse or None): a call for each run of queries, whose items are all documents.
 
     Those outside the run have no queries there. In causal order keys end where the run does, and so each item's last query
-    stands at its last key, as in the whole.
+    stands at its last key, as in the whole. Of a window they may begin where the run's first query sees its first.
     """
-    whole = gathered_keys(k, v, context)
+    band = Band(want.band.left, None if want.band == FULL else 0)
+    there, have = gathered_keys(q, k, v, context, band)
+    total = k.shape[1] * context.ranks
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
     how = {**want.banded(), **most}
     made: list[Any] = []
     row = 0
     for run in runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank):
         end = run.start + run.count
-        last = whole.k.shape[1] if want.band == FULL else end
-        here = {"cu_seqlens_q": starts.clamp(run.start, end) - run.start, "cu_seqlens_k": starts.clamp(max=last)}
-        made.append(call(q[:, row : row + run.count], whole.part(slice(last)), True, **how, **here))
+        key = seen_keys(run, 0, total, band, have.halo) if total else Run(0, 0)
+        here = {
+            "cu_seqlens_q": starts.clamp(run.start, end) - run.start,
+            "cu_seqlens_k": starts.clamp(key.start, key.start + key.count) - key.start,
+        }
+        made.append(call(q[:, row : row + run.count], there.part(have.place(key)), True, **how, **here))
         row += run.count
     return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
 

@@ -19,7 +19,7 @@ from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
 from flashtile.problem.mask import FULL, Band, Joined, Predicate
 from flashtile.problem.predicate import normal_form
-from flashtile.torch.context.context import Context
+from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.layout import Piece
 from flashtile.torch.context.shards import gathered
 
@@ -64,8 +64,12 @@ class Wanted:
         """The arguments of a call of items, whose mask is the band."""
         return {"mask": self.band, "score": self.score, "scale": self.scale, "sink": self.sink, "options": self.options}
 
-    def whole(self, context: Context, heads: slice) -> dict[str, Any]:
-        """The arguments of a call with the whole sequence and some heads."""
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call with all keys and queries."""
+        return {**self.banded(), "mask": self.joined(self.band)}
+
+    def of_heads(self, context: Context, heads: slice) -> Wanted:
+        """The same of some heads, and of what the ranks of a context hold together."""
 
         def entire(leaf: Any) -> Any:
             if isinstance(leaf, Document):
@@ -80,10 +84,8 @@ class Wanted:
                 return Bias(modifier.bias[..., heads, :, :])
             return modifier
 
-        mask = self.leafwise(entire).joined(self.band)
         sink = None if self.sink is None else self.sink[heads]
-        score = tuple(map(part, self.score))
-        return {"mask": mask, "score": score, "scale": self.scale, "sink": sink, "options": self.options}
+        return replace(self.leafwise(entire), score=tuple(map(part, self.score)), sink=sink)
 
     def with_keys(self, context: Context) -> Wanted:
         """The same, with what predicates know of keys gathered: `Document`'s queries stay this rank's."""
@@ -156,6 +158,8 @@ def has_rows(modifier: Any, rows: int) -> bool:
 
 def against(want: Wanted, method: str, rows: int) -> list[str]:
     """Why a method cannot do it, where a rank has so many queries."""
+    if method in TWO_AXES:
+        return list(dict.fromkeys([*against(want, "ulysses", rows), *against(want, TWO_AXES[method], rows)]))
     reasons: list[str] = []
     if method == "ring" and want.options is not None and want.options.delta == "exact":
         reasons.append("delta='exact' forms delta of all of a row's keys, and a ring has one rank's at a time")

@@ -1,0 +1,129 @@
+"""What ranks send: of a window its halo, and over a mesh of two axes heads along one and keys along the other."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import flashtile
+from flashtile import Band, Dilated, InvalidProblem, NotSupported
+from flashtile.distributed import Context, attention, attention_varlen, shard
+from flashtile.integrations.diffusers import attention_forward
+from tests.distributed.cases import Case, data, judge
+from tests.distributed.checks import shards
+
+
+def a_window_fetches_its_halo_alone() -> None:
+    """What ranks send, forward and backward, is what `explain` says: no more than the window beyond each run of queries."""
+    ranks, n, d = dist.get_world_size(), 64, 16
+    whole = [
+        torch.randn(1, n * ranks, heads, d, generator=torch.Generator().manual_seed(i)) for i, heads in enumerate((4, 2, 2))
+    ]
+    cu = torch.tensor([0, 50, n * ranks], dtype=torch.int32)
+    row = 2 * 2 * d * 4
+    laws: list[tuple[Any, dict[str, Any], int]] = [
+        ("contiguous", {"window": (9, 0)}, 9), ("zigzag", {"window": (9, 0)}, 2 * 9), ("contiguous", {"window": (5, 3)}, 5 + 3),
+        ("contiguous", {"mask": Band(5, -2)}, 5),
+    ]  # fmt: skip
+    for (layout, how, most), packed in product(laws, (False, True)):
+        context, axis = Context(method="allgather", layout=layout), 1 - packed
+        if packed and how.get("window") == (5, 3):
+            continue  # documents are then hidden by a mask, as `attention` hides them
+        given, starts = ([t[0] for t in whole], [cu]) if packed else (whole, [])
+        leaves = [t.clone().requires_grad_() for t in given]
+        expected = (flashtile.attention_varlen if packed else flashtile.attention)(*leaves, *starts, **how)
+        truth = torch.autograd.grad(expected.square().sum(), leaves)
+        local = [shard(t, context, axis).requires_grad_() for t in given]
+        with counted() as sent:
+            out = (attention_varlen if packed else attention)(*local, *starts, context=context, **how)
+            grads = torch.autograd.grad(out.square().sum(), local)
+        for mine, of_one in zip((out, *grads), (expected, *truth), strict=True):
+            torch.testing.assert_close(mine, shard(of_one, context, axis), rtol=1e-5, atol=1e-5)
+        assert len(sent) == 2
+        assert max(sent) <= most * row
+        both: list[Any] = [None] * ranks
+        dist.all_gather_object(both, sent)
+        if not packed and "window" in how:
+            forward, backward = (max(of) for of in zip(*both, strict=True))
+            assert forward > 0
+            said = f"the halo of its window alone: a rank sends {forward:,} bytes forward, {backward:,} backward"
+            assert said in context.explain(*local, **how)
+            assert Context(layout=layout).explain(*local, **how).startswith("allgather")
+    assert "halo" not in Context(method="allgather").explain(*(t[:, :n] for t in whole), window=(n * ranks, 0))
+
+
+def degrees_of_diffusers() -> None:
+    """Its backend of shards, by ring, Ulysses and both; tests/integrations/test_diffusers.py compares the names with theirs."""
+    d = data(torch.float32, 8)
+    whole = [t.clone().requires_grad_() for t in (d.q, d.k, d.v)]
+    expected = flashtile.attention(*whole)
+    truth = torch.autograd.grad(expected, whole, d.dout)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    one = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    for ring, ulysses in ((4, 1), (1, 4), (2, 2)):
+        degrees = SimpleNamespace(ring_degree=ring, ulysses_degree=ulysses, _mesh=mesh, _ring_mesh=one, _ulysses_mesh=one)
+        config = SimpleNamespace(context_parallel_config=degrees)
+        local = [shard(t.detach(), Context()).requires_grad_() for t in whole]
+        out = attention_forward(*local, _parallel_config=config)
+        found = torch.autograd.grad(out, local, shard(d.dout, Context()))
+        for mine, of_one in zip((out, *found), (expected, *truth), strict=True):
+            torch.testing.assert_close(mine, shard(of_one, Context()), rtol=1e-5, atol=1e-5)
+        with pytest.raises(NotSupported, match="dropout"):
+            attention_forward(*local, dropout_p=0.5, _parallel_config=config)
+        with pytest.raises(NotSupported, match="attn_mask is given beside context parallelism"):
+            attention_forward(*local, attn_mask=torch.ones(8, 8, dtype=torch.bool), _parallel_config=config)
+
+
+@contextmanager
+def counted() -> Generator[list[int]]:
+    """The bytes of each all-to-all that leave this rank, and that nothing else is sent but what ranks agree on."""
+    sent, before, rank = list[int](), dist.all_to_all_single, dist.get_rank()
+
+    def counting(output: torch.Tensor, given: torch.Tensor, outputs: Any = None, inputs: Any = None, **how: Any) -> Any:
+        rows = inputs or [len(given) // dist.get_world_size()] * dist.get_world_size()
+        sent.append((sum(rows) - rows[rank]) * given[:1].numel() * given.element_size() if len(given) else 0)
+        return before(output, given, outputs, inputs, **how)
+
+    with patch.object(dist, "all_to_all_single", counting), patch.object(dist, "batch_isend_irecv", None):
+        yield sent
+
+
+def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+    laws: list[tuple[Any, Any, str, torch.dtype, int]] = [
+        ("usp", "zigzag", "documents", torch.float32, 4), ("usp", "contiguous", "window", torch.float32, 2),
+        ("usp", "zigzag", "causal", torch.bfloat16, 4), ("usp", "zigzag", "packed window", torch.float32, 4),
+        ("usp", "zigzag", "alibi", torch.float32, 4), ("usp_ring", "zigzag", "seqused", torch.float32, 4),
+        ("usp_ring", "contiguous", "sink", torch.float32, 8), ("usp_ring", "zigzag", "packed causal", torch.float32, 4),
+    ]  # fmt: skip
+    for method, layout, feature, dtype, heads_kv in laws:
+        found = judge(Case(method, layout, feature, dtype, heads_kv), Context(mesh, method, layout), 0)
+        assert not found, (method, layout, feature, found)
+    given = shards(n=64, heads_kv=2)
+    text = Context(mesh, "usp", "zigzag").explain(*given, causal=True)
+    row, keys, queries = 64 * 4, 2 * 32, 8 * 32
+    assert text.startswith("usp, layout zigzag, 4 ranks of 64 of 256 queries")
+    sent = f"{row * (keys + (queries + keys) // 2):,}"
+    assert f"* usp: a rank sends {sent} bytes forward, {sent} backward" in text
+    assert "halo" in Context(mesh, "usp").explain(*given, window=(9, 0))
+    with pytest.raises(NotSupported, match="1 heads of k over the 2 ranks of the mesh's second axis"):
+        attention(*shards(heads_kv=1), context=Context(mesh, "usp"))
+    with pytest.raises(NotSupported, match="predicate dilated"):
+        attention(*shards(), context=Context(mesh, "usp"), mask=Dilated(2))
+    meaningless: list[tuple[dict[str, Any], str]] = [
+        ({"mesh": mesh["gpus"], "method": "usp"}, "for method 'usp' it must have two, by name"),
+        ({"method": "usp"}, "context mesh is None; for method 'usp' it must be a DeviceMesh"),
+        ({"mesh": mesh, "method": "usp_ring", "layout": "striped"}, "context method is 'usp_ring' and layout 'striped'"),
+    ]
+    for arguments, words in meaningless:
+        with pytest.raises(InvalidProblem, match=words):
+            Context(**arguments)
