@@ -91,8 +91,8 @@ def _paged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Pa
     )
     try:
         if info.max_seqlen == info.min_seqlen > 0 and not info.is_shown:
-            return attention_cached(q[0].unflatten(0, (-1, info.max_seqlen)), *pools, table, **given)
-        return attention_cached(q[0], *pools, table, cu_seqlens_q=info.tensor("seqstart", q.device), **given)
+            return attention_cached(q[0].unflatten(0, (-1, info.max_seqlen)), pools[0], pools[1], table, **given)
+        return attention_cached(q[0], pools[0], pools[1], table, cu_seqlens_q=info.tensor("seqstart", q.device), **given)
     except InvalidProblem as error:
         raise renamed(error, {"page_table": "block_tables", "k_cache": "key", "v_cache": "value", "q": "query"}) from None
 

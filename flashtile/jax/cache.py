@@ -67,8 +67,9 @@ class Cached:
         wide = jnp.promote_types(arrays["q"].dtype, jnp.float32)
         q = arrays["q"].reshape(p.batch, p.seqlen_q, p.heads_kv, p.group, p.head_dim).astype(wide)
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k.astype(wide), precision="highest") * p.scale_value
+        nowhere: Any = None  # softcap, which looks at no position
         for spec in p.score:
-            scores = spec.kind.apply_jax(scores, None, spec.scalars, ())
+            scores = spec.kind.apply_jax(scores, nowhere, spec.scalars, ())
         ahead = (row - used[:, None])[:, None] - (jnp.arange(p.seqlen_q) - p.seqlen_q)[None, :, None]
         seen = jnp.broadcast_to(exists[:, None], ahead.shape)
         band = p.band
@@ -138,7 +139,7 @@ def attention_cached(
     )  # fmt: skip
     chosen = default_split(problem, pages) if split is None else check_split(number(split), pages)
     step = Cached(CachedProblem(problem, pages, chosen), None if implementation == "xla" else implementation)
-    made = _attend(step, implementation, *(given[b.name] for b in step.inputs()))
+    made: Any = _attend(step, implementation, *(given[b.name] for b in step.inputs()))
     found = dict(zip((b.name for b in step.outputs()), made, strict=True))
     return (found["out"], found["lse"]) if return_lse else found["out"]
 
