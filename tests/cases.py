@@ -17,16 +17,14 @@ from flashtile import (
     Blocks,
     Dilated,
     Document,
-    Dropout,
-    KeyPadding,
     Options,
     Prefix,
     Softcap,
     Stored,
     TopLeft,
-    Tree,
 )  # fmt: skip
 from flashtile.features.scores.relative import Relative
+from tests.drafts import drafts
 from tests.relative_bias import RelativeBias
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -77,9 +75,9 @@ def strangers(case: Case, device: torch.device) -> Document:
     return Document(torch.where(queries % 10 == 3, -1, queries // 200), torch.where(keys % 10 == 7, -2, keys // 200))
 
 
-def holes(case: Case, device: torch.device) -> KeyPadding:
+def holes(case: Case, device: torch.device) -> flashtile.KeyPadding:
     keep = torch.rand((case.items, case.seqlen_k), generator=torch.Generator().manual_seed(5)) < 0.6
-    return KeyPadding(keep.to(device))
+    return flashtile.KeyPadding(keep.to(device))
 
 
 def stored(case: Case, device: torch.device, each: bool) -> Stored:
@@ -90,13 +88,6 @@ def stored(case: Case, device: torch.device, each: bool) -> Stored:
 
 def prefixes(case: Case, device: torch.device) -> Prefix:
     return Prefix(torch.arange(3, 3 + 11 * case.items, 11, dtype=torch.int32, device=device))
-
-
-def parents(case: Case, device: torch.device) -> torch.Tensor:
-    """Of each item another tree, some of whose nodes are roots."""
-    index = torch.arange(case.seqlen_q, dtype=torch.int32)
-    up = torch.rand(case.items, case.seqlen_q, generator=torch.Generator().manual_seed(2)) * (index + 1)
-    return (up.int() - 1).to(device)
 
 
 def blocks(case: Case, device: torch.device, mask: Any, size: tuple[int, int]) -> Blocks:
@@ -128,7 +119,7 @@ MASKS: dict[str, Callable[[Case, torch.device], Any]] = {
     "first-blocks": lambda case, device: blocks(case, device, prefixes(case, device) | Band(left=70, right=0), (128, 128)),
     "flash-attn-v1": lambda case, device: table(case, device, (16, 256)),
     "top-left-window": lambda case, device: TopLeft(left=12),
-    "tree": lambda case, device: Tree(parents(case, device)),
+    "tree": lambda case, device: drafts(case.items, case.seqlen_q, device),
 }
 
 
@@ -242,7 +233,7 @@ class Case:
         if self.sink is not None:
             made["sink"] = tensors["sink"]
         if self.dropout is not None:
-            made["dropout"] = Dropout(self.dropout, seed=zlib.crc32(self.name.encode()) << 20)
+            made["dropout"] = flashtile.Dropout(self.dropout, seed=zlib.crc32(self.name.encode()) << 20)
         return {**self.arguments, **made}
 
     def modifiers(self, tensors: Tensors) -> tuple[flashtile.Score, ...]:

@@ -437,9 +437,20 @@ class MultiLevelCascadeAttentionWrapper:
         refuse("MultiLevelCascadeAttentionWrapper.plan", {
             "window_left is given; a level does not know where its keys stand": how.get("window_left", -1) >= 0,
         })  # fmt: skip
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        for i, (level, *given) in enumerate(zip(self._levels, *lists, strict=True)):
-            level.plan(*given, *sizes, causal=causal and i == len(self._levels) - 1, **how)
+        last = len(self._levels) - 1
+        for i, (level, queries, starts, indices, ends) in enumerate(zip(self._levels, *lists, strict=True)):
+            level.plan(
+                queries,
+                starts,
+                indices,
+                ends,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal and i == last,
+                **how,
+            )
 
     begin_forward = plan
 

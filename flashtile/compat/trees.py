@@ -50,7 +50,6 @@ XFORMERS_FMHA = (
     "BlockDiagonalMask",
     "LowerTriangularMask",
     "LowerTriangularMaskWithTensorBias",
-    "VARLEN_BIASES",
 )
 XFORMERS_BIASES = (
     *XFORMERS_FMHA, "BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
@@ -58,8 +57,10 @@ XFORMERS_BIASES = (
     "BlockDiagonalCausalWithOffsetGappyKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask", "BlockDiagonalGappyKeysMask",
     "BlockDiagonalLocalAttentionPaddedKeysMask", "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask",
     "LowerTriangularFromBottomRightLocalAttentionMask", "LowerTriangularFromBottomRightMask",
+)  # fmt: skip
+XFORMERS_PAGED = (
     "PagedBlockDiagonalCausalWithOffsetGappyKeysMask", "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask",
-    "PagedBlockDiagonalGappyKeysMask", "PagedBlockDiagonalPaddedKeysMask",
+    "PagedBlockDiagonalGappyKeysMask", "PagedBlockDiagonalPaddedKeysMask", "VARLEN_BIASES",
 )  # fmt: skip
 XFORMERS_ITEMS = ("_SeqLenInfo", "_PaddedSeqLenInfo", "_GappySeqInfo")
 VERSION_3 = ("_flash_attn_forward", "_flash_attn_backward", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache")
@@ -125,8 +126,11 @@ TREES: dict[str, dict[str, Sources]] = {
     "xformers": {
         "xformers": (),
         "xformers.ops": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_OPS)),
-        "xformers.ops.fmha": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_FMHA)),
-        "xformers.ops.fmha.attn_bias": (("xformers_bias", XFORMERS_BIASES), ("xformers_items", XFORMERS_ITEMS)),
+        "xformers.ops.fmha": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_FMHA),
+                               ("xformers_paged", ("VARLEN_BIASES",))),
+        "xformers.ops.fmha.attn_bias": (
+            ("xformers_bias", XFORMERS_BIASES), ("xformers_paged", XFORMERS_PAGED), ("xformers_items", XFORMERS_ITEMS)
+        ),
     },
     "flash_attn_interface": {
         "flash_attn_interface": (("flash_attn_3", (*VERSION_4, *VERSION_3)),),

@@ -9,11 +9,13 @@ import torch
 from flashtile.compat.asked import options, refuse
 from flashtile.compat.xformers_bias import AttentionBias, ItemsMask, LowerTriangularMaskWithTensorBias
 from flashtile.compat.xformers_items import _GappySeqInfo, _UsedInfo
-from flashtile.errors import InvalidProblem
+from flashtile.compat.xformers_paged import Paged
+from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.scores.bias import Bias
 from flashtile.problem.dropout import Dropout
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.cache.attention import attention_cached
 
 
 def memory_efficient_attention(
@@ -34,8 +36,10 @@ def memory_efficient_attention(
     if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, from three to five.")
-    q, k, v = (_four(t) for t in (query, key, value))
     how: dict[str, Any] = dict(scale=scale, dropout=Dropout(p) if p else None, options=options())
+    if isinstance(attn_bias, Paged):
+        return _paged(query, key, value, attn_bias, how).reshape(*query.shape[:-1], value.shape[-1])
+    q, k, v = (_four(t) for t in (query, key, value))
     if isinstance(attn_bias, ItemsMask):
         out = _items(q, k, v, attn_bias, how)
     else:
@@ -62,6 +66,35 @@ def _mask(bias: Any, axes: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
     if isinstance(bias, LowerTriangularMaskWithTensorBias):
         made |= _mask(bias._bias, axes, seqlen_q, seqlen_k)
     return made
+
+
+def _paged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Paged, how: dict[str, Any]) -> torch.Tensor:
+    """out of queries (1, total, ...) over keys (1, pages * page_size, ...), a group's heads of which may be expanded."""
+    dropout = how.pop("dropout")
+    refuse(
+        "memory_efficient_attention",
+        {f"p is {dropout and dropout.p}; attention over pages has no dropout": dropout is not None},
+    )
+    q, size, info = _four(query), bias.page_size, bias.q_seqinfo
+    if q.shape[0] != 1 or q.shape[1] != info.total:
+        raise InvalidProblem(f"query has shape {tuple(query.shape)}; it must be (1, {info.total}, ...), the mask's queries.")
+    pools: list[torch.Tensor] = []
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[0] != 1 or tensor.shape[1] % size:
+            raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (1, pages * {size}, ...).")
+        grouped = tensor.dim() == 5 and (tensor.shape[3] == 1 or not tensor.stride(3))
+        pools.append((tensor[:, :, :, 0] if grouped else _four(tensor))[0].unflatten(0, (-1, size)))
+    table = bias.block_tables.to(q.device, torch.int32)
+    first = None if bias.first is None else bias.k_seqinfo.tensor(bias.first, q.device)[:-1]
+    given: dict[str, Any] = dict(
+        seqused_k=bias.k_seqinfo.tensor("seqlen", q.device), first_k=first, mask=bias.band(0, 0), **how
+    )
+    try:
+        if info.max_seqlen == info.min_seqlen > 0 and not info.is_shown:
+            return attention_cached(q[0].unflatten(0, (-1, info.max_seqlen)), pools[0], pools[1], table, **given)
+        return attention_cached(q[0], pools[0], pools[1], table, cu_seqlens_q=info.tensor("seqstart", q.device), **given)
+    except InvalidProblem as error:
+        raise renamed(error, {"page_table": "block_tables", "k_cache": "key", "v_cache": "value", "q": "query"}) from None
 
 
 def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, how: dict[str, Any]) -> torch.Tensor:

@@ -19,7 +19,6 @@ from flashtile.compat.xformers_items import (
     _GappySeqInfo,
     _PaddedSeqLenInfo,
     _SeqLenInfo,
-    refuse_pages,
     whole_numbers,
 )
 from flashtile.errors import InvalidProblem, NotSupported
@@ -40,7 +39,7 @@ class AttentionBias:
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         """What is added to the scores: 0 where a query sees a key, else -inf. shape: (..., seqlen_q, seqlen_k). Quadratic."""
-        return _written(self.band(*shape[-2:]), shape, dtype, device)
+        return written(self.band(*shape[-2:]), shape, dtype, device)
 
     def to(self, device: Any) -> Any:
         """The same with its tensors on a device."""
@@ -142,7 +141,7 @@ class ItemsMask(AttentionBias):
         made = torch.full(totals, -math.inf, dtype=dtype, device=device)
         for (q, q_end), (k, k_end) in zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=True):
             item = (q_end - q, k_end - k)
-            made[q:q_end, k:k_end] = _written(self.band(*item), item, dtype, device)
+            made[q:q_end, k:k_end] = written(self.band(*item), item, dtype, device)
         return made.expand(shape)
 
     def to(self, device: Any) -> Any:
@@ -168,7 +167,7 @@ class BlockDiagonalMask(ItemsMask):
         """Items of these lengths; keys as many as queries by default. device: where `seqstart` is; calls need it not."""
         q_sizes = whole_numbers("q_seqlen", q_seqlen)
         k_sizes = q_sizes if kv_seqlen is None else whole_numbers("kv_seqlen", kv_seqlen)
-        _check_items(q_sizes, k_sizes)
+        check_items(q_sizes, k_sizes)
         q = _SeqLenInfo.from_seqlens(q_sizes, device=device)
         return cls(q, q if q_sizes == k_sizes else _SeqLenInfo.from_seqlens(k_sizes, device=device))
 
@@ -279,16 +278,8 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
         return Band(self._window_size - 1, 0)
 
 
-class UsedKeysMask(ItemsMask):
-    """Base of masks whose items use the first keys of their places alone."""
-
-    def make_paged(self, *given: Any, **named: Any) -> NoReturn:
-        """NotSupported."""
-        refuse_pages(f"{type(self).__name__}.make_paged")
-
-
 @dataclass(eq=False)
-class BlockDiagonalPaddedKeysMask(UsedKeysMask):
+class BlockDiagonalPaddedKeysMask(ItemsMask):
     """Items whose keys lie in places of kv_padding tokens each, of which the first kv_seqlen[i] count."""
 
     q_seqinfo: _SeqLenInfo
@@ -301,6 +292,10 @@ class BlockDiagonalPaddedKeysMask(UsedKeysMask):
     ) -> Any:  # fmt: skip
         """causal_diagonal is not used, there neither. device: as of `BlockDiagonalMask`."""
         return cls(*_padded(q_seqlen, kv_padding, kv_seqlen, device))
+
+    def make_paged(self, block_tables: torch.Tensor, page_size: int, paged_type: Any) -> Any:
+        """The mask of a type of `xformers_paged` of the same items, whose keys lie in pages."""
+        return paged_type(self.q_seqinfo, self.k_seqinfo, block_tables, page_size)
 
     def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
         """The same with keys up to window_left before and window_right behind the query alone, counted from the last key."""
@@ -357,7 +352,7 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
 
 @dataclass(eq=False)
-class BlockDiagonalGappyKeysMask(UsedKeysMask):
+class BlockDiagonalGappyKeysMask(ItemsMask):
     """Items whose keys lie anywhere: kv_seqlen[i] of them from kv_seqstarts[i] on; two items may share keys."""
 
     q_seqinfo: _SeqLenInfo
@@ -368,9 +363,17 @@ class BlockDiagonalGappyKeysMask(UsedKeysMask):
         cls, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *, device: Any = None
     ) -> Any:
         """kv_seqstarts: one more number than items, the last of which is how many keys there are."""
-        _check_items(q_seqlen, kv_seqlen)
+        check_items(q_seqlen, kv_seqlen)
         q = _SeqLenInfo.from_seqlens(whole_numbers("q_seqlen", q_seqlen), device=device)
         return cls(q, _GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, device=device))
+
+    def make_paged(self, block_tables: torch.Tensor, page_size: int, notional_padding: int, paged_type: Any) -> Any:
+        """The mask of a type of `xformers_paged`, whose items' keys lie in pages; here item i's lie in a place of its own, from
+        i * notional_padding on.
+        """
+        if notional_padding % page_size:
+            raise InvalidProblem(f"notional_padding is {notional_padding}; it must be a multiple of page_size, {page_size}.")
+        return paged_type(self.q_seqinfo, self.k_seqinfo.within(notional_padding), block_tables, page_size)
 
 
 @dataclass(eq=False)
@@ -381,41 +384,7 @@ class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
         return CAUSAL
 
 
-class Paged(AttentionBias):
-    """Base of the masks whose keys lie in pages: NotSupported. The names are here for `isinstance`."""
-
-    def __init__(self, *given: Any, **named: Any):
-        refuse_pages(type(self).__name__)
-
-    @classmethod
-    def from_seqlens(cls, *given: Any, **named: Any) -> NoReturn:
-        """NotSupported."""
-        refuse_pages(f"{cls.__name__}.from_seqlens")
-
-
-class PagedBlockDiagonalPaddedKeysMask(Paged):
-    """NotSupported."""
-
-
-class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
-    """NotSupported."""
-
-
-class PagedBlockDiagonalGappyKeysMask(Paged):
-    """NotSupported."""
-
-
-class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(PagedBlockDiagonalGappyKeysMask):
-    """NotSupported."""
-
-
-VARLEN_BIASES = (
-    BlockDiagonalMask, BlockDiagonalGappyKeysMask, BlockDiagonalPaddedKeysMask, PagedBlockDiagonalPaddedKeysMask,
-    PagedBlockDiagonalGappyKeysMask,
-)  # fmt: skip
-
-
-def _written(band: Band, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def written(band: Band, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     seqlen_q, seqlen_k = shape[-2:]
     seen = visible(band, seqlen_q, seqlen_k, torch.device(device))
     return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
@@ -428,7 +397,7 @@ def _from_first(left: int | None, seqlen_q: int, seqlen_k: int) -> Band:
 
 
 def _padded(q_seqlen: Any, kv_padding: int, kv_seqlen: Any, device: Any = None) -> tuple[_SeqLenInfo, _PaddedSeqLenInfo]:
-    _check_items(q_seqlen, kv_seqlen)
+    check_items(q_seqlen, kv_seqlen)
     q = _SeqLenInfo.from_seqlens(whole_numbers("q_seqlen", q_seqlen), device=device)
     return q, _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
 
@@ -441,7 +410,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.flatten(0, 1) for t in tensors])[None]
 
 
-def _check_items(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
+def check_items(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
     if len(kv_seqlen) != len(q_seqlen):
         raise InvalidProblem(f"kv_seqlen has {len(kv_seqlen)} items and q_seqlen {len(q_seqlen)}; they must be as many.")
 

@@ -7,11 +7,11 @@ from copy import copy
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import index
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.errors import InvalidProblem
 from flashtile.torch.execute.inference_safe import keeps, lasting
 
 
@@ -185,9 +185,9 @@ class _GappySeqInfo(_UsedInfo):
     def from_seqlens_gappy(
         cls, seqstarts: Sequence[int], seqlens: Sequence[int], paged: bool = False, *, device: Any = None
     ) -> _GappySeqInfo:
-        """seqstarts: one more than seqlens. paged: False alone."""
+        """seqstarts: one more than seqlens; with paged as many, counted within each item's pages."""
         if paged:
-            refuse_pages("_GappySeqInfo.from_seqlens_gappy(paged=True)")
+            return _PagedSeqInfo.from_starts(seqstarts, seqlens, device)
         starts, sizes = whole_numbers("kv_seqstarts", seqstarts), whole_numbers("kv_seqlen", seqlens)
         if len(starts) != len(sizes) + 1:
             raise InvalidProblem(
@@ -200,6 +200,18 @@ class _GappySeqInfo(_UsedInfo):
                     f"item {i} ends at {first} + {length} of kv_seqstarts and kv_seqlen; it must lie within {starts[-1]} keys."
                 )
         return cls(None, max(sizes, default=-1), min(sizes, default=-1), starts, None, sizes).on(device)
+
+    def within(self, padding: int) -> _PagedSeqInfo:
+        """The same items, each counted from its own place of so many tokens."""
+        starts = [start - i * padding for i, start in enumerate(self.seqstart_py[:-1])]
+        for i, start in enumerate(starts):
+            if not 0 <= start < padding:
+                raise InvalidProblem(f"item {i} begins {start} tokens into its place of {padding}; it must begin within it.")
+        made = _PagedSeqInfo.from_starts(starts, self.seqlen_py, self.device)
+        if self.is_shown:  # what is written into its tensors counts
+            start = self.seqstart[:-1] - padding * torch.arange(len(starts), dtype=torch.int32, device=self.device)
+            made._give(seqstart=torch.cat([start, self.seqstart[-1:]]), seqlen=start + self.seqlen)
+        return made
 
     @property
     def widest(self) -> int:
@@ -216,12 +228,20 @@ class _GappySeqInfo(_UsedInfo):
         return all(end <= after for (_, end), after in zip(self.intervals(), self.seqstart_py[1:], strict=True))
 
 
-def refuse_pages(name: str) -> NoReturn:
-    """Raise NotSupported for what would find keys by a table of pages."""
-    reason = (
-        "keys that lie in pages of a cache; BlockDiagonalPaddedKeysMask and BlockDiagonalGappyKeysMask have them in one piece"
-    )
-    raise NotSupported(name, {"flashtile": [reason]})
+class _PagedSeqInfo(_GappySeqInfo):
+    """Items each in pages of its own: item i's keys are the rows from seqstart_py[i] to seqlen_py[i], which is an end."""
+
+    @classmethod
+    def from_starts(cls, seqstarts: Sequence[int], seqlens: Sequence[int], device: Any) -> _PagedSeqInfo:
+        """As many starts as lengths; the last of the starts that are kept is -1, as there."""
+        starts, sizes = whole_numbers("kv_seqstarts", seqstarts), whole_numbers("kv_seqlen", seqlens)
+        if len(starts) != len(sizes):
+            raise InvalidProblem(f"kv_seqstarts has {len(starts)} numbers and kv_seqlen {len(sizes)}; they must be as many.")
+        ends = [a + b for a, b in zip(starts, sizes, strict=True)]
+        return cls(None, max(sizes, default=-1), min(sizes, default=-1), [*starts, -1], None, ends).on(device)
+
+    def intervals(self) -> Iterable[tuple[int, int]]:
+        return list(zip(self.seqstart_py[:-1], self.seqlen_py, strict=True))
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:

@@ -10,12 +10,7 @@ import torch
 import flashtile
 from flashtile import InvalidProblem, Tree
 from tests.cached.draw import check, draw
-
-
-def drafts(items: int, nodes: int, seed: int) -> torch.Tensor:
-    """Parents of random trees."""
-    r = torch.Generator().manual_seed(seed)
-    return torch.tensor([[int(torch.randint(-1, i, (), generator=r)) if i else -1 for i in range(nodes)] for _ in range(items)])
+from tests.drafts import drafts
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -25,7 +20,7 @@ def test_random_calls(backend: str, place: torch.device, seed: int) -> None:
     cu = drawn.arguments.get("cu_seqlens_q")
     nodes = drawn.tensors[0].shape[1] if cu is None else max(int((cu[1:] - cu[:-1]).max()), 1)
     items = len(drawn.arguments["seqused_k"])
-    tree = Tree(drafts(items, nodes, seed).to(place))
+    tree = drafts(items, nodes, place, seed)
     arguments = {k: v for k, v in drawn.arguments.items() if k not in ("window", "causal")} | {"mask": tree}
     check(replace(drawn, arguments=arguments), backend)
 

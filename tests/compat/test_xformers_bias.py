@@ -13,8 +13,9 @@ import torch
 
 from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import xformers_bias as ours
+from flashtile.compat import xformers_paged as paged
 from flashtile.compat.xformers import memory_efficient_attention
-from flashtile.compat.xformers_items import _GappySeqInfo, _PaddedSeqLenInfo, _SeqLenInfo
+from flashtile.compat.xformers_items import _PaddedSeqLenInfo, _SeqLenInfo
 from tests.compat.formula import attend
 from tests.compat.test_flash_attn import agree, draw
 
@@ -230,18 +231,86 @@ def test_what_is_written_into_their_tensors_counts(through: str, place: torch.de
         info.from_seqlens_inplace([1, 5, 1])
 
 
-def test_paged_masks_are_refused_by_name() -> None:
-    for part in ("Padded", "Gappy", "CausalWithOffsetPadded", "CausalWithOffsetGappy"):
-        name = f"PagedBlockDiagonal{part}KeysMask"
-        kind = getattr(ours, name)
-        assert issubclass(kind, ours.AttentionBias)
-        for make in (kind, kind.from_seqlens):
-            with pytest.raises(NotSupported, match=rf"{name}.*:\n  flashtile: keys that lie in pages of a cache"):
-                make([1], [1], torch.zeros(1, 1), 16)
-    with pytest.raises(NotSupported, match=r"BlockDiagonalPaddedKeysMask.make_paged"):
-        ours.BlockDiagonalPaddedKeysMask.from_seqlens([1], 2, [2]).make_paged(torch.zeros(1, 1), 16, None)
-    with pytest.raises(NotSupported, match=r"paged=True"):
-        _GappySeqInfo.from_seqlens_gappy([0], [1], True)
+PAGED = {
+    "PagedBlockDiagonalPaddedKeysMask": (whole, False),
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": (last, False),
+    "PagedBlockDiagonalGappyKeysMask": (whole, True),
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": (last, True),
+}
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [2, 1, 4]])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_keys(through: str, place: torch.device, name: str, size: int, queries: list[int]) -> None:
+    """Against the definition over all rows of the pages; what no item has is NaN."""
+    (sees, gappy), kind = PAGED[name], getattr(paged, name)
+    keys, starts = [5, 1, 7], [2, 0, 1] if gappy else [0, 0, 0]
+    columns, rows = 8 // size, 8 * 3 + size
+    order = torch.randperm(rows // size, generator=torch.Generator().manual_seed(0))
+    table = order[: 3 * columns].view(3, columns).int()
+    mask = kind.from_seqlens(queries, *([starts] if gappy else []), keys, table.to(place), size)
+    true = torch.full((sum(queries), rows), -math.inf)
+    for i, (n, m, begin, row) in enumerate(zip(queries, keys, starts, accumulate([0, *queries]), strict=False)):
+        for a in range(n):
+            for b in range(m):
+                t = begin + b
+                if sees(a, b, m - n):
+                    true[row + a, int(table[i, t // size]) * size + t % size] = 0.0
+    for dtype in (torch.float32, torch.float16):
+        end = (int(table.max()) + 1) * size
+        assert torch.equal(mask.materialize((sum(queries), 24), dtype), true[:, :end].to(dtype))
+    q, k, v = (t.detach() for t in draw((1, sum(queries), 4, 16), *[(1, rows, 2, 16)] * 2, place=place))
+    want = attend(q, k, v, true == 0)[0].float()
+    unseen = torch.ones(rows, dtype=torch.bool)
+    for i, (m, begin) in enumerate(zip(keys, starts, strict=True)):
+        for t in range(begin, begin + m):
+            unseen[int(table[i, t // size]) * size + t % size] = False
+    k[:, unseen], v[:, unseen] = torch.nan, torch.nan
+    torch.testing.assert_close(memory_efficient_attention(q, k, v, attn_bias=mask), want.to(q.dtype), rtol=1e-5, atol=1e-5)
+    wide = [t[:, :, :, None].expand(-1, -1, -1, 2, -1) for t in (k, v)]
+    groups = memory_efficient_attention(q.view(1, -1, 2, 2, 16), *wide, attn_bias=mask)
+    torch.testing.assert_close(groups.view(want.shape), want.to(q.dtype), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_become_paged() -> None:
+    table, q = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32), torch.randn(1, 3, 2, 16)
+    k, v = torch.randn(1, 16, 2, 16), torch.randn(1, 16, 2, 16)
+    padded = ours.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 2], 8, [5, 7])
+    kind = paged.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+    direct = kind.from_seqlens([1, 2], [5, 7], table, 4)
+    made = padded.make_paged(table, 4, kind)
+    assert torch.equal(*(memory_efficient_attention(q, k, v, attn_bias=mask) for mask in (made, direct)))
+    gappy = ours.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens([1, 2], [2, 9, 16], [3, 6])
+    other = paged.PagedBlockDiagonalCausalWithOffsetGappyKeysMask
+    want = memory_efficient_attention(q, k, v, attn_bias=other.from_seqlens([1, 2], [2, 1], [3, 6], table, 4))
+    assert torch.equal(memory_efficient_attention(q, k, v, attn_bias=gappy.make_paged(table, 4, 8, other)), want)
+    gappy = ours.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens([1, 2], [2, 9, 16], [3, 6], device="cpu")
+    gappy.k_seqinfo.seqlen.copy_(torch.tensor([3, 6]))  # somebody may have written other ones
+    assert torch.equal(memory_efficient_attention(q, k, v, attn_bias=gappy.make_paged(table, 4, 8, other)), want)
+    assert made.to("meta").block_tables.device.type == "meta"
+
+
+def test_bad_pages_are_named() -> None:
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    kind = paged.PagedBlockDiagonalPaddedKeysMask
+    with pytest.raises(InvalidProblem, match="reaches row 9 and block_tables has 2 pages of 4"):
+        kind.from_seqlens([1], [9], table, 4)
+    with pytest.raises(InvalidProblem, match=r"block_tables is \(1, 2\); it must be .* of 2 items"):
+        kind.from_seqlens([1, 1], [2, 2], table, 4)
+    with pytest.raises(InvalidProblem, match="kv_seqstarts has 2 numbers and kv_seqlen 1"):
+        paged.PagedBlockDiagonalGappyKeysMask.from_seqlens([1], [0, 2], [2], table, 4)
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 8, 1, 16)
+    mask = kind.from_seqlens([1], [6], table + 5, 4)
+    with pytest.raises(InvalidProblem, match=r"block_tables\[0\] names page 5"):
+        memory_efficient_attention(q, k, k, attn_bias=mask)
+    with pytest.raises(InvalidProblem, match=r"key has shape \(1, 7, 1, 16\)"):
+        memory_efficient_attention(q, k[:, :7], k, attn_bias=mask)
+    with pytest.raises(NotSupported, match=r"p is 0\.1; attention over pages has no dropout"):
+        memory_efficient_attention(q, k, k, attn_bias=mask, p=0.1)
+    gappy = ours.BlockDiagonalGappyKeysMask.from_seqlens([1], [0, 8], [2])
+    with pytest.raises(InvalidProblem, match="notional_padding is 6"):
+        gappy.make_paged(table, 4, 6, paged.PagedBlockDiagonalGappyKeysMask)
 
 
 def test_refusals() -> None:
