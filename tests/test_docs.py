@@ -50,11 +50,12 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
         "page = lambda name: (ROOT / 'docs' / name).read_text();"
         "print(readme(text) == text, full() == page('benchmarks.md'), goals.page(RESULTS) == page('goals.md'));"
         "text = page('explanation/numerics.md'); print(numerics(text) == text);"
-        "text = page('jax.md'); print(jax(text) == text); text = page('features.md'); print(features(text) == text)"
+        "text = page('jax.md'); print(jax(text) == text); text = page('features.md'); print(features(text) == text);"
+        "text = page('limits.md'); print(limits(text) == text)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True True\n" + "True\n" * 3, "run `make docs`"
+    assert done.stdout == "True True True\n" + "True\n" * 4, "run `make docs`"
 
 
 def test_a_goal_that_nobody_measured_is_not_reached(tmp_path: Path) -> None:

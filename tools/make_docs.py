@@ -226,6 +226,12 @@ def features(text: str) -> str:
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
 
+def limits(text: str) -> str:
+    """The page of limits with the shares that were measured."""
+    text = replaced(text, "decoding", script_tables.decoding(RESULTS))
+    return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
+
+
 def is_shown(file: Path) -> bool:
     return file.stem.rpartition("-")[0] in SHOWN
 
@@ -249,6 +255,7 @@ def main() -> None:
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
     generated = {
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
+        "docs/limits.md": limits,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from tools.companion_tables import Row, provenance, read
 
@@ -94,6 +95,36 @@ def costs(folder: Path) -> str:
     told = sorted({(row["date"][:10], row["commit"]) for row in rows})
     days = ", ".join(f"{day} ({commit})" for day, commit in told)
     return "\n".join([*lines, "", f"Measured on {' and '.join(sorted({row['device'] for row in rows}))}: {days}.", ""])
+
+
+def shares(folder: Path) -> str:
+    """What features leave of a plain forward's FLOP/s on an H100: a table of docs/limits.md."""
+    rows = {row["row"]: row for row in read(folder / "hopper-forward-h100.csv")}
+    found = {name: f"{float(row['of_base']):.2f}" for name, row in rows.items() if row["of_base"]}
+    costs = (row for row in read(folder / "features-hopper-h100.csv") if row["name"] == "dropout" and row["forward_ratio"])
+    for row in costs:  # of head_dim 128
+        found[f"dropout-128-{'causal' if row['causal'] == 'True' else 'full'}"] = f"{1 / float(row['forward_ratio']):.2f}"
+    found["softcap and lse-128-full"] = found["softcap-128-with-lse"]
+    window, full = (float(rows[name]["tflops"]) for name in ("window-1024-16k", "plain-128-1k"))
+    columns = [(depth, mask) for depth in (64, 96, 128, 256) for mask in ("full", "causal")]
+    lines = ["| forward with | " + " | ".join(f"{depth}, {mask}" for depth, mask in columns) + " |"]
+    lines.append("| --- |" + " --- |" * len(columns))
+    for name in ("softcap", "softcap and lse", "alibi", "dropout", "head_dim"):
+        cells = [found.get(f"{name}-{depth}-{mask}", "-") for depth, mask in columns]
+        lines.append(f"| {'head_dim 96' if name == 'head_dim' else name} | {' | '.join(cells)} |")
+    lines += ["", f"A window of 1,024 keys in 16k reaches {window / full:.2f} of the FLOP/s of 1,024 full keys.", ""]
+    return "\n".join(lines)
+
+
+def decoding(folder: Path) -> str:
+    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
+    rows = [row for row in read(folder / "cached-h200.csv") if row["queries"] == "1" and row["of_best"]]
+
+    def speed(provider: str) -> str:
+        ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]
+        return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/64')} for pages of 64"
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
