@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, by marker. Tests that compile and emulate for a minute come first: begun last, they
     leave other cores idle, and what tests of a file share is made again by a worker that takes some of them over.
     """
-    items.sort(key=lambda item: item.path.parent.name not in ("compile", "hopper"))
+    items.sort(key=lambda item: item.path.parent.name not in ("compile", "hopper", "export"))
     capability = torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
     missing = {
         "gpu": None if HAS_GPU else "no GPU",

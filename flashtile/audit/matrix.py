@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import cast
@@ -162,14 +163,19 @@ def directed_problems() -> Iterator[str]:
 
 def plan_of(job: Job) -> Plan:
     """The plan that holds the kernel of a job."""
-    backend, problem, device = backend_named(job.backend), AttentionProblem.parse(job.problem), named(job.target)
-    if not job.variant:
+    return _plan(replace(job, index=0))
+
+
+@lru_cache(maxsize=1)  # jobs of one plan follow one another
+def _plan(first: Job) -> Plan:
+    backend, problem, device = backend_named(first.backend), AttentionProblem.parse(first.problem), named(first.target)
+    if not first.variant:
         return backend.forward(problem, device)
-    if job.variant in backend.passes:
-        second = job.variant == "second"
+    if first.variant in backend.passes:
+        second = first.variant == "second"
         given = Direction(frozenset("qkv"), frozenset({"dout"} if second else ()), frozenset("qkv" if second else ""))
-        return backend.passes[job.variant].plan(problem, device, given)
-    return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, job.variant))
+        return backend.passes[first.variant].plan(problem, device, given)
+    return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, first.variant))
 
 
 def jobs_of(spelling: str, target: str) -> Iterator[Job]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from flashtile.errors import InvalidProblem, NotSupported
@@ -112,7 +112,8 @@ def steps_of(entry: Entry, plan: Plan) -> Steps:
 def _fixed_fields(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         known = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **{name: fixed(v) for name, v in known.items() if isinstance(v, Size)})
+        sizes = {name: fixed(v) for name, v in known.items() if isinstance(v, Size)}
+        return replace(value, **sizes) if sizes else value
     return walk(value, fixed) if type(value) is tuple else fixed(value) if isinstance(value, Size) else value
 
 
@@ -149,20 +150,52 @@ def explore(entry: Entry, device: Device) -> list[Path]:
 
     Each is checked against the plans that are made of numbers.
     """
-    paths: list[Path] = []
+    known = _Known()
     pending, seen = entry.samples(device), set[tuple[int, ...]]()
     for sizes in pending:  # which grows
         if (numbers := tuple(sizes.values())) in seen:
             continue
         seen.add(numbers)
-        path = next((path for path in paths if path.fits(sizes)), None)
+        path = known.find(sizes)
         if path is None:
             path = trace(entry, device, sizes)
             if path is None:
                 continue
-            paths.append(path)
+            known.add(path)
             others = (other for guard in path.guards for name in entry.sizes for other in guard.turned(sizes, name))
             pending += [sizes for other in others for sizes in entry.complete(other, device)]
         if at(path.steps, sizes) != steps_of(entry, entry.plan(sizes, device)):
             raise AssertionError(f"{entry.name}: the plan of expressions is another one at {sizes}.")
-    return paths
+    return known.paths
+
+
+class _Known:
+    """Paths, found by their guards: planning code that met the same guards with the same outcomes meets the same one next."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+        self.root = _Fork()
+
+    def add(self, path: Path) -> None:
+        fork = self.root
+        for guard in path.guards:
+            fork.guard = fork.guard or replace(guard, holds=True)
+            assert fork.guard == replace(guard, holds=True), "planning is not repeatable"
+            fork = fork.ways.setdefault(guard.holds, _Fork())
+        fork.path = path
+        self.paths.append(path)
+
+    def find(self, sizes: Sizes) -> Path | None:
+        fork: _Fork | None = self.root
+        while fork is not None and fork.guard is not None:
+            fork = fork.ways.get(fork.guard.met(sizes))
+        return fork and fork.path
+
+
+@dataclass
+class _Fork:
+    """What is asked behind some outcomes, and where each answer leads; or the path where they end."""
+
+    guard: Guard | None = None
+    ways: dict[bool, _Fork] = field(default_factory=dict[bool, "_Fork"])
+    path: Path | None = None

@@ -53,11 +53,15 @@ def test_joining_with_blocks_gives_blocks(function: Callable[..., Any], swap: bo
     listed = Blocks.build(Document(ids), 200, 200)
     q, k, v = (torch.randn(2, 200, 2, 8) for _ in range(3))
     prefix, stored = Prefix(torch.tensor([9, 140], dtype=torch.int32)), Stored(torch.rand(1, 2, 200, 200) < 0.5)
-    for other in (Dilated(3), Band(right=0), KeyPadding(keep), prefix, stored, Dilated(3) | KeyPadding(keep) & Band(right=0)):
+    each = Dilated(3) | KeyPadding(keep) & Band(right=0)
+    # by how many items and heads each differs
+    others = (Dilated(3), 1, 1), (Band(right=0), 1, 1), (KeyPadding(keep), 2, 1), (prefix, 2, 1), (stored, 1, 2), (each, 2, 1)
+    for other, items, heads in others:
         joined = function(other, listed) if swap else function(listed, other)
         assert isinstance(joined, Blocks)
-        mine = flashtile.attention(q, k, v, mask=joined)
-        torch.testing.assert_close(mine, flashtile.attention(q, k, v, mask=function(Document(ids), other)))
+        some = [x[:items, :, :heads] for x in (q, k, v)]
+        mine = flashtile.attention(*some, mask=joined)
+        torch.testing.assert_close(mine, flashtile.attention(*some, mask=function(Document(ids), other)))
         joined = function(other, joined)
         assert isinstance(joined, Blocks)
     three = Blocks.build(Document(ids), 200, 200, batch=3)

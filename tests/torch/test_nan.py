@@ -14,7 +14,7 @@ from flashtile.problem.mask import make_mask
 from flashtile.problem.options import Variant
 from flashtile.reference.attention import visible
 from tests.cases import Case, Tensors, lay_out
-from tests.judge import run
+from tests.judge import run, run_clean
 
 VALUES = [math.nan, math.inf, -math.inf]
 
@@ -50,7 +50,7 @@ def test_keys_that_nobody_sees(backend: str, place: torch.device, variant: Varia
     dirty["k"][:, unseen] = value
     dirty["v"][:, unseen] = value
     got = run(backend, case, dirty)
-    assert_same(case, got, run(backend, case, clean))
+    assert_same(case, got, run_clean(backend, case, place))
     assert (got["dk"][:, unseen] == 0).all()
     assert (got["dv"][:, unseen] == 0).all()
 
@@ -65,7 +65,7 @@ def test_queries_that_see_nothing(
     dirty = {name: t.clone() for name, t in clean.items()}
     dirty["q"][:, :35] = value
     got = run(backend, case, dirty)
-    assert_same(case, got, run(backend, case, clean))
+    assert_same(case, got, run_clean(backend, case, place))
     assert (got["dq"][:, :35] == 0).all()
 
 
@@ -91,7 +91,7 @@ def test_visible_values_propagate(backend: str, place: torch.device, name: str, 
     clean = case.tensors(place)
     dirty = {key: t.clone() for key, t in clean.items()}
     dirty[name][:, 30, 1, 3] = value
-    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    got, calm = run(backend, case, dirty), run_clean(backend, case, place)
     torch.testing.assert_close(got["out"][:, :, 0], calm["out"][:, :, 0], rtol=0, atol=0)
     strange = ~got["out"][:, :, 1].isfinite()
     if name == "q":
@@ -117,7 +117,7 @@ def test_what_some_queries_see(backend: str, place: torch.device, name: str, val
     clean = case.tensors(place)
     dirty = {key: t.clone() for key, t in clean.items()}
     dirty[name][0, 30, 1] = value
-    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    got, calm = run(backend, case, dirty), run_clean(backend, case, place)
     first = 30 if name == "k" else 0
     for out in (got["out"], calm["out"]):
         out[0, first:, 1] = 0.0
@@ -142,6 +142,6 @@ def test_a_poisoned_slope_reaches_its_head_alone(backend: str, place: torch.devi
     clean = case.tensors(place)
     dirty = {**clean, "score.0": clean["score.0"].clone()}
     dirty["score.0"][1] = math.nan
-    got, calm = run(backend, case, dirty), run(backend, case, clean)
+    got, calm = run(backend, case, dirty), run_clean(backend, case, place)
     assert got["out"][:, :, 1].isnan().all()
     torch.testing.assert_close(got["out"][:, :, 0], calm["out"][:, :, 0], rtol=0, atol=0)
