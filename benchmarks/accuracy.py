@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.processes import Failure, in_processes
 from benchmarks.record import Record, at_least_one, machine, need_gpu, options
 from flashtile import dispatch
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.bound import device_of
@@ -86,7 +87,7 @@ def refused(case: Case, device: torch.device) -> list[str]:
     """Why the hopper backend does not run a case."""
     tensors = captured(case, case.tensors(device))
     arguments = {**case.given(tensors), **case.masks(device)}
-    problem, _ = make_problem(*(tensors[n] for n in "qkv"), **arguments, options=case.options("hopper"))
+    problem, _ = make_problem(*(tensors[n] for n in "qkv"), Arguments(**arguments, options=case.options("hopper")))
     hopper = dispatch.backend_named("hopper")
     return hopper.unsupported(problem, device_of(device)) or hopper.unsupported(problem, device_of(device), "fused")
 

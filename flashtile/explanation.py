@@ -104,6 +104,7 @@ def explain(
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
+        from flashtile.torch.call.arguments import Arguments
         from flashtile.torch.call.describe import make_problem
         from flashtile.torch.call.holes import counts, holes
         from flashtile.torch.call.lengths import given_lengths
@@ -113,9 +114,8 @@ def explain(
         named = given_lengths(**{name: counts(value) for name, value in lengths.items()})
         if named is not None and named.varlen:
             problem, k, v = (t.unsqueeze(0) for t in (problem, k, v))
-        described, options = make_problem(
-            problem, k, v, causal, window, mask, score, scale, options, return_lse, sink=sink, dropout=dropout, given=named
-        )
+        arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
+        described, options = make_problem(problem, k, v, arguments, named)
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted

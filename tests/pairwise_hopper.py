@@ -17,6 +17,7 @@ import torch
 
 from flashtile import AttentionProblem, dispatch
 from flashtile.plan.device import H100
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 from tests import pairwise
@@ -132,9 +133,8 @@ def problem_of(case: HopperCase) -> AttentionProblem:
     q, k, v = (tensors[n] if case.cu_q is None else tensors[n][None] for n in "qkv")
     given = given_lengths(**case.lengths(place))
     arguments = {**case.given(tensors), **case.masks(place)}
-    return make_problem(
-        q, k, v, **{"mask": None, **arguments}, options=case.options("hopper"), return_lse=case.returns_lse, given=given
-    )[0]
+    asked = Arguments(**arguments, options=case.options("hopper"), return_lse=case.returns_lse)
+    return make_problem(q, k, v, asked, given)[0]
 
 
 def refusals(case: HopperCase) -> list[str]:

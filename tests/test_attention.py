@@ -10,6 +10,7 @@ import torch
 
 import flashtile
 from flashtile import AttentionProblem, Options, dispatch
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.holes import counts
 from flashtile.torch.call.lengths import given_lengths
@@ -24,9 +25,9 @@ def problem_of(case: Case, inputs: list[torch.Tensor], arguments: dict[str, Any]
     lengths = case.lengths(inputs[0].device)
     if case.cu_q is not None:
         inputs = [t[None] for t in inputs]
-    return make_problem(
-        *inputs, **arguments, options=options, given=given_lengths(**{name: counts(tensor) for name, tensor in lengths.items()})
-    )[0]
+    given = given_lengths(**{name: counts(tensor) for name, tensor in lengths.items()})
+    q, k, v = inputs
+    return make_problem(q, k, v, Arguments(**arguments, options=options), given)[0]
 
 
 @lru_cache(maxsize=1)

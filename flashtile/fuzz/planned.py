@@ -15,6 +15,7 @@ from flashtile.plan.call import Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Variant
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.call.lengths import given_lengths
 
@@ -37,10 +38,9 @@ def problem_of(case: Case) -> AttentionProblem:
         if shape is not None:
             inputs.leaves[f"score.{i}"] = torch.empty(shape, dtype=TORCH[c.score_dtype])
     leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
-    asked = {"causal": False, "window": None, "mask": None, "score": (), "scale": None, **arguments(inputs, leaves)}
     lengths: dict[str, Any] = lengths_of(inputs)
-    given = given_lengths(**lengths)
-    return make_problem(*(leaves[n] for n in "qkv"), **asked, given=given)[0]
+    q, k, v = (leaves[n] for n in "qkv")
+    return make_problem(q, k, v, Arguments(**arguments(inputs, leaves)), given_lengths(**lengths))[0]
 
 
 def plans_of(case: Case, device: Device) -> list[Plan]:

@@ -22,6 +22,7 @@ from flashtile.features.scores.bias import Bias
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import Options
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART
@@ -77,7 +78,7 @@ def _activate() -> _Handle:
 
 def _ask(q: torch.Tensor, given: Given | None, wanted: int, **arguments: Any) -> Asked:
     """What `flashtile.torch.routes.operator` takes after q, k, v, which are as `attention` has them."""
-    text, floats, ints, captured, others = write(APART, q, given, return_lse=True, **arguments)
+    text, floats, ints, captured, others = write(APART, q, given, Arguments(return_lse=True, **arguments))
     return [*captured, *others], wanted, text, floats, ints
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -40,13 +40,14 @@ from flashtile.jax.step import Backward, Forward
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
-from flashtile.problem.attention import PRECISIONS, AttentionProblem, Precision
+from flashtile.problem.attention import AttentionProblem, Precision
+from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band, Joined
-from flashtile.problem.options import DELTAS, VARIANTS, Delta
-from flashtile.problem.predicate import PredicateSpec, check_ends, normal_form
+from flashtile.problem.options import VARIANTS, Delta, Options
+from flashtile.problem.predicate import PredicateSpec, normal_form
 from flashtile.problem.score import Score, ScoreSpec
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ class _Rest:
     deterministic: bool = False
     precision: Precision = "tf32x3"
     delta: Delta = "rounded"
+    options: Options = field(init=False)
 
     def __post_init__(self) -> None:
         for name, value in numbers(softcap=self.softcap, deterministic=self.deterministic).items():
@@ -291,10 +293,9 @@ class _Rest:
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as Alibi(slopes).")
         if not (self.dropout is None or isinstance(self.dropout, Dropout)):
             raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
-        if self.precision not in PRECISIONS:
-            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.delta not in DELTAS:
-            raise InvalidProblem(f"delta is {self.delta!r}; it must be one of {', '.join(DELTAS)}.")
+        if not isinstance(self.deterministic, bool):
+            raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
+        object.__setattr__(self, "options", Options(None, "auto", self.deterministic, self.precision, self.delta))
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
             raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
 
@@ -361,15 +362,14 @@ def _describe(
         arrays["sink"] = floating("sinks", rest.sinks)
     used = {f"used_{side}": f"seqused_{side}" in lengths for side in "qk"}
     known = lengths_in(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
-    seqlen_q, seqlen_k = (x.shape[1] if n is None else shorter(n, x.shape[1]) for x, n in zip((q, k), longest, strict=True))
-    problem = problem_of(
-        arrays.values(), batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DType(NAMES[q.dtype]), mask=band, score=tuple(modifiers),
-        scale=scale, precision=rest.precision, deterministic=rest.deterministic, returns_lse=returns_lse, lengths=known,
-        where=where, sink=None if rest.sinks is None else described(arrays["sink"]),
-        dropout=None if rest.dropout is None else rest.dropout.p, exact_delta=rest.delta == "exact",
+    wanted = Wanted(
+        band, where, None, tuple(modifiers), scale, None if rest.sinks is None else described(arrays["sink"]),
+        None if rest.dropout is None else rest.dropout.p, returns_lse, rest.options,
     )  # fmt: skip
-    check_ends(where, q.shape[1], k.shape[1], known)
+    problem = describe(
+        (q.shape, k.shape, v.shape), DType(NAMES[q.dtype]), wanted, batch, known, longest, shorter=shorter,
+        make=partial(problem_of, arrays.values()),
+    )  # fmt: skip
     if problem.dropout is not None:
         assert rest.dropout is not None
         arrays["seed"] = seed_words(rest.dropout)

@@ -25,6 +25,7 @@ import flashtile
 from flashtile import Alibi, Band, Bias, Dropout, KeyPadding, NotSupported, Softcap
 from flashtile.integrations.onnx import translations
 from flashtile.nn import Attention
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.routes.operator import ATTENTION
@@ -238,7 +239,7 @@ def test_what_onnx_cannot_say_is_refused(name: str) -> None:
     asked, message = REFUSED[name]
     q, translate = torch.randn(2, 9, 4, 16), translations()[ATTENTION]
     text, floats, ints, captured, others = write(
-        APART, q, asked.get("given"), **{k: v for k, v in asked.items() if k != "given"}
+        APART, q, asked.get("given"), Arguments(**{k: v for k, v in asked.items() if k != "given"})
     )
     with pytest.raises(NotSupported, match=message):
         translate(q, q, q, [*captured, *others], 0, text, floats, ints)

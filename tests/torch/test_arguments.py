@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 import flashtile
 from flashtile import Alibi, Band, Bias, Blocks, Dilated, Document, Dropout, InvalidProblem, KeyPadding, Prefix, Softcap, Stored
-from flashtile.torch.call.describe import ARGUMENTS
+from flashtile.torch.call.arguments import EVERY, NAMES, Arguments, Keywords
 
 IDS = torch.zeros(8, dtype=torch.int32)
 
@@ -245,7 +246,7 @@ def test_a_module_s_forward_says_what_it_takes() -> None:
 
 def test_the_names_that_are_said_are_those_that_there_are() -> None:
     code = flashtile.attention.__code__
-    assert code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] == ARGUMENTS
+    assert code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] == EVERY
 
 
 # -- meta -----------------------------------------------------------------------------------------------------------------
@@ -338,3 +339,21 @@ def test_override_leaves_float64_to_torch() -> None:
         ours = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), is_causal=True)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(ours.double(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+def test_arguments_are_written_out_once_below_the_public_signatures() -> None:
+    assert set(NAMES) == Keywords.__optional_keys__
+    assert tuple(Arguments(*NAMES).named()) == tuple(Arguments(*NAMES).named().values()) == NAMES
+    assert Arguments().named(causal=True)["causal"] is True
+
+
+def test_calls_have_one_builder_of_their_problem() -> None:
+    """Front ends, eager, traced and JAX, read arguments each in its own way; what they make of them is `describe`'s alone."""
+    root = Path(flashtile.__file__).parent
+    makers = {
+        path.relative_to(root).as_posix(): re.findall(r"(?<!\w)AttentionProblem\(", path.read_text())
+        for folder in ("torch", "jax")
+        for path in (root / folder).rglob("*.py")
+    }
+    # a probe of a mask alone, and a problem of unknown sizes that is checked as one of known sizes
+    assert {name for name, found in makers.items() if found} == {"torch/api/classify.py", "jax/symbolic.py"}

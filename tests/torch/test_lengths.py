@@ -173,6 +173,7 @@ def test_lengths_without_meaning_stay_inside_the_tensors(device: torch.device, c
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's plan asks no tensor for its numbers: a meta tensor has none."""
+    from flashtile.torch.call.arguments import Arguments
     from flashtile.torch.call.describe import make_problem
     from flashtile.torch.call.lengths import given_lengths
 
@@ -181,7 +182,7 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "item", None)
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     given = given_lengths(cu_seqlens_q=ends, cu_seqlens_k=ends)
-    problem, _ = make_problem(q, q, q, True, None, None, (), None, None, False, given)
+    problem, _ = make_problem(q, q, q, Arguments(causal=True), given)
     assert problem.spell() == "attention(q=3x64x2x16,kv=64x2x16,fp32,band=:0,tf32x3,varlen=64x64)"
 
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import flashtile
 from flashtile import Alibi, Options, Softcap
 from flashtile.problem.options import Variant
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.bound import device_of
 from tests.backends import OF_KERNELS
@@ -99,7 +100,7 @@ def test_gpu_memory_is_linear(
     """From 1k to 64k tokens, beyond inputs and outputs, for the forward and for forward and backward."""
     options = Options(backend=backend, backward=variant)
     probe = call.tensors(1024, 1024, device)
-    problem, _ = make_problem(*probe[:3], mask=None, scale=None, **call.arguments(probe[4], options))
+    problem, _ = make_problem(*probe[:3], Arguments(**call.arguments(probe[4], options)))
     if reasons := flashtile.dispatch.backend_named(backend).unsupported(problem, device_of(device), variant):
         pytest.skip("; ".join(reasons))
     for what, steps in {"forward": forward_bytes, "forward and backward": step_bytes}.items():

@@ -31,6 +31,7 @@ from flashtile import (
     Softcap,
     Stored,
 )
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.routes.operator import ATTENTION, BACKWARD, dense_strides
@@ -157,7 +158,7 @@ def test_inductor(name: str) -> None:
 def test_opcheck(layout: str) -> None:
     t = leaves(layout=layout)
     asked = dict(causal=True, score=(Alibi(t["slopes"]),), scale=0.3, dropout=Dropout(0.2, 3), return_lse=True)
-    text, floats, ints, captured, others = write(APART, t["q"], None, **asked)
+    text, floats, ints, captured, others = write(APART, t["q"], None, Arguments(**asked))
     captured = [c.detach().requires_grad_() for c in captured]
     found = opcheck(ATTENTION, (t["q"], t["k"], t["v"], [*captured, *others], 15, text, floats, ints))
     assert set(found.values()) == {"SUCCESS"}
@@ -321,7 +322,7 @@ def test_selective_checkpointing_keeps_attention() -> None:
 
 def test_flops_are_those_of_the_problem() -> None:
     t = leaves()
-    problem, _ = make_problem(t["q"], t["k"], t["v"], True, None, None, (), None, None)
+    problem, _ = make_problem(t["q"], t["k"], t["v"], Arguments(causal=True))
     with FlopCounterMode(display=False) as counter:
         attend(t, causal=True).sum().backward()
     assert counter.get_total_flops() == problem.flops("forward") + problem.flops("backward")

@@ -14,11 +14,11 @@ from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.nested import attend_jagged, is_jagged
-from flashtile.torch.call.describe import ARGUMENTS
+from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.routes.eager import attend, prepare
+from flashtile.torch.routes.eager import attend, prepare_call
 from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 
@@ -74,29 +74,20 @@ def attention(
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
     if unknown:
-        check_names("attention", unknown, ARGUMENTS)
-    given = None
+        check_names("attention", unknown, EVERY)
+    given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
-            result = attention(
-                *moved.close(q, k, v), causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
-                dropout=dropout, seqused_q=counts(seqused_q), seqused_k=counts(seqused_k), return_lse=return_lse,
-                options=options,
-            )  # fmt: skip
+            lengths = {"seqused_q": counts(seqused_q), "seqused_k": counts(seqused_k)}
+            result = attention(*moved.close(q, k, v), **arguments.named(**lengths))
             return moved.open(*result) if return_lse else moved.open(result, None)[0]
         given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
     if not is_plain(q, k, v):
         q, k, v = autocast(q, k, v)
         if is_jagged(q):
-            return attend_jagged(
-                q, k, v, given, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
-                dropout=dropout, return_lse=return_lse, options=options,
-            )  # fmt: skip
+            return attend_jagged(q, k, v, given, arguments)
         if is_traced(q, k, v):
-            return attend_watched(
-                APART, (q, k, v), given, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink,
-                dropout=dropout, return_lse=return_lse, options=options,
-            )  # fmt: skip
-    call, others = prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout)
+            return attend_watched(APART, (q, k, v), given, arguments)
+    call, others = prepare_call(q, k, v, arguments, given)
     return attend(call, others, q, k, v)

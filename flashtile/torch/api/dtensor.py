@@ -13,6 +13,7 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.top_left import TopLeft
 from flashtile.problem.mask import Band, Joined, terms_of
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.context.attention import attention
@@ -28,15 +29,14 @@ from flashtile.torch.routes.traced import attend_traced
 SHARDED = (Band, Dilated, Document, KeyPadding, Prefix, TopLeft)
 
 
-def attend_watched(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
+def attend_watched(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Arguments) -> Any:
     """What `attention` and its kin return of tensors that are no plain ones, or that somebody watches."""
     if is_distributed(*packs):
-        arguments["score"] = modifiers(arguments.get("score", ()))
-        return attend_distributed(packing, packs, given, **arguments)
-    return attend_traced(packing, packs, given, **arguments)
+        return attend_distributed(packing, packs, given, Arguments(**arguments.named(score=modifiers(arguments.score))))
+    return attend_traced(packing, packs, given, arguments)
 
 
-def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | None, **arguments: Any) -> Any:
+def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Arguments) -> Any:
     """What `attention` and its kin return, as DTensors sharded as the first of `packs` is. The others are laid as that is.
 
     Raises NotSupported where head_dim is sharded, or positions of packed tensors, and for what would depend on the shard.
@@ -81,8 +81,8 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
     for i, tensor in enumerate(packs):
         heads = {} if i and shared else {"heads": tensor.dim() - 2}
         parts.append(local(tensor, heads if varlen else {"batch": 0, **heads}))
-    text, floats, ints, captured, others = write(packing, q, given, **arguments)
-    kinds = [kind for modifier in arguments.get("score", ()) for kind in modifier.captured]
+    text, floats, ints, captured, others = write(packing, q, given, arguments)
+    kinds = [kind for modifier in arguments.score for kind in modifier.captured]
     for i, tensor in enumerate(captured):
         if i == len(kinds):
             axes = {"heads": 0}  # the sink
@@ -105,13 +105,13 @@ def attend_distributed(packing: Packing, packs: tuple[Any, ...], given: Given | 
 
     rows = (*q.shape[:-1], v.shape[-1])[varlen:]
     out = joined(out, rows, {"batch": 0, "heads": out.dim() - 2})
-    if not arguments.get("return_lse"):
+    if not arguments.return_lse:
         return out
     return out, joined(lse, (*rows[:-3], rows[-2], rows[-3]), {"batch": 0, "heads": lse.dim() - 2})
 
 
 @eagerly
-def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict[str, Any]) -> Any:
+def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: Arguments) -> Any:
     """The same where one axis of the mesh shards positions: `flashtile.distributed.attention` over that axis."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -119,8 +119,8 @@ def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict
     axis = placements.index(Shard(1))
     if any(p not in (Replicate(), Shard(0), Shard(2)) for i, p in enumerate(placements) if i != axis):
         _refuse(f"{placements}; one axis may shard positions, and others batch and heads")
-    plain = arguments.get("mask") is None or isinstance(arguments["mask"], Band)
-    if given is not None or not plain or arguments.get("sink") is not None or any(m.captured for m in arguments["score"]):
+    plain = arguments.mask is None or isinstance(arguments.mask, Band)
+    if given is not None or not plain or arguments.sink is not None or any(m.captured for m in arguments.score):
         _refuse("sharded positions beside tensors of masks, modifiers, sinks or lengths; flashtile.distributed.attention "
                 "takes them with this rank's shards")  # fmt: skip
     for name, tensor in zip("qkv", packs, strict=True):
@@ -132,26 +132,26 @@ def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: dict
         if not isinstance(tensor, DTensor):
             _refuse("tensors of which one is none; q, k and v must all be")
         locals_.append(tensor.redistribute(mesh, placements).to_local(grad_placements=placements))
-    context = Context(mesh.get_group(axis))
-    made = attention(*locals_, context=context, **{name: value for name, value in arguments.items() if value is not None})
-    if not arguments.get("return_lse"):
+    some = {name: value for name, value in arguments.named().items() if value is not None}
+    made = attention(*locals_, context=Context(mesh.get_group(axis)), **some)
+    if not arguments.return_lse:
         return DTensor.from_local(made, mesh, placements, run_check=False)
     of_lse = [Shard((0, 2, 1)[p.dim]) if isinstance(p, Shard) else p for p in placements]
     return tuple(DTensor.from_local(t, mesh, p, run_check=False) for t, p in zip(made, (placements, of_lse), strict=True))
 
 
-def _check(packing: Packing, roles: list[str | None], arguments: dict[str, Any]) -> None:
+def _check(packing: Packing, roles: list[str | None], arguments: Arguments) -> None:
     """Raise NotSupported for what a rank cannot know of its part alone."""
     if not any(roles):
         return
     if packing not in (APART, QKV, KV):
         _refuse("heads of q, k and v along one axis; give them apart")
-    if arguments.get("dropout") is not None:
+    if arguments.dropout is not None:
         _refuse("dropout, which depends on the positions of batch and head in the whole")
-    for modifier in arguments.get("score", ()):
+    for modifier in arguments.score:
         if any(captured.index is not None for captured in modifier.captured):
             _refuse(f"score modifier {modifier.name}, whose tensor is indexed in its own way")
-    mask = arguments.get("mask")
+    mask = arguments.mask
     leaves = [leaf for term in terms_of(mask) or () for leaf in term]
     if isinstance(mask, Joined) and (mask.spec is not None or not all(isinstance(leaf, SHARDED) for leaf in leaves)):
         _refuse("a mask with blocks, or with a predicate that is not known to have the batch first")

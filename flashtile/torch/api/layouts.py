@@ -9,16 +9,15 @@ import torch
 from flashtile.errors import InvalidProblem, check_names
 from flashtile.problem.number import plain, told
 from flashtile.torch.api.dtensor import attend_watched
-from flashtile.torch.call.describe import Arguments
+from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, arguments_of
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
-from flashtile.torch.routes.eager import attend, prepare
+from flashtile.torch.routes.eager import attend, prepare_call
 from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-NAMES = Arguments.__optional_keys__
 OF_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
@@ -33,7 +32,7 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[Keywords],
 ) -> Any:
     """`attention` of sequences of any lengths, packed one after another; differentiable in everything.
 
@@ -59,7 +58,7 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _attend_packed(APART, (q, k, v), given, arguments)
+    return _attend_packed(APART, (q, k, v), given, arguments_of(arguments))
 
 
 def attention_qkvpacked(
@@ -69,7 +68,7 @@ def attention_qkvpacked(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     seqused: torch.Tensor | None = None,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[Keywords],
 ) -> Any:
     """`attention` of one tensor that holds q, k and v; its gradient is written as one tensor, in qkv's memory order.
 
@@ -96,7 +95,7 @@ def attention_qkvpacked(
     given = given_lengths(
         True, cu_seqlens_q=cu_seqlens, seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen
     )
-    return _attend_packed(packing, (qkv,), given, arguments)
+    return _attend_packed(packing, (qkv,), given, arguments_of(arguments))
 
 
 def attention_kvpacked(
@@ -109,7 +108,7 @@ def attention_kvpacked(
     max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[Keywords],
 ) -> Any:
     """`attention` of q and one tensor that holds k and v, whose gradient is written as one tensor, in kv's memory order.
 
@@ -127,7 +126,7 @@ def attention_kvpacked(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _attend_packed(KV, (q, kv), given, arguments)
+    return _attend_packed(KV, (q, kv), given, arguments_of(arguments))
 
 
 def _check_pack(name: str, tensor: Any, axes: int, parts: int | None) -> None:
@@ -140,18 +139,18 @@ def _check_pack(name: str, tensor: Any, axes: int, parts: int | None) -> None:
         raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be ({must}).")
 
 
-def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Any) -> Any:
+def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Arguments) -> Any:
     """out, or (out, lse), of tensors that hold q, k and v; (total, ...) where `given` says varlen."""
     varlen = given is not None and given.varlen
     if not is_plain(*packs):
         packs = autocast(*packs)
         if is_traced(*packs):
-            return attend_watched(packing, packs, given, **arguments)
+            return attend_watched(packing, packs, given, arguments)
     if varlen:
         packs = tuple(t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in packs)
     with torch.no_grad():
         parts = packing.unpack(packs)
-    call, others = prepare(parts["q"], parts["k"], parts["v"], given=given, **arguments)
+    call, others = prepare_call(parts["q"], parts["k"], parts["v"], arguments, given)
     made = attend(call if packing is APART else call.packed(packing), others, *packs, parts=parts)
     if not varlen:
         return made

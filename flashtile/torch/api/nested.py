@@ -8,6 +8,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.execute.plain import is_watched
 
@@ -16,7 +17,7 @@ def is_jagged(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_nested and tensor.layout is torch.jagged
 
 
-def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any) -> Any:
+def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, arguments: Arguments) -> Any:
     """`attention` of q, k, v (batch, jagged, heads, head_dim); out and lse, (batch, heads, jagged), are nested as q is.
 
     k and v are nested alike, by the same offsets or, on the CPU, by equal ones. What lies between items of a nested tensor with
@@ -40,7 +41,7 @@ def attend_jagged(q: Any, k: Any, v: Any, given: Given | None, **arguments: Any)
         )
     made = attention_varlen(
         q.values(), k.values(), v.values(), q.offsets().int(), k.offsets().int(), seqused_q=_used(q), seqused_k=_used(k),
-        **arguments,
+        **arguments.named(),
     )  # fmt: skip
     out, lse = made if isinstance(made, tuple) else (made, None)
     out = _nested(out, q)

@@ -24,6 +24,7 @@ from flashtile.torch.cache.tensors import (
     int32,
     refuse_transforms,
 )
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
@@ -134,7 +135,7 @@ def _write(
     wide, k, v = (t[None] if packed else t for t in side_by_side(*three, pages, batch, packed))
     try:
         check_tensors(wide, k, v, given)
-        return write(APART, wide, given, **{**asked, "mask": mask_of_call(asked["mask"], wide, k, True)})
+        return write(APART, wide, given, Arguments(**{**asked, "mask": mask_of_call(asked["mask"], wide, k, True)}))
     except InvalidProblem as error:
         raise renamed(error, CALLED) from None
 

@@ -3,62 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.dropout import Dropout
+from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.lengths import ALIKE
-from flashtile.problem.mask import Band, Joined, make_mask
+from flashtile.problem.mask import Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import check_ends
 from flashtile.problem.score import Score, ScoreSpec, TensorSpec
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call, predicates_of
 from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
 
-ARGUMENTS = (
-    "q", "k", "v", "causal", "window", "mask", "score", "scale", "sink", "dropout", "seqused_q", "seqused_k", "return_lse",
-    "options",
-)  # fmt: skip
 
-
-class Arguments(TypedDict, total=False):
-    """What every form of `attention` takes by name, with the meaning that it has there."""
-
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    mask: Band | Joined | None
-    score: Sequence[Score]
-    scale: float | None
-    sink: torch.Tensor | None
-    dropout: Dropout | None
-    return_lse: bool
-    options: Options | None
-
-
-def make_problem(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, mask: Any, score: Any, scale: Any, options: Any,
-    return_lse: Any = False, given: Given | None = None, **softmax: Any,
-) -> tuple[AttentionProblem, Options]:  # fmt: skip
+def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | None = None) -> tuple[AttentionProblem, Options]:
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
-    sink, dropout = softmax_options(**softmax)
+    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
     options = DEFAULT if options is None else options
     score = modifiers(score)
     check_arguments(score, scale, options, return_lse)
     check_tensors(q, k, v, given)
-    batch, seqlen_q, seqlen_k, lengths = q.shape[0], q.shape[1], k.shape[1], ALIKE
+    batch, lengths, longest = q.shape[0], ALIKE, (None, None)
     if given is not None:
         given.check(q)
-        batch, lengths = given.batch(q), given.lengths(seqlen_q, seqlen_k)
-        seqlen_q, seqlen_k = (
-            n if most is None else min(n, most) for n, most in ((seqlen_q, given.max_seqlen_q), (seqlen_k, given.max_seqlen_k))
-        )
+        batch, lengths, longest = given.batch(q), given.lengths(q.shape[1], k.shape[1]), given.longest
     where, blocks = (), None
     mask = mask_of_call(mask, q, k, lengths.ragged)
     if not isinstance(mask, Joined):
@@ -67,20 +42,10 @@ def make_problem(
         predicates = predicates_of(causal, window, mask, batch, q.shape[2])
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
-        check_ends(where, q.shape[1], k.shape[1], lengths)
-    problem = AttentionProblem(
-        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band,
-        score=score_specs(score, q, batch), scale=scale, precision=options.precision,
-        deterministic=bool(options.deterministic), returns_lse=return_lse, lengths=lengths, where=where, blocks=blocks,
-        sink=sink_spec(sink, q), dropout=_chance(dropout, q), exact_delta=options.delta == "exact",
-    )  # fmt: skip
-    return problem, options
-
-
-def softmax_options(sink: Any = None, dropout: Any = None) -> tuple[Any, Any]:
-    """(sink, dropout), the rest of what `attention` takes by name; Python refuses a name that is none of them."""
-    return sink, dropout
+    wanted = Wanted(
+        band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options
+    )
+    return describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], wanted, batch, lengths, longest), options
 
 
 def rows_of(q: torch.Tensor, given: Given | None) -> tuple[int, int]:

@@ -41,6 +41,11 @@ class Given:
     def varlen(self) -> bool:
         return "cu_seqlens_q" in self.tensors
 
+    @property
+    def longest(self) -> tuple[int | None, int | None]:
+        """What the caller knows of the longest items."""
+        return self.max_seqlen_q, self.max_seqlen_k
+
     def batch(self, q: torch.Tensor) -> int:
         """Items, where q is (batch or 1, seqlen, heads, head_dim)."""
         return self.tensors["cu_seqlens_q"].shape[0] - 1 if self.varlen else q.shape[0]

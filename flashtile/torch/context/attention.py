@@ -14,7 +14,7 @@ from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.score import Score
-from flashtile.torch.call.describe import ARGUMENTS
+from flashtile.torch.call.arguments import EVERY
 from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
@@ -72,7 +72,7 @@ def attention(
     check_context(context)
     with refused_together(context):
         if unknown:
-            check_names("attention", unknown, (*ARGUMENTS, "context"))
+            check_names("attention", unknown, (*EVERY, "context"))
         q, k, v = plain(q, k, v)
         used = _used(q, k, v, seqused_q, seqused_k, context)
         want, method = checked(

@@ -27,7 +27,7 @@ from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flashtile.torch.call.describe import Arguments
+    from flashtile.torch.call.arguments import Keywords
 
 NAMES = ("causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options")
 DEFAULTS: dict[str, Any] = {**dict.fromkeys(NAMES), "causal": False, "score": (), "return_lse": False}
@@ -44,7 +44,7 @@ def attention_varlen(
     context: Context,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    **arguments: Unpack[Arguments],
+    **arguments: Unpack[Keywords],
 ) -> Any:
     """`flashtile.attention_varlen` of packed documents of which every rank of `context` holds a shard, forward and backward.
 

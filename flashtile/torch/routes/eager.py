@@ -10,6 +10,7 @@ import torch
 from flashtile.memory import Memory
 from flashtile.problem.mask import Joined
 from flashtile.problem.number import plain, plain_pair
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import (
     capture,
     exactly,
@@ -17,7 +18,6 @@ from flashtile.torch.call.describe import (
     make_problem,
     rows_of,
     seed_key,
-    softmax_options,
     wants_grad,
 )
 from flashtile.torch.call.dropout import draw_seed
@@ -33,15 +33,20 @@ _CALLS = Memory[Any, PreparedCall](8192, "calls")  # by layouts
 
 
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    causal: Any = False, window: Any = None, mask: Any = None, score: Any = (), scale: Any = None, options: Any = None,
-    return_lse: Any = False, given: Given | None = None, **softmax: Any,
-) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *some: Any, given: Given | None = None, **named: Any
+) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
+    """`prepare_call` of arguments by name."""
+    return prepare_call(q, k, v, Arguments(*some, **named), given)
+
+
+def prepare_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments, given: Given | None = None
+) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
     """The prepared call of these arguments, and the tensors besides q, k, v: captured ones and lengths.
 
     Everything is validated at first sight of a layout.
     """
-    sink, dropout = softmax_options(**softmax)
+    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
     captured: tuple[torch.Tensor, ...] = ()
     if given is not None:
         mask = mask_of_call(mask, q, k, True)
@@ -75,11 +80,9 @@ def prepare(
         given_ones = causal, window, scale, return_lse
         numbers = plain(causal), plain_pair(window), plain(scale), plain(return_lse)
         if any(a is not b for a, b in zip(numbers, given_ones, strict=True)):  # a tensor is another key as it changes
-            causal, window, scale, return_lse = numbers
-            return prepare(q, k, v, causal, window, mask, score, scale, options, return_lse, given, **softmax)
-        problem, options = make_problem(
-            q, k, v, causal, window, mask, score, scale, options, return_lse, given, sink=sink, dropout=dropout
-        )
+            plain_ones = dict(zip(("causal", "window", "scale", "return_lse"), numbers, strict=True))
+            return prepare_call(q, k, v, arguments._replace(**plain_ones), given)
+        problem, options = make_problem(q, k, v, arguments._replace(mask=mask), given)
         score = modifiers(score)
         captured, _ = capture(score, *rows_of(q, given))
         captured += () if sink is None else (sink,)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,13 +15,15 @@ from flashtile.errors import InvalidProblem
 from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
+from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.dropout import threshold
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.mask import PREDICATES, Band, Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
-from flashtile.problem.predicate import PredicateSpec, check_ends
+from flashtile.problem.predicate import PredicateSpec
 from flashtile.problem.score import SCORES, ScoreSpec, TensorSpec
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.dropout import check_dropout, draw_seed
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, modifiers
 from flashtile.torch.call.lengths import Given
@@ -36,14 +37,13 @@ REVISION = 1
 
 
 def write(
-    packing: Packing, q: torch.Tensor, given: Given | None, *,
-    causal: Any = False, window: Any = None, mask: Any = None, score: Any = (), scale: Any = None, sink: Any = None,
-    dropout: Any = None, return_lse: Any = False, options: Any = None,
-) -> tuple[str, list[float], list[int], list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    packing: Packing, q: torch.Tensor, given: Given | None, arguments: Arguments
+) -> tuple[str, list[float], list[int], list[torch.Tensor], list[torch.Tensor]]:
     """(text, floats, ints, tensors that may have a gradient, others besides q, k, v) of a call; `Request.named` is the inverse.
 
     q: the queries, (batch, seqlen_q, heads_q, head_dim), (1, total, ...) of varlen; only its sizes and device are looked at.
     """
+    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
     options = DEFAULT if options is None else options
     score, scale, return_lse = modifiers(score), plain(scale), plain(return_lse)
     check_arguments(score, scale, options, return_lse)  # errors within the operator would say its arguments
@@ -202,23 +202,15 @@ class Request:
             for _ in range(4):
                 next(tensors)
         band = Band(*(next(counts) if side in self.parts else None for side in SIDES))
-        given, batch, lengths = None, q.shape[0], ALIKE
-        longest = [q.shape[1], k.shape[1]]
+        given, batch, lengths, longest = None, q.shape[0], ALIKE, (None, None)
         if self.lengths:
             some = {name: next(tensors)[1] for name in self.lengths}
             most = [next(counts) if name in self.parts else None for name in ("max_seqlen_q", "max_seqlen_k")]
             given = Given(some, *most, alike=packing not in (APART, KV))
             given.check(q)
-            batch, lengths = given.batch(q), given.lengths(*longest)
-            longest = [n if m is None else min(n, m) for n, m in zip(longest, most, strict=True)]
-        check_ends(where, q.shape[1], k.shape[1], lengths)
-        problem = AttentionProblem(
-            batch=batch, seqlen_q=longest[0], seqlen_k=longest[1], heads_q=q.shape[2], heads_kv=k.shape[2],
-            head_dim=q.shape[3], head_dim_v=v.shape[3], dtype=DTYPES[q.dtype], mask=band, score=score, scale=scale,
-            precision=self.options.precision, deterministic=bool(self.options.deterministic),
-            returns_lse=self.parts["lse"] == "1", sink=sink, dropout=dropout, lengths=lengths, where=where, blocks=blocks,
-            exact_delta=self.options.delta == "exact",
-        )  # fmt: skip
+            batch, lengths, longest = given.batch(q), given.lengths(q.shape[1], k.shape[1]), given.longest
+        asked = Wanted(band, where, blocks, score, scale, sink, dropout, self.parts["lse"] == "1", self.options)
+        problem = describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], asked, batch, lengths, longest)
         return Named(problem, self.options, packing, given)
 
 

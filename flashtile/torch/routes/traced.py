@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.call.inputs import check_tensors, modifiers
+from flashtile.torch.call.arguments import Arguments
+from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
 from flashtile.torch.execute.packing import Packing
@@ -38,15 +39,14 @@ def _lowered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
-def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, **arguments: Any) -> Any:
+def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Given | None, arguments: Arguments) -> Any:
     """What `attention` and its kin return."""
-    arguments["score"] = modifiers(arguments.get("score", ()))
     varlen = given is not None and given.varlen
     parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
     check_tensors(parts["q"], parts["k"], parts["v"], given)
     if given is not None:
-        arguments["mask"] = mask_of_call(arguments.get("mask"), parts["q"], parts["k"], True)
-    text, floats, ints, captured, others = write(packing, parts["q"], given, **arguments)
+        arguments = Arguments(**arguments.named(mask=mask_of_call(arguments.mask, parts["q"], parts["k"], True)))
+    text, floats, ints, captured, others = write(packing, parts["q"], given, arguments)
     transformed, wanted = not is_compiling() and (transforms() or is_dual_level()), 0
     if torch.is_grad_enabled():
         for i, tensor in enumerate((*packs, *captured)):
@@ -54,4 +54,4 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
                 wanted |= 1 << i
     attend: Any = attend_transformed if transformed else ATTENTION
     out, lse, _ = attend(*spread(packs), [*captured, *others], wanted, text, floats, ints)
-    return (out, lse) if arguments.get("return_lse") else out
+    return (out, lse) if arguments.return_lse else out
