@@ -1,23 +1,25 @@
 """Every tile that the planner can choose, in every pass and beside every feature, once on a GPU against float64.
 
-    python benchmarks/tiles.py [--list sm90] [--backend triton hopper] [--dtype bf16 ...] [--together] [--only TEXT]
-                               [--part 1/4] [--budget 1200] [--output benchmarks/results/tiles.csv]
+    python benchmarks/tiles.py [--list sm90 [--check CSV ...]] [--backend triton hopper] [--dtype bf16 ...] [--together]
+                               [--only TEXT] [--part 1/4] [--budget 1200] [--output benchmarks/results/tiles.csv]
 
 Problems of every dtype, precision, pair of padded head dims, size class and feature, alone and in the pairs that rules ask
 about, are planned for the GPU at hand, and the first one that meets a new (pass, tile, class of features) is run: so the list
 comes from the planner, and from its rules and tuned tables whatever they become. A row is such a meeting, with the line that
 `flashtile fuzz --repeat` runs again. Tiles that rules or tables have for this GPU and that no problem met are named at the end.
---list: only write the rows, for a GPU that need not be there. --part: every fourth of the cases to run, from the first.
-The exit status is 1 if anything failed.
+--list: only write the rows, for a GPU that need not be there. With --check nothing is written: what these files have not as
+run under the Triton that is installed is printed, and the exit status is 1 if there is any. --part: every fourth of the cases
+to run, from the first. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from flashtile.fuzz.planned import plans_of, problem_of
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED, Device, named
 from flashtile.torch.execute.bound import device_of
+from flashtile.triton_glue.language import VERSION
 
 # Pairs of head dims, one for each pair that they are padded to, and two that are no multiple of 16.
 DIMS = (
@@ -80,6 +83,7 @@ BACKWARDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KINDS = ("bf16", "fp16", "tf32x3", "tf32", "ieee")  # 16-bit dtypes, and fp32's precisions
 IN_EVERY_MASK = ("plain", "dropout", "predicate")
+RUN = ("right", "close")  # close: beyond the rule by luck, and right with other seeds
 ROWS = ("attention_delta", "attention_convert", "attention_rows", "attention_dq")  # passes whose tile is not chosen
 
 
@@ -142,7 +146,7 @@ def spelled(tile: Any, call: KernelCall) -> str:
     """A tile as its kernel sees it, as far as it is a choice."""
     words = []
     for name in ("block_q", "block_k", "groups", "stages", "stages_dout", "products", "correction", "held", "adds_dq", "pieces",
-                 "helps", "converts", "joined", "parted", "apart", "turns", "staged", "resident"):  # fmt: skip
+                 "helps", "offset", "converts", "joined", "parted", "apart", "turns", "staged", "resident"):  # fmt: skip
         value = getattr(tile, name, None)
         if value not in (None, False, "", "unit"):
             words.append(name if value is True else f"{name}={value}")
@@ -204,6 +208,31 @@ def _size(tile: str) -> str:
     return f"{words['block_q']}x{words['block_k']} warps={words['warps']} stages={words['stages']}"
 
 
+def never_run(made: dict[Case, list[Meeting]], files: Sequence[Path], triton: str) -> dict[Case, list[Meeting]]:
+    """The meetings, with a case of each, that no row of these files has as run with a right result under this Triton."""
+    names = [field.name for field in fields(Meeting)]
+    run: set[tuple[str, ...]] = set()
+    for path in files:
+        with path.open(newline="") as file:
+            rows = (row for row in csv.DictReader(file) if row["section"] == "tiles" and row["triton"] == triton)
+            run |= {tuple(row[name] for name in names) for row in rows if row["status"] in RUN}
+    missing = {case: [m for m in found if astuple(m) not in run] for case, found in made.items()}
+    return {case: found for case, found in missing.items() if found}
+
+
+def tell_never_run(missing: dict[Case, list[Meeting]], triton: str) -> int:
+    """Print them, tile by tile, and return the exit status."""
+    by_tile: dict[str, list[str]] = {}
+    for meeting in (meeting for found in missing.values() for meeting in found):
+        tile = f"{meeting.backend} {meeting.kernel} {meeting.tile} {meeting.kind} {meeting.columns}"
+        by_tile.setdefault(tile, []).append(f"{meeting.features} ({meeting.mask})")
+    for tile, features in sorted(by_tile.items()):
+        print(f"NEVER RUN {tile}: {', '.join(features)}")
+    count = sum(map(len, missing.values()))
+    print(f"{count} meetings in {len(missing)} cases were never run on a GPU under Triton {triton}")
+    return 1 if count else 0
+
+
 def judged(line: str) -> tuple[str, str, float]:
     """(status, what is wrong or refused, error over what is allowed) of a case, on this process's GPU."""
     case = Case.parse(line)
@@ -225,8 +254,11 @@ def main() -> int:
     parser.add_argument("--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about")
     parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
     parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
+    parser.add_argument("--check", nargs="+", type=Path, metavar="CSV", help="with --list: which rows these files lack")
     options(parser, "benchmarks/results/tiles.csv", 1200)
     chosen = parser.parse_args()
+    if chosen.check and chosen.list is None:
+        parser.error("--check needs --list: the GPU that the files were measured on")
     part, _, parts = chosen.part.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         parser.error(f"--part is {chosen.part}; it must be like 1/4")
@@ -234,7 +266,11 @@ def main() -> int:
         need_gpu(parser)
     device = device_of(torch.device("cuda", 0)) if chosen.list is None else named(chosen.list)
     about = machine(torch.device("cuda", 0), chosen.commit) if chosen.list is None else {"device": device.name}
-    record, begun = Record(chosen.output, chosen.budget, about), time.monotonic()
+    begun = time.monotonic()
+    if chosen.check:
+        made = chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together)
+        return tell_never_run(never_run(made, chosen.check, VERSION), VERSION)
+    record = Record(chosen.output, chosen.budget, about)
     made = chosen_cases(chosen.backend, chosen.dtype, device, record.ends, chosen.together)
     print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
     missing = unmet(made, device)

@@ -22,8 +22,8 @@ from flashtile.features.scores.bias import Bias
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import Options
-from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.routes.operator import residual_shape, run_backward, run_forward

@@ -72,6 +72,7 @@ CROWDED = [
     (("sm80", "sm86"), "split", "queries", "attention(q=2x2048x8x128,kv=2048x8x128,fp32,band=:0,tf32x3)"),
     (("sm80", "sm86"), "", "forward", "attention(q=2x2048x8x256,kv=2048x8x256,bf16,band=1000:0)"),
     (("sm80",), "fused", "keys", "attention(q=2x2048x8x256,kv=2048x8x256,fp32,tf32)"),
+    (("sm90",), "fused", "keys", "attention(q=2x2048x8x256,kv=2048x8x256,bf16,band=1000:0)"),
     (("sm100",), "split", "queries", "attention(q=2x2048x8x256,kv=2048x8x256,bf16,band=:0)"),
     (("sm80",), "split", "queries", "attention(q=2x1000x8x40,kv=1300x2x40,bf16,band=:0)"),
 ]

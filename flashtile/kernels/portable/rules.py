@@ -372,6 +372,8 @@ TABLES = (
 SYNCHRONOUS: dict[tuple[str, Pass, int], Launches] = {
     ("16bit", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
     ("ragged", "forward", 256): (Launch(64, 64, 8, 2, 8), Launch(64, 32, 8, 2, 8)),
+    ("16bit", "fused", 256): (Launch(32, 32, 8, 1, 8),),
+    ("ragged", "fused", 256): (Launch(32, 32, 8, 1, 8),),
     ("ragged", "fused", 64): (Launch(64, 64, 4, 2, 8),),  # under Triton 3.9.0 three stages spill 568 bytes, two 500
     ("tf32x3", "queries", 128): (Launch(32, 32, 4, 1, 8),),
     ("tf32", "fused", 256): (Launch(16, 16, 8, 1, 8),),

@@ -1,0 +1,51 @@
+"""delta of large 16-bit problems, whose backward does not correct it by the keys: all columns of v, less lse's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Options, dispatch
+from flashtile.reference.attention import attention_reference
+from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
+from tests.judge import FACTOR
+
+
+def forget() -> None:
+    _CALLS.clear()
+    for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
+        function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No problem is small enough for delta to be corrected."""
+    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize(("head_dim_v", "keys"), [(24, 40), (512, 16)])
+def test_delta_has_every_column_and_the_gradient_of_lse(
+    head_dim_v: int, keys: int, backend: str, variant: str, place: torch.device
+) -> None:
+    q, k, v = (torch.randn(1, n, 2, d, device=place) for n, d in ((20, 16), (keys, 16), (keys, head_dim_v)))
+    inputs = [t.to(torch.float16) for t in (q, k, v + 1.0)]
+    dout, dlse = torch.randn(1, 20, 2, head_dim_v, device=place).half(), torch.randn(1, 2, 20, device=place) * 8.0
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    options = Options(backend=backend, backward=variant)  # pyright: ignore[reportArgumentType]
+    out, lse = flashtile.attention(*leaves, return_lse=True, options=options)
+    made = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    wide = [t.double().requires_grad_() for t in inputs]
+    exact = torch.autograd.grad(attention_reference(*wide), wide, (dout.double(), dlse.double()))
+    plain = [t.clone().requires_grad_() for t in inputs]
+    scores = torch.einsum("bihd,bjhd->bhij", *plain[:2]) * 0.25
+    formed = torch.einsum("bhij,bjhd->bihd", scores.softmax(3), plain[2])
+    theirs = torch.autograd.grad((formed, scores.logsumexp(3)), plain, (dout, dlse.half()))
+    for name, mine, other, true in zip("qkv", made, theirs, exact, strict=True):
+        allowed = FACTOR * (other.double() - true).abs().max() + 2.0 * 2.0**-10 * true.abs().max()
+        assert (mine.double() - true).abs().max() <= allowed, name
