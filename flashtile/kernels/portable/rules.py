@@ -249,7 +249,7 @@ SIXTEEN_BIT = Table(
                 64: (Launch(64, 64, 4, 3, 8), Launch(32, 64, 4, 2, 8)),
                 128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 4, 1, 8), Launch(16, 64, 4, 1, 8)),
                 256: (
-                    Launch(32, 64, 8, 3, 8),
+                    Launch(64, 32, 8, 1, 8),
                     Launch(32, 32, 8, 1, 8),
                     Launch(16, 32, 4, 1, 8),
                 ),  # 4 warps spill 1.2 KB under a bias
