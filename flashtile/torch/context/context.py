@@ -171,7 +171,7 @@ def candidates(context: Context, halo: bool) -> tuple[str, ...]:
 
 def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:
     """Why a method cannot serve these heads and this layout."""
-    if method == "allgather" and layout == "striped":
+    if method in ("allgather", *TWO_AXES) and layout == "striped":
         return ["layout is 'striped'; it gathers 'contiguous' or 'zigzag' alone"]
     if method != "ulysses" and method not in TWO_AXES:
         return []
