@@ -60,11 +60,13 @@ def narrowed(x, MOST: tl.constexpr, STORED: tl.constexpr):
         return ((x + MAGIC).to(tl.int32, bitcast=True) - tl.full(x.shape, MAGIC, tl.float32).to(tl.int32, bitcast=True)).to(
             tl.int8
         )
-    else:
-        SHIFT: tl.constexpr = 20 if STORED == "e4m3" else 21  # bits of a float32's fraction that are left out
-        BIAS: tl.constexpr = (120 << 3) if STORED == "e4m3" else (112 << 2)
-        LEAST: tl.constexpr = 2.0**-6 if STORED == "e4m3" else 2.0**-14  # of those with an exponent
-        UNIT: tl.constexpr = 2.0**14 if STORED == "e4m3" else 2.0**7  # adding it rounds to a multiple of the least number
+    else:  # SHIFT: bits of a float32's fraction that are left out, HALF: less than half of them; LEAST: of those with an
+        # exponent; adding UNIT rounds to a multiple of the least number
+        SHIFT: tl.constexpr = 20 if STORED == "e4m3" else 21  # pyright: ignore[reportAssignmentType]
+        HALF: tl.constexpr = 0x7FFFF if STORED == "e4m3" else 0xFFFFF  # pyright: ignore[reportAssignmentType]
+        BIAS: tl.constexpr = (120 << 3) if STORED == "e4m3" else (112 << 2)  # pyright: ignore[reportAssignmentType]
+        LEAST: tl.constexpr = 2.0**-6 if STORED == "e4m3" else 2.0**-14  # pyright: ignore[reportAssignmentType]
+        UNIT: tl.constexpr = 2.0**14 if STORED == "e4m3" else 2.0**7  # pyright: ignore[reportAssignmentType]
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         large = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - BIAS

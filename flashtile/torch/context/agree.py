@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,21 @@ import torch.distributed as dist
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
 
-if TYPE_CHECKING:
-    from flashtile.torch.context.context import Context
-
 Told = dict[str, str]
 _AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
+
+
+class Context(Protocol):
+    """What is asked here of a `flashtile.distributed.Context`."""
+
+    @property
+    def check(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def group(self) -> Any: ...
 
 
 @contextmanager

@@ -154,7 +154,12 @@ class PreparedCall:
         return self.wished[needs]
 
     def backward(
-        self, tensors: Tensors, packs: tuple[torch.Tensor, ...], wanted: frozenset[str], deterministic: bool, wide_keys: bool
+        self,
+        tensors: Tensors,
+        packs: tuple[torch.Tensor, ...],
+        wanted: frozenset[str],
+        deterministic: bool,
+        wide_keys: bool = False,
     ) -> Bound:
         """The binding that has added the gradients to the tensors."""
         given = tensors.values()
