@@ -73,14 +73,16 @@ def degrees_of_diffusers() -> None:
         degrees = SimpleNamespace(ring_degree=ring, ulysses_degree=ulysses, _mesh=mesh, _ring_mesh=one, _ulysses_mesh=one)
         config = SimpleNamespace(context_parallel_config=degrees)
         local = [shard(t.detach(), Context()).requires_grad_() for t in whole]
-        out = attention_forward(*local, _parallel_config=config)
+        out = attention_forward(local[0], local[1], local[2], _parallel_config=config)
         found = torch.autograd.grad(out, local, shard(d.dout, Context()))
         for mine, of_one in zip((out, *found), (expected, *truth), strict=True):
             torch.testing.assert_close(mine, shard(of_one, Context()), rtol=1e-5, atol=1e-5)
         with pytest.raises(NotSupported, match="dropout"):
-            attention_forward(*local, dropout_p=0.5, _parallel_config=config)
+            attention_forward(local[0], local[1], local[2], dropout_p=0.5, _parallel_config=config)
         with pytest.raises(NotSupported, match="attn_mask is given beside context parallelism"):
-            attention_forward(*local, attn_mask=torch.ones(8, 8, dtype=torch.bool), _parallel_config=config)
+            attention_forward(
+                local[0], local[1], local[2], attn_mask=torch.ones(8, 8, dtype=torch.bool), _parallel_config=config
+            )
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def narrowed(x, MOST: tl.constexpr, STORED: tl.constexpr):
         UNIT: tl.constexpr = 2.0**14 if STORED == "e4m3" else 2.0**7  # pyright: ignore[reportAssignmentType]
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        large = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - BIAS
+        large = ((size + HALF + ((size >> SHIFT) & 1)) >> SHIFT) - BIAS
         near = tl.abs(x) + UNIT
         small = near.to(tl.int32, bitcast=True) - tl.full(x.shape, UNIT, tl.float32).to(tl.int32, bitcast=True)
         made = tl.where(tl.abs(x) < LEAST, small, large)

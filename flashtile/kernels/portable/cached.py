@@ -102,10 +102,10 @@ def candidates(problem: CachedProblem, device: Device, heads: int) -> tuple[Laun
     return tuple(fit) or (Launch(rows, 32 if deep else 64, 8, 2, products=made),)
 
 
-# (keys, warps, stages), the best first, by kind, whether there are more than 16 rows, and how keys lie. An H200, 2026-11-29, us: 64
-# items of 8,192 keys, 32/8 heads, e4m3 450 (561 with 128, 8, 4), pages of 64 626 (651 with 128, 8, 7); of absorbed MLA, 64 items of
-# 4,096 keys, pages of 64, 16 heads 158 (218 with 32, 8, 9), 128 heads 431 (464 with 32, 8, 3). Those of e4m3 with more than 16 rows
-# and of MLA without pages are guesses.
+# (keys, warps, stages), the best first, by kind, whether there are more than 16 rows, and how keys lie. An H200, 2026-11-29,
+# us: 64 items of 8,192 keys, 32/8 heads, e4m3 450 (561 with 128, 8, 4), pages of 64 626 (651 with 128, 8, 7); absorbed MLA, 64
+# items of 4,096 keys, pages of 64, 16 heads 158 (218 with 32, 8, 9), 128 heads 431 (464 with 32, 8, 3). Those of e4m3 with more
+# than 16 rows and of MLA without pages are guesses.
 TILES: dict[tuple[str, bool, str], tuple[tuple[int, int, int], ...]] = {
     ("plain", False, "contiguous"): ((128, 8, 3), (128, 8, 2), (64, 8, 5), (64, 8, 2)),
     ("plain", False, "paged"): ((64, 8, 5), (64, 8, 9), (128, 8, 5), (128, 4, 5), (64, 8, 2)),
