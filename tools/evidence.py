@@ -93,6 +93,18 @@ def read(folder: Path) -> Iterator[Evidence]:
                 yield from of_row(row, path.stem)
 
 
+def has_passed(folder: Path, name: str, target: str) -> bool:
+    """Whether benchmarks/derivatives.py found a pass right on that architecture, and took its time."""
+    what, places = {"tangent": "tangent", "second": "double backward"}[name], (named(target).name, *SAME_CODE.get(target, ()))
+    for path in folder.glob("derivatives-*.csv"):
+        with path.open(newline="") as file:
+            if any(
+                row["what"] == what and row["ms"] and any(p in row["device"] for p in places) for row in csv.DictReader(file)
+            ):
+                return True
+    return False
+
+
 def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     """What a row proves; `source` is the file's name, which says what the columns `direction` and `backend` do not.
 

@@ -128,7 +128,8 @@ def support(proof: Iterable[Evidence]) -> str:
         for target in targets:
             try:
                 backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
-                cells.append(f"{'run on' if target == 'cpu' else 'compiled for'} ({backend})")
+                ran = target == "cpu" or evidence.has_passed(RESULTS, name, target)
+                cells.append(f"{'run on' if ran else 'compiled for'} ({backend})")
             except NotSupported as refusal:
                 refused.append((what, target, told_of(refusal, target)))
                 cells.append("refused")
