@@ -26,10 +26,10 @@ FILES = {  # file -> what its rows are
     "exported-h100": "Exported C beside llm.c's kernels, FlashAttention.C and PyTorch: `benchmarks/exported.py`.",
     "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's "
     "time over ours, `of_best`: the best peer's.",
-    "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: beside "
-    "the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
-    "derivatives-h200": "Tangents and double backwards beside a forward and a backward: `benchmarks/derivatives.py`, before tiles "
-    "of 64 columns were chosen by time.",
+    "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
+    "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
+    "derivatives-h200": "Tangents and double backwards beside a forward and a backward: `benchmarks/derivatives.py`, before "
+    "tiles of 64 columns were chosen by time.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
