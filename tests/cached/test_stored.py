@@ -277,6 +277,19 @@ def test_shapes_alone_on_meta() -> None:
     pools, used = [pool.to(torch.float8_e4m3fn) for _ in "kv"], torch.empty(2, dtype=torch.int32, device="meta")
     out = flashtile.attention_cached(k, *pools, seqused_k=used, k_scale=0.5)
     assert (out.shape, out.dtype, out.device.type) == (k.shape, k.dtype, "meta")
+    q, latent = torch.empty(2, 1, 16, 576, device="meta"), torch.empty(2, 8, 1, 576, device="meta")
+    assert flashtile.attention_cached(q, latent, latent[..., :512], seqused_k=used).shape == (2, 1, 16, 512)
+    for apart in (latent[..., 64:], latent.clone()[..., :512]):
+        with pytest.raises(flashtile.NotSupported, match="head_dim is 576"):
+            flashtile.attention_cached(q, latent, apart, seqused_k=used)
+
+
+def test_gradients_of_wide_keys_are_refused_before_anything_is_written() -> None:
+    latent, used = torch.zeros(2, 8, 1, 576), torch.zeros(2, dtype=torch.int32)
+    q, k = torch.randn(2, 1, 2, 576, requires_grad=True), torch.randn(2, 1, 1, 576)
+    with pytest.raises(flashtile.NotSupported, match=r"gradients go up to 512.*torch\.no_grad"):
+        flashtile.attention_cached(q, latent, latent[..., :512], seqused_k=used, append=(k, k[..., :512]))
+    assert not latent.any()
 
 
 def test_queries_of_any_size_beside_fp8(device: torch.device) -> None:
