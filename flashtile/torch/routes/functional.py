@@ -28,7 +28,12 @@ Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of
 
 
 class _Asked:
-    """What the operators are asked besides tensors: one value to those who take arguments apart."""
+    """What the operators are asked besides tensors: one value to those who take arguments apart.
+
+    duals: the tensors as they came, where forward mode is by itself: their tangents are there while its level is.
+    """
+
+    duals: Tensors = ()
 
     def __init__(self, wanted: int, text: str, *numbers: Any):
         self.wanted, self.numbers = wanted, (text, *numbers)
@@ -127,6 +132,7 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
     if makes_duals():
         duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
         if any(tangent is not None for _, tangent in duals):
+            runs.duals = () if transforms() else given
             made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
             out, lse, tout, tlse = made
             return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse), None
@@ -309,16 +315,16 @@ class _Dual(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * (1 + len(rest))
 
-        def first(runs: Any, arriving: Tensors) -> list[Maybe]:
+        def first(runs: Any, arriving: Tensors, at: Tensors) -> list[Maybe]:
             kept = (out, lse, out.new_empty(0))
             if out.dtype is torch.float32:  # whose backward wants more of its forward
                 kept = _Attention.apply(runs, *given)
-            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *given))
+            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *at))
 
         if all(g is None for g in along):
-            return None, *first(runs, arriving), *(None for _ in moved)
+            return None, *first(runs, arriving, runs.duals or given), *(None for _ in moved)
         second = _placed(runs, given, _Second.apply(runs, False, *along, *arriving, *given, *moved))
-        return None, *second, *first(runs.wanting(_bits(given, moved)), along)
+        return None, *second, *first(runs.wanting(_bits(given, moved)), along, given)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
