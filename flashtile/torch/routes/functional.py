@@ -19,7 +19,7 @@ from flashtile.errors import NotSupported
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
-from flashtile.torch.routes.derivatives import is_dual_level
+from flashtile.torch.routes.derivatives import is_dual_level, is_mapped
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE
 from flashtile.torch.routes.operator import ATTENTION, BACKWARD, SECOND, TANGENT, Maybe, below_autograd, spread
 from flashtile.torch.routes.request import read
@@ -221,6 +221,8 @@ class _Backward(torch.autograd.Function):
         dout, dlse, *given = ctx.saved_tensors
         if all(g is None for g in grads):
             return (None,) * (6 + len(given))
+        if isinstance(ctx.runs, Prepared) and is_mapped(grads):
+            raise _refuse("a batch of second derivatives", ctx.runs, "take one after another, or torch.func.hessian")
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
         along = any(ctx.needs_input_grad[1:3])
         if any(ctx.needs_input_grad[6:]):
