@@ -20,15 +20,18 @@ from flashtile.compat.flashinfer_pages import (
     check_layout,
     get_batch_indices_positions,
     get_seq_lens,
+    ints,
     pools_of,
 )
-from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_in_place, merge_states
+from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_in_place, merge_states, put
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache.tensors import check_kind
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
@@ -58,7 +61,7 @@ class _How:
         pos_encoding_mode: str, others: dict[str, Any],
     ):  # fmt: skip
         _check_others(name, pos_encoding_mode, others)
-        self.causal, self.window_left, self.scale = bool(causal), window_left, sm_scale
+        self.causal, self.window_left, self.scale = bool(causal), _window("window_left", window_left), sm_scale
         self.score = (Softcap(logits_soft_cap),) if logits_soft_cap else ()
 
     def arguments(
@@ -68,7 +71,7 @@ class _How:
         scale = 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
         for factor in scales:
             scale = scale if factor is None else scale * factor
-        left = self.window_left if window_left is None else window_left
+        left = self.window_left if window_left is None else _window("window_left", window_left)
         window = None if left < 0 else (left, None)
         return dict(causal=self.causal, window=window, scale=scale, score=self.score, options=options())
 
@@ -88,9 +91,24 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, int) and value == 0)
 
 
-def _dtype(name: str, asked: Any, tensor: torch.Tensor, called: str) -> None:
-    """Raise InvalidProblem unless the tensor is of the dtype that the plan says, by name or by torch's."""
-    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
+def _window(name: str, value: Any) -> int:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidProblem(f"{name} is {told(value)}; it must be an int, -1 for none.")
+    return value
+
+
+def _dtype(name: str, asked: Any) -> torch.dtype | None:
+    """A dtype that a plan says, by name or as torch's."""
+    made = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if asked is not None and not isinstance(made, torch.dtype):
+        raise InvalidProblem(f"{name} is {asked!r}; it must be a torch.dtype or the name of one.")
+    return made
+
+
+def _check_dtype(name: str, wanted: torch.dtype | None, tensor: torch.Tensor, called: str) -> None:
+    """Raise InvalidProblem unless the tensor is of the dtype that the plan says."""
+    check_kind(called, tensor)
     if wanted is not None and wanted is not tensor.dtype:
         raise InvalidProblem(f"{called} is {tensor.dtype} and plan's {name} {wanted}; they must be equal.")
 
@@ -101,11 +119,8 @@ def _answer(
     """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
     if v_scale is not None:
         out = out * v_scale
-    out = out if into[0] is None else into[0].copy_(out)
-    if not return_lse:
-        return out
-    lse = lse_of(lse, *asked)
-    return out, lse if into[1] is None else into[1].copy_(lse)
+    out = put("out", into[0], out)
+    return (out, put("lse", into[1], lse_of(lse, *asked))) if return_lse else out
 
 
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
@@ -126,6 +141,7 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """out (heads, head_dim), or (out, lse (heads,)). q: (heads, head_dim); k, v: (keys, heads, head_dim), or HND."""
+    check_kind("q", q)
     if q.dim() != 2:
         raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be (heads, head_dim).")
     made = _single(
@@ -149,12 +165,26 @@ def single_prefill_with_kv_cache(
     the lowest of each uint8 first.
     """
     name = "single_prefill_with_kv_cache"
+    for called, tensor in (("q", q), ("k", k)):
+        check_kind(called, tensor)
+        if tensor.dim() != 3:
+            raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must have three axes.")
     _refuse_run(name, {}, {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "kv_cache_sf": kv_cache_sf})
     refuse(name, {f"o_dtype is {o_dtype}; out has q's dtype": o_dtype not in (None, q.dtype)})
     keys = k.shape[0 if check_layout(kv_layout) == "NHD" else 1]
     if packed_custom_mask is not None:
+        check_kind("packed_custom_mask", packed_custom_mask)
+        if packed_custom_mask.dtype is not torch.uint8 or packed_custom_mask.shape != (-(-q.shape[0] * keys // 8),):
+            raise InvalidProblem(
+                f"packed_custom_mask is {packed_custom_mask.dtype} of shape {tuple(packed_custom_mask.shape)}; it must be "
+                f"uint8 of {-(-q.shape[0] * keys // 8)}, eight of the {q.shape[0]} x {keys} bits in each."
+            )
         bits = packed_custom_mask[:, None] >> torch.arange(8, dtype=torch.uint8, device=q.device) & 1
         custom_mask = bits.flatten()[: q.shape[0] * keys].view(q.shape[0], keys).bool()
+    elif custom_mask is not None:
+        check_kind("custom_mask", custom_mask)
+        if custom_mask.numel() != q.shape[0] * keys:
+            raise InvalidProblem(f"custom_mask has shape {tuple(custom_mask.shape)}; it must be ({q.shape[0]}, {keys}).")
     how = (bool(causal) and custom_mask is None, window_left, sm_scale, logits_soft_cap)
     return _single(
         name, q, k, v, kv_layout, pos_encoding_mode, how, (rope_scale, rope_theta), (None, k_scale, v_scale), custom_mask,
@@ -189,11 +219,9 @@ class _Wrapper:
             type(self).__name__,
             {"jit_args is given; kernels are compiled by what calls ask": _is_given(buffers.pop("jit_args", None))},
         )
-        self.device, self.kv_layout, self._use_cuda_graph = (
-            float_workspace_buffer.device,
-            check_layout(kv_layout),
-            use_cuda_graph,
-        )
+        check_kind("float_workspace_buffer", float_workspace_buffer)
+        self.device, self.kv_layout = float_workspace_buffer.device, check_layout(kv_layout)
+        self._use_cuda_graph = use_cuda_graph
         self._buffers, self._how, self._tables = buffers, None, None
 
     @property
@@ -230,8 +258,8 @@ class _Wrapper:
             raise InvalidProblem(
                 f"paged_kv_cache has pages of {k.shape[1]} and plan's page_size is {self._page_size}; they must be equal."
             )
-        _dtype("q_data_type", self._dtypes[0], q, "q")
-        _dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
+        _check_dtype("q_data_type", self._dtypes[0], q, "q")
+        _check_dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
         try:
             return attention_cached(
                 q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
@@ -241,11 +269,9 @@ class _Wrapper:
             raise renamed(error, CALLED) from None
 
     def _plan_how(self, how: _How, q_data_type: Any, kv_data_type: Any, o_data_type: Any, disable_split_kv: bool) -> None:
-        kv_data_type = q_data_type if kv_data_type is None else kv_data_type
-        refuse(
-            type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o_data_type not in (None, q_data_type)}
-        )
-        self._how, self._dtypes, self._one_pass = how, (q_data_type, kv_data_type), bool(disable_split_kv)
+        q, kv, o = _dtype("q_data_type", q_data_type), _dtype("kv_data_type", kv_data_type), _dtype("o_data_type", o_data_type)
+        refuse(type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o not in (None, q)})
+        self._how, self._dtypes, self._one_pass = how, (q, q if kv is None else kv), bool(disable_split_kv)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -287,6 +313,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._planned()
         tables, each = self._tables, self._per_request if q_len_per_req is None else q_len_per_req
         assert tables is not None
+        check_kind("q", q)
         if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
         made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, (q_scale, k_scale), sinks)
@@ -332,7 +359,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
         how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        cu = qo_indptr.to(self.device, torch.int32)
+        cu = ints("qo_indptr", qo_indptr, self.device)
         self._plan_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self._buffers["indices"])
         kept = getattr(self, "_cu", None)
         self._cu = kept.copy_(cu) if self._use_cuda_graph and kept is not None else cu.clone()
@@ -378,7 +405,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
         how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        starts = [t.to(self.device, torch.int32) for t in (qo_indptr, kv_indptr)]
+        starts = [ints(name, t, self.device) for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr))]
         kept = getattr(self, "_starts", None)
         if self._use_cuda_graph and kept is not None:
             starts = [old.copy_(new) for old, new in zip(kept, starts, strict=True)]
@@ -395,8 +422,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         numbers = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         _refuse_run("run", numbers, dict(kv_cache_sf=kv_cache_sf, o_scale=o_scale))
         how = self._planned()
-        _dtype("q_data_type", self._dtypes[0], q, "q")
-        _dtype("kv_data_type", self._dtypes[1], k, "k")
+        _check_dtype("q_data_type", self._dtypes[0], q, "q")
+        _check_dtype("kv_data_type", self._dtypes[1], k, "k")
         made, sums = attention_varlen(q, k, v, *self._starts, return_lse=True, **how.arguments(q.shape[-1], (q_scale, k_scale)))
         return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 

@@ -9,7 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.cache.append import append_to_cache
-from flashtile.torch.cache.tensors import int32
+from flashtile.torch.cache.tensors import check_starts, int32
 
 LAYOUTS = ("NHD", "HND")
 
@@ -48,7 +48,10 @@ class Tables:
     @classmethod
     def of(cls, indptr: Any, indices: Any, last: Any, page_size: int, columns: int | None, device: torch.device) -> Tables:
         """On the device. columns: a bound of pages; None for the longest request's, which the host waits for."""
-        indptr, indices, last = (_ints(n, t, device) for n, t in (("indptr", indptr), ("indices", indices), ("last", last)))
+        given = indptr
+        indptr, indices, last = (ints(n, t, device) for n, t in (("indptr", indptr), ("indices", indices), ("last", last)))
+        if given.device.type == "cpu" and given.shape[0]:
+            check_starts("indptr", given, indices.shape[0])
         requests = indptr.shape[0] - 1
         if requests < 0 or last.shape[0] != requests:
             raise InvalidProblem(
@@ -75,7 +78,8 @@ class Tables:
         return self
 
 
-def _ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+def ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+    """int32 on the device, of one axis."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is no int32 tensor of one axis; it must be one.")
     return tensor.to(device, torch.int32, non_blocking=True)
@@ -111,7 +115,8 @@ def append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Write keys and values (tokens, heads, head_dim) into the pages of their requests, in place; nobody waits for the device.
 
-    batch_indices, positions: of each token; one that is negative goes nowhere. The lists of pages have room for the tokens.
+    batch_indices, positions: of each token; one that is negative goes nowhere. The lists of pages have room for the tokens:
+    where one has not, a token raises InvalidProblem on the CPU, and goes nowhere on a GPU.
     """
     k, v = pools_of(paged_kv_cache, check_layout(kv_layout))
     item, position = int32("batch_indices", batch_indices, append_key), int32("positions", positions, append_key)
@@ -123,5 +128,11 @@ def append_paged_kv_cache(
     safe = item.clamp(0, max(indptr.shape[0] - 2, 0)).long()
     place = indptr[safe] + position.clamp(min=0) // size
     exists = (item >= 0) & (position >= 0) & (item < indptr.shape[0] - 1) & (place < indptr[safe + 1])
+    lost = (item >= 0) & (position >= 0) & ~exists
+    if item.device.type == "cpu" and bool(lost.any()):
+        raise InvalidProblem(
+            f"positions holds {int(position[lost][0])} of request {int(item[lost][0])}, which kv_indptr has no page for; each "
+            "request must have pages for its new keys."
+        )
     page = indices[place.clamp(0, max(indices.shape[0] - 1, 0)).long()].long()
     append_to_cache(append_key, append_value, k, v, slots=torch.where(exists, page * size + position % size, -1))

@@ -9,6 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.merge import merge
+from flashtile.torch.cache.tensors import check_kind
 
 LN2 = math.log(2.0)
 
@@ -20,6 +21,18 @@ def lse_of(lse: torch.Tensor, base: str = "log2", layout: str = "NH") -> torch.T
             raise InvalidProblem(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
     lse = lse / LN2 if base == "log2" else lse
     return lse.transpose(0, 1).contiguous() if layout == "NH" else lse
+
+
+def put(name: str, into: Any, made: torch.Tensor) -> torch.Tensor:
+    """A result, in the caller's tensor where there is one."""
+    if into is None:
+        return made
+    check_kind(name, into)
+    if into.shape != made.shape or into.dtype is not made.dtype:
+        raise InvalidProblem(
+            f"{name} is {into.dtype} of shape {tuple(into.shape)}; it must be {made.dtype} of shape {tuple(made.shape)}."
+        )
+    return into.copy_(made)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,8 @@ class Paged(AttentionBias):
         if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[0] != items:
             shape = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
             raise InvalidProblem(f"block_tables is {shape}; it must be an int32 tensor (items, columns), of {items} items.")
+        if table.dtype not in (torch.int32, torch.int64):
+            raise InvalidProblem(f"block_tables is {table.dtype}; it must be int32 or int64.")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidProblem(f"page_size is {size!r}; it must be an int of at least 1.")
         longest = max(self.k_seqinfo.seqlen_py, default=0)
@@ -95,7 +97,9 @@ class PagedBlockDiagonalPaddedKeysMask(Paged):
         """Items of these lengths."""
         check_items(q_seqlen, kv_seqlen)
         q = _SeqLenInfo.from_seqlens(whole_numbers("q_seqlen", q_seqlen), device=device)
-        longest = max(block_tables.shape[1] * page_size, *whole_numbers("kv_seqlen", kv_seqlen), 0)  # too few are named below
+        size = page_size if isinstance(page_size, int) else 0  # what is wrong, and too few pages, are named below
+        columns = block_tables.shape[-1] if getattr(block_tables, "shape", ()) else 0
+        longest = max(columns * size, *whole_numbers("kv_seqlen", kv_seqlen), 0)
         return cls(q, _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, longest, device=device), block_tables, page_size)
 
 

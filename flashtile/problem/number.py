@@ -11,11 +11,12 @@ PLAIN = frozenset({int, float, bool, type(None)})
 def plain(value: Any) -> Any:
     """The Python number, where the host knows it without waiting for a device; anything else as it is.
 
-    Not of a tensor that has a gradient, which would be lost, nor of one while a graph is traced, which has no number yet.
+    Not of a tensor that has a gradient or a tangent, which would be lost, nor of one while a graph is traced, which has no
+    number yet.
     """
     if type(value) in PLAIN or isinstance(value, int) or not is_scalar(value) or _is_compiling():
         return value
-    if hasattr(value, "requires_grad") and (value.requires_grad or value.device.type != "cpu"):
+    if hasattr(value, "requires_grad") and (value.requires_grad or value.device.type != "cpu" or _has_tangent(value)):
         return value
     try:
         found = value.item()
@@ -48,9 +49,20 @@ def told(value: object) -> str:
         return f"{kind}, whose number is not known while a graph is traced"
     if getattr(value, "requires_grad", False):
         return f"{kind} that requires a gradient"
+    if hasattr(value, "requires_grad") and _has_tangent(value):
+        return f"{kind} that has a tangent"
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         return f"{kind} on a device, whose number the host would wait for"
-    return f"{kind}, {value}"
+    try:
+        return f"{kind}, {value}"
+    except RuntimeError:  # of torch.func.vmap, whose tensors have no one number
+        return kind
+
+
+def _has_tangent(tensor: Any) -> bool:
+    """Whether forward mode differentiates by this torch.Tensor."""
+    forward_ad: Any = sys.modules["torch"].autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _is_compiling() -> bool:

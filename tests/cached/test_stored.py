@@ -154,6 +154,9 @@ def test_bad_scales_are_named() -> None:
     bad: list[tuple[Any, str]] = [
         (0.0, "k_scale is 0.0; it must be positive and finite"),
         (float("nan"), "k_scale is nan"),
+        (1e-60, "k_scale is 1e-60; it must be positive and finite in float32"),
+        (1e300, "k_scale is 1e+300; it must be positive and finite in float32"),
+        (10**400, "it must be positive and finite in float32"),
         ("x", "k_scale is a str"),
         (torch.tensor([0.0]), "k_scale holds 0.0"),
         (torch.tensor(-2.0), "k_scale holds -2.0"),
@@ -178,6 +181,35 @@ def test_bad_scales_are_named() -> None:
     k = torch.randn(2, 1, 1, 48).bfloat16()
     with pytest.raises(flashtile.InvalidProblem, match=r"v must be those of k: k\[\.\.\., :32\]"):
         flashtile.append_to_cache(k, k[..., :32].clone(), k_cache, v_cache, table, seqused_k=used)
+
+
+def test_what_is_written_once_is_said_alike() -> None:
+    """Values that are columns of keys: new values are those of new keys, by slots too, and scales are one."""
+    k_cache, k = torch.zeros(4, 2, 1, 48, dtype=torch.int8), torch.randn(2, 1, 1, 48)
+    v_cache, used, slots = k_cache[..., :32], torch.zeros(4, dtype=torch.int32)[:2], torch.tensor([[0], [2]])
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    ways: list[dict[str, Any]] = [{"slots": slots}, {"seqused_k": used, "page_table": table}]
+    tokens = [torch.ones(4, 2, 1) for _ in "kv"]
+    for where in ways:
+        with pytest.raises(flashtile.InvalidProblem, match=r"v must be those of k: k\[\.\.\., :32\]"):
+            flashtile.append_to_cache(k, k[..., :32].clone(), k_cache, v_cache, **where)
+        for scales in ((0.5, 0.25), (0.5, None), tokens, (tokens[0], 0.5)):
+            with pytest.raises(flashtile.InvalidProblem, match="they must be the same: v_scale=k_scale"):
+                flashtile.append_to_cache(k, k[..., :32], k_cache, v_cache, k_scale=scales[0], v_scale=scales[1], **where)
+        for scale in (0.5, tokens[0], torch.tensor([0.5])):
+            flashtile.append_to_cache(k, k[..., :32], k_cache, v_cache, k_scale=scale, v_scale=scale, **where)
+    assert k_cache.any()
+
+
+def test_what_is_expanded_is_not_written() -> None:
+    k, slots = torch.randn(2, 2, 16), torch.tensor([0, 2])
+    pool, scale = torch.zeros(4, 2, 2, 16, dtype=torch.int8), torch.ones(4, 2, 1)
+    for name, given in (
+        ("v_cache", {"v_cache": pool[:, :, :1].expand(4, 2, 2, 16)}),
+        ("k_scale", {"v_cache": pool.clone(), "k_scale": scale.expand(4, 2, 2)}),
+    ):
+        with pytest.raises(flashtile.InvalidProblem, match=f"{name} is expanded, with strides"):
+            flashtile.append_to_cache(k, k, pool, slots=slots, **given)
 
 
 def test_new_rows_of_absorbed_mla_are_written_once(backend: str, place: torch.device) -> None:
@@ -245,6 +277,19 @@ def test_shapes_alone_on_meta() -> None:
     pools, used = [pool.to(torch.float8_e4m3fn) for _ in "kv"], torch.empty(2, dtype=torch.int32, device="meta")
     out = flashtile.attention_cached(k, *pools, seqused_k=used, k_scale=0.5)
     assert (out.shape, out.dtype, out.device.type) == (k.shape, k.dtype, "meta")
+    q, latent = torch.empty(2, 1, 16, 576, device="meta"), torch.empty(2, 8, 1, 576, device="meta")
+    assert flashtile.attention_cached(q, latent, latent[..., :512], seqused_k=used).shape == (2, 1, 16, 512)
+    for apart in (latent[..., 64:], latent.clone()[..., :512]):
+        with pytest.raises(flashtile.NotSupported, match="head_dim is 576"):
+            flashtile.attention_cached(q, latent, apart, seqused_k=used)
+
+
+def test_gradients_of_wide_keys_are_refused_before_anything_is_written() -> None:
+    latent, used = torch.zeros(2, 8, 1, 576), torch.zeros(2, dtype=torch.int32)
+    q, k = torch.randn(2, 1, 2, 576, requires_grad=True), torch.randn(2, 1, 1, 576)
+    with pytest.raises(flashtile.NotSupported, match=r"gradients go up to 512.*torch\.no_grad"):
+        flashtile.attention_cached(q, latent, latent[..., :512], seqused_k=used, append=(k, k[..., :512]))
+    assert not latent.any()
 
 
 def test_queries_of_any_size_beside_fp8(device: torch.device) -> None:

@@ -60,9 +60,11 @@ def test_a_chain_is_causal(backend: str, place: torch.device) -> None:
 
 
 def test_bad_parents_are_named() -> None:
-    for wrong in ([1, 0], [-2, 0], [-1, 1]):
-        with pytest.raises(InvalidProblem, match="neither -1 nor an earlier node's"):
-            Tree(torch.tensor(wrong))
+    for wrong, says in (([1, 0], "has 1 for node 0"), ([-2, 0], "has -2 for node 0"), ([-1, 1], "has 1 for node 1")):
+        with pytest.raises(InvalidProblem, match=rf"tree parents\[1\] {says}; it must be -1 or an earlier node's"):
+            Tree(torch.tensor([[-1, 0], wrong]))
+    with pytest.raises(InvalidProblem, match=r"tree parents are torch\.uint32"):
+        Tree(torch.zeros(2, dtype=torch.uint32))
     with pytest.raises(InvalidProblem, match=r"tree parents are torch\.float32"):
         Tree(torch.zeros(2))
     with pytest.raises(InvalidProblem, match=r"tree parents are list"):

@@ -229,6 +229,36 @@ def test_refusals() -> None:
     wrapper.plan(pages.indptr, pages.indices + 9, pages.last, 4, 2, 16, 4, q_data_type=FLOAT)
     with pytest.raises(InvalidProblem, match=r"indices\[0\] names page"):
         wrapper.run(q, pages.cache)
+    for starts_of, says in (
+        (ints(0, 3), r"\[0, 3\]; it must .* end with at most 2"),
+        (ints(1, 2), r"\[1, 2\]"),
+        ([0, 2], "no int32"),
+    ):
+        with pytest.raises(InvalidProblem, match=f"indptr is {says}"):
+            wrapper.plan(starts_of, *pages.lists[1:], 4, 2, 16, 4)
+    with pytest.raises(InvalidProblem, match="q_data_type is 'float61'"):
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type="float61")
+    with pytest.raises(InvalidProblem, match="window_left is None"):
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, window_left=None)
+    with pytest.raises(InvalidProblem, match="float_workspace_buffer is a NoneType"):
+        fi.BatchDecodeWithPagedKVCacheWrapper(None)
+    wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type=FLOAT, o_data_type="float32")
+    for out in (q.half(), q.new_empty(2, *q.shape)):
+        with pytest.raises(InvalidProblem, match=r"out is .*; it must be torch\.float32 of shape \(1, 4, 16\)"):
+            wrapper.run(q, pages.cache, out=out)
+    with pytest.raises(InvalidProblem, match="lse is torch"):
+        wrapper.run(q, pages.cache, lse=torch.empty(4, 1), return_lse=True)
+    with pytest.raises(InvalidProblem, match="kv_indptr is no int32 tensor"):
+        fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE).plan(ints(0, 1), [0, 5], 4, 2, 16)
+    k = pages.keys[0]
+    with pytest.raises(InvalidProblem, match="q is a int"):
+        fi.single_decode_with_kv_cache(3, k, k)
+    with pytest.raises(InvalidProblem, match=r"custom_mask has shape \(4,\); it must be \(1, 5\)"):
+        fi.single_prefill_with_kv_cache(q, k, k, custom_mask=torch.ones(4))
+    with pytest.raises(InvalidProblem, match=r"packed_custom_mask is torch\.int32 of shape \(1,\); it must be uint8 of 1"):
+        fi.single_prefill_with_kv_cache(q, k, k, packed_custom_mask=ints(31))
+    with pytest.raises(InvalidProblem, match="positions holds 8 of request 0, which kv_indptr has no page for"):
+        fi.append_paged_kv_cache(k[:1], k[:1], ints(0), ints(8), pages.cache, pages.indices, pages.indptr, pages.last)
     prefill = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     with pytest.raises(NotSupported, match=r"a mask by bits.*flashtile\.Tree"):
         prefill.plan(ints(0, 1), *pages.lists, 4, 2, 16, 4, custom_mask=torch.ones(5, dtype=torch.bool))

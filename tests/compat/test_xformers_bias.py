@@ -298,6 +298,11 @@ def test_bad_pages_are_named() -> None:
         kind.from_seqlens([1], [9], table, 4)
     with pytest.raises(InvalidProblem, match=r"block_tables is \(1, 2\); it must be .* of 2 items"):
         kind.from_seqlens([1, 1], [2, 2], table, 4)
+    for wrong, says in (([[0, 1]], "list"), (table[0], r"\(2,\)"), (table[0, 0], r"\(\)"), (table.float(), r"torch\.float32")):
+        with pytest.raises(InvalidProblem, match=f"block_tables is {says}; it must be"):
+            kind.from_seqlens([1], [2], wrong, 4)
+    with pytest.raises(InvalidProblem, match="page_size is None"):
+        kind.from_seqlens([1], [2], table, None)
     with pytest.raises(InvalidProblem, match="kv_seqstarts has 2 numbers and kv_seqlen 1"):
         paged.PagedBlockDiagonalGappyKeysMask.from_seqlens([1], [0, 2], [2], table, 4)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 8, 1, 16)

@@ -124,6 +124,7 @@ def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:
     meaningless: list[tuple[dict[str, Any], str]] = [
         ({"mesh": mesh["gpus"], "method": "usp"}, "for method 'usp' it must have two, by name"),
         ({"method": "usp"}, "context mesh is None; for method 'usp' it must be a DeviceMesh"),
+        ({"mesh": mesh["gpus"].get_group(), "method": "usp"}, "ProcessGroup.*; for method 'usp' it must be a DeviceMesh"),
         ({"mesh": mesh, "method": "usp_ring", "layout": "striped"}, "context method is 'usp_ring' and layout 'striped'"),
     ]
     for arguments, words in meaningless:

@@ -172,6 +172,48 @@ def test_gradients_with_tangents(name: str, traced: bool, backend: str, place: t
         torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_of_inputs_with_tangents(dtype: torch.dtype, packed: bool) -> None:
+    """Forward mode over reverse mode, both by themselves: gradients move with the inputs, until the level ends."""
+    values, bias = torch.randn(1, 5, 3, 2, 8, dtype=dtype), torch.randn(1, 2, 5, 5, dtype=dtype)
+
+    def attend(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        score = (flashtile.Bias(bias),)
+        return flashtile.attention_qkvpacked(qkv, score=score) if packed else flashtile.attention(*qkv.unbind(2), score=score)
+
+    def define(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.double().unbind(2)
+        p = (torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5 + bias.double()).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+    def slopes(function: Any) -> list[torch.Tensor]:
+        with forward_ad.dual_level():
+            given = [dual(t.clone().requires_grad_()) for t in (values, bias)]
+            found = torch.autograd.grad(function(*given).sin().sum(), given, create_graph=True)
+            return [forward_ad.unpack_dual(g).tangent for g in found]  # pyright: ignore[reportReturnType]
+
+    for found, expected in zip(slopes(attend), slopes(define), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    given = [t.clone().requires_grad_() for t in (values, bias)]
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(attend(*map(dual, given))).primal
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(out, given, dual(torch.ones_like(out)))
+        for one, other in zip(found, torch.autograd.grad(attend(*given).sum(), given), strict=True):
+            torch.testing.assert_close(forward_ad.unpack_dual(one).tangent, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_with_a_tangent_is_refused() -> None:
+    q, number = torch.randn(1, 5, 2, 8), torch.tensor(0.5)
+    with pytest.raises(flashtile.InvalidProblem, match=r"scale is a Tensor that has a tangent.*multiplies q"):
+        torch.func.jvp(lambda scale: flashtile.attention(q, q, q, scale=scale), (number,), (number,))
+    with forward_ad.dual_level(), pytest.raises(flashtile.InvalidProblem, match="softcap is a Tensor that has a tangent"):
+        flashtile.attention(q, q, q, score=(flashtile.Softcap(dual(number)),))
+    with pytest.raises(flashtile.InvalidProblem, match=r"scale is a Tensor; .*multiplies q"):
+        torch.func.vmap(lambda scale: flashtile.attention(q, q, q, scale=scale))(number.expand(2))
+
+
 @pytest.mark.parametrize("engine", ["eager", "aot_eager"])
 def test_compiled_calls_refuse(engine: str) -> None:
     """What a compiled graph is given may have tangents, too."""

@@ -265,3 +265,8 @@ def test_what_is_missing_says_so() -> None:
     (second,) = torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
     with pytest.raises(NotSupported, match="the third derivative of attention"):
         torch.autograd.grad(second.square().sum(), leaf)
+    each = torch.ones(3, *first.shape)
+    with pytest.raises(NotSupported, match="a batch of second derivatives of attention"):
+        torch.autograd.grad(first, leaf, each, retain_graph=True, is_grads_batched=True)
+    with pytest.raises(NotSupported, match="a batch of second derivatives of attention"):
+        torch.func.vmap(lambda one: torch.autograd.grad(first, leaf, one, retain_graph=True))(each)

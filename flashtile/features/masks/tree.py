@@ -43,10 +43,10 @@ class Tree(Predicate):
         shape = getattr(self.parents, "shape", None)
         if shape is None or len(shape) not in (1, 2) or not shape[-1]:
             raise InvalidProblem(
-                f"tree parents are {type(self.parents).__name__ if shape is None else tuple(shape)}; they must be ints, "
-                "(seqlen_q,) or (batch, seqlen_q)."
+                f"tree parents are {type(self.parents).__name__ if shape is None else tuple(shape)}; they must be an "
+                "int32 or int64 tensor, (seqlen_q,) or (batch, seqlen_q)."
             )
-        if not any(kind in str(self.parents.dtype) for kind in ("int32", "int64")):
+        if str(self.parents.dtype).removeprefix("torch.") not in ("int32", "int64"):
             raise InvalidProblem(f"tree parents are {self.parents.dtype}; they must be int32 or int64.")
         parents = self.parents if len(shape) == 2 else self.parents[None]
         object.__setattr__(self, "parents", parents)
@@ -72,10 +72,12 @@ class Tree(Predicate):
 def _lines_of(parents: Any) -> Any:
     """bool (items, nodes, nodes): row i is true at i and all of its ancestors; each round doubles how far up it looks."""
     index = (parents * 0 + 1).cumsum(-1) - 1
-    wrong = plain(((parents < -1) | (parents >= index)).any())
-    if wrong is True:
+    wrong = (parents < -1) | (parents >= index)
+    if plain(wrong.any()) is True:
+        item, node = divmod(int((wrong * 1).reshape(-1).argmax()), parents.shape[-1])
         raise InvalidProblem(
-            "tree parents hold a number that is neither -1 nor an earlier node's; a parent comes before its child."
+            f"tree parents[{item}] has {int(parents[item, node])} for node {node}; it must be -1 or an earlier node's number: "
+            "a parent comes before its child."
         )
     parents = parents.clip(-1, None)
     items = index[:, :1] * 0 + (parents[:, 0] * 0 + 1).cumsum(0)[:, None] - 1

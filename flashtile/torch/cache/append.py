@@ -9,7 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.cache.operator import append_rows
-from flashtile.torch.cache.stored import Scales, is_shared
+from flashtile.torch.cache.stored import Maybe, Scales, is_shared, scaling_of
 from flashtile.torch.cache.tensors import (
     check_kind,
     check_pools,
@@ -43,7 +43,7 @@ def append_to_cache(
         that there is, of two the even one, and of what is beyond the largest: 448 of e4m3, 57344 of e5m2, 127 of int8, which
         stores 0 for NaN. Scales (pages, page_size, heads_kv) are written: the row's largest number over that one.
 
-    Where v_cache is k_cache[..., :head_dim_v], v must be k[..., :head_dim_v].
+    Where v_cache is k_cache[..., :head_dim_v], v must be k[..., :head_dim_v], and v_scale k_scale: both are written once.
 
     Returns q rotated, or None. A row that an item has no page for, a slot outside of the pools and a row that rotary's tables
     lack raise InvalidProblem on the CPU; on a GPU the first two are written nowhere, and the last is NaN in the cache.
@@ -51,6 +51,8 @@ def append_to_cache(
     autocast neither. Under torch.compile it is an operator that writes the pools in place.
     """
     packed = cu_seqlens is not None or (isinstance(slots, torch.Tensor) and slots.dim() == 1)
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (0,):
+        raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
     pair = _check_new((k, v), k_cache, v_cache, packed, ("k", "v"))
     if q is not None:
         check_kind("q", q)
@@ -80,6 +82,7 @@ def append_to_cache(
         cu = None if cu_seqlens is None else int32("cu_seqlens", cu_seqlens, k)
         if cu is not None and k.device.type == "cpu" and not is_traced(cu):
             check_starts("cu_seqlens", cu, k.shape[0])
+        _check_written(pair, k_cache, v_cache, scales, None)
         append_rows(*pair, k_cache, v_cache, *scales, None, None, slots.long(), cu, -1, backend)
         return q
     cu = None if cu_seqlens is None else int32("cu_seqlens", cu_seqlens, k)
@@ -124,7 +127,7 @@ def prepare(
 ) -> New:  # fmt: skip
     """The new rows; nothing is written yet."""
     (k, v), k_cache = pair, pools[0]
-    _check_shared(pair, *pools, rotary)
+    _check_written(pair, *pools, scales, rotary)
     batch = k.shape[0] if cu is None else cu.shape[0] - 1
     if batch < 0:
         raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
@@ -161,19 +164,42 @@ def _check_new(
     return k, v
 
 
-def _check_shared(
-    pair: tuple[torch.Tensor, torch.Tensor], k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary
+def _check_written(
+    pair: tuple[torch.Tensor, torch.Tensor], k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales, rotary: Rotary
 ) -> None:
-    """Raise InvalidProblem for new values that are not those of a cache whose values are columns of its keys."""
-    if is_traced(*pair, k_cache, v_cache) or not is_shared(k_cache, v_cache):
+    """Raise InvalidProblem for what is expanded and would be written, and, of a cache whose values are columns of its keys,
+    for new values, or scales, that are not those of the keys.
+    """
+    if is_traced(*pair, k_cache, v_cache):
+        return
+    written = {"k_cache": k_cache, "v_cache": v_cache}
+    written |= {n: s for n, s in zip(("k_scale", "v_scale"), scales, strict=True) if s is not None and scaling_of(s) == "token"}
+    for name, tensor in written.items():
+        if 0 in tensor.stride() and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise InvalidProblem(f"{name} is expanded, with strides {tensor.stride()}; to be written it must be contiguous().")
+    if not is_shared(k_cache, v_cache):
         return
     if not is_shared(*(t if t.dim() == 4 else t[None] for t in pair)):
         raise InvalidProblem(
             f"v is a tensor of its own, and v_cache is the first {v_cache.shape[3]} columns of k_cache; v must be those of k: "
             f"k[..., :{v_cache.shape[3]}]."
         )
+    if not _are_one(*scales):
+        raise InvalidProblem(
+            f"v_scale is not k_scale, and v_cache is the first {v_cache.shape[3]} columns of k_cache, which are written once; "
+            "they must be the same: v_scale=k_scale."
+        )
     if rotary is not None:
         raise InvalidProblem("rotary is given and values are columns of keys, which it would rotate; rotate k's other columns.")
+
+
+def _are_one(k_scale: Maybe, v_scale: Maybe) -> bool:
+    """Whether both scales say the same; those of tokens, which are written, are one tensor. A GPU's numbers are not read."""
+    if k_scale is None or v_scale is None:
+        return k_scale is v_scale
+    if "token" in (scaling_of(k_scale), scaling_of(v_scale)):
+        return k_scale.data_ptr() == v_scale.data_ptr() and k_scale.stride() == v_scale.stride()
+    return k_scale.device.type != "cpu" or is_traced(k_scale, v_scale) or torch.equal(k_scale, v_scale)
 
 
 def _rotate(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, check_names, renamed
+from flashtile.problem.attention import MAX_HEAD_DIM
 from flashtile.problem.cache import Pages, check_split
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
@@ -117,7 +118,7 @@ def attention_cached(
         new.write(k_cache, v_cache)
         q, used = new.q, new.used
         others[-1] = used
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(pair or ()), *captured)):
+    if _wants_gradients(q, pair, captured):
         pools = (k_cache.detach(), v_cache.detach())
         return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
     out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
@@ -154,3 +155,11 @@ def _refuse(
             "flashtile.attention(q, *cache.dense(), seqused_k=cache.seqused), less cache.first_k where there is one"
         )
         raise NotSupported("attention_cached", {"flashtile": [reason]})
+    wide = three[1].shape[3]
+    if wide > MAX_HEAD_DIM and _wants_gradients(three[0], pair, captured):
+        reason = f"head_dim is {wide}; gradients go up to {MAX_HEAD_DIM}, without them call it under torch.no_grad()"
+        raise NotSupported("gradients of attention_cached", {"flashtile": [reason]})
+
+
+def _wants_gradients(q: torch.Tensor, pair: Any, captured: list[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(pair or ()), *captured))

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from flashtile.errors import InvalidProblem
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.cache.stored import Scales
 from flashtile.torch.cache.tensors import check_lengths, check_pools, check_scale, check_table, gather, int32
+from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_traced
 
 
@@ -33,7 +35,8 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         check_pools(self.k, self.k, self.v, False, "k")
-        batch = self.k.shape[0] if self.page_table is None else len(self.page_table)
+        columns = getattr(self.page_table, "shape", ())
+        batch = columns[0] if columns else self.k.shape[0]  # what is no table is told next
         check_table(self.k, self.page_table, batch, False)
         int32("seqused", self.seqused, self.k, batch)
         if self.first_k is not None:
@@ -73,6 +76,8 @@ class PagedCache:
         of the pools raise InvalidProblem on the CPU; on a GPU they are clamped into them. A cache of 8 bits becomes `dtype`,
         float32 if None, times its scales.
         """
+        if dtype is not None and dtype not in DTYPES:
+            raise InvalidProblem(f"dtype is {dtype!r}; it must be torch.float16, bfloat16, float32, float64 or None.")
         batch = len(self.seqused)
         pages = check_table(self.k, self.page_table, batch, self.first_k is not None)
         used = int32("seqused", self.seqused, self.k)

@@ -30,9 +30,10 @@ def bytes_of(pool: torch.Tensor) -> torch.Tensor:
 
 def is_shared(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether values are the first columns of the keys, in the same memory."""
-    if k_cache.device.type == "meta":  # where nothing has an address
-        return False
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    if k_cache.device.type == "meta":  # where nothing has an address
+        one = k_cache.untyped_storage() is v_cache.untyped_storage()
+        same = same and one and k_cache.storage_offset() == v_cache.storage_offset()
     return same and v_cache.shape[3] <= k_cache.shape[3] and v_cache.shape[:3] == k_cache.shape[:3]
 
 

@@ -17,6 +17,7 @@ from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
+SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # of scales
 CALLED = {"k": "k_cache", "v": "v_cache"}  # what errors of the dense problem call them
 
 
@@ -103,8 +104,9 @@ def check_scale(name: str, scale: Any, pool: torch.Tensor, batch: int) -> Maybe:
         number = plain(scale)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise InvalidProblem(f"{name} is a {type(scale).__name__}; it must be a float32 tensor, a number or None.")
-        if not (math.isfinite(number) and number > 0):
-            raise InvalidProblem(f"{name} is {told(number)}; it must be positive and finite.")
+        if not SMALLEST <= number <= LARGEST:
+            positive = "positive and finite" if not 0 < number < math.inf else "positive and finite in float32"
+            raise InvalidProblem(f"{name} is {told(number)}; it must be {positive}.")
         return torch.full((), number, dtype=torch.float32, device=pool.device).expand(batch, heads)
     check_kind(name, scale)
     if scale.dtype is not torch.float32:

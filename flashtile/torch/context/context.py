@@ -79,7 +79,7 @@ class Context:
 
         if self.mesh is None:
             return dist.group.WORLD
-        if self.method in TWO_AXES:
+        if self.method in TWO_AXES and hasattr(self.mesh, "ndim"):
             return self.mesh._flatten().get_group()  # torch keeps it
         return self.mesh.get_group() if hasattr(self.mesh, "get_group") else self.mesh
 

@@ -19,7 +19,7 @@ from flashtile.errors import NotSupported
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
-from flashtile.torch.routes.derivatives import is_dual_level
+from flashtile.torch.routes.derivatives import is_dual_level, is_mapped
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE
 from flashtile.torch.routes.operator import ATTENTION, BACKWARD, SECOND, TANGENT, Maybe, below_autograd, spread
 from flashtile.torch.routes.request import read
@@ -28,7 +28,12 @@ Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of
 
 
 class _Asked:
-    """What the operators are asked besides tensors: one value to those who take arguments apart."""
+    """What the operators are asked besides tensors: one value to those who take arguments apart.
+
+    duals: the tensors as they came, where forward mode is by itself: their tangents are there while its level is.
+    """
+
+    duals: Tensors = ()
 
     def __init__(self, wanted: int, text: str, *numbers: Any):
         self.wanted, self.numbers = wanted, (text, *numbers)
@@ -127,6 +132,7 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
     if makes_duals():
         duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
         if any(tangent is not None for _, tangent in duals):
+            runs.duals = () if transforms() else given
             made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
             out, lse, tout, tlse = made
             return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse), None
@@ -215,6 +221,8 @@ class _Backward(torch.autograd.Function):
         dout, dlse, *given = ctx.saved_tensors
         if all(g is None for g in grads):
             return (None,) * (6 + len(given))
+        if isinstance(ctx.runs, Prepared) and is_mapped(grads):
+            raise _refuse("a batch of second derivatives", ctx.runs, "take one after another, or torch.func.hessian")
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
         along = any(ctx.needs_input_grad[1:3])
         if any(ctx.needs_input_grad[6:]):
@@ -309,16 +317,16 @@ class _Dual(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * (1 + len(rest))
 
-        def first(runs: Any, arriving: Tensors) -> list[Maybe]:
+        def first(runs: Any, arriving: Tensors, at: Tensors) -> list[Maybe]:
             kept = (out, lse, out.new_empty(0))
             if out.dtype is torch.float32:  # whose backward wants more of its forward
                 kept = _Attention.apply(runs, *given)
-            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *given))
+            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *at))
 
         if all(g is None for g in along):
-            return None, *first(runs, arriving), *(None for _ in moved)
+            return None, *first(runs, arriving, runs.duals or given), *(None for _ in moved)
         second = _placed(runs, given, _Second.apply(runs, False, *along, *arriving, *given, *moved))
-        return None, *second, *first(runs.wanting(_bits(given, moved)), along)
+        return None, *second, *first(runs.wanting(_bits(given, moved)), along, given)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
