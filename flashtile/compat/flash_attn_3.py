@@ -168,9 +168,10 @@ def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None
 
 
 def _refuse(name: str, qv: Any, descales: tuple[Any, ...], attention_chunk: int, num_splits: int, sm_margin: int) -> None:
+    fp8 = "a descale is given; there is no fp8 but in a cache, by flashtile.attention_cached(k_scale=, v_scale=)"
     refuse(name, {
         "qv is given; scores have one product of a query and a key": qv is not None,
-        "a descale is given; there is no fp8": any(d is not None for d in descales),
+        fp8: any(d is not None for d in descales),
         f"attention_chunk is {attention_chunk}; use flashtile.attention with a Document mask": attention_chunk != 0,
         f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1),
         f"sm_margin is {sm_margin}; kernels use every multiprocessor": sm_margin != 0,

@@ -104,6 +104,8 @@ def attention_cached(
     _refuse((q, k_cache, v_cache), scales, pair, captured)
     new = None
     if pair is not None:
+        if pair[0].dtype != q.dtype:
+            raise InvalidProblem(f"append's k is {pair[0].dtype} and q is {q.dtype}; they must have one dtype.")
         if pair[0].shape[0] != q.shape[0]:
             raise InvalidProblem(
                 f"append's k has shape {tuple(pair[0].shape)} and q {tuple(q.shape)}; they must have as many "
