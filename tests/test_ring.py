@@ -110,7 +110,7 @@ def test_a_part_of_the_keys_gets_its_share(
     backend: str, place: torch.device, monkeypatch: pytest.MonkeyPatch, front: Front, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ask = sdpa._ask
-    monkeypatch.setattr(sdpa, "_ask", lambda *given, **how: ask(*given, options=Options(backend=backend), **how))
+    monkeypatch.setattr(sdpa, "_ask", lambda *given, **how: ask(*given, **{**how, "options": Options(backend=backend)}))
     monkeypatch.setattr(asked, "DEFAULT", Options(backend=backend))
     check(ring(dtype, place), cuts, front)
 

@@ -17,8 +17,8 @@ from flashtile.jax.run import NAMES, run
 from flashtile.plan.buffers import cached_buffers
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
-from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem, Pages, check_split, default_split
+from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import Lengths
 from flashtile.problem.mask import make_mask
@@ -119,7 +119,7 @@ def attention_cached(
         raise InvalidProblem(f"implementation is {implementation!r}; it must be None, 'triton' or 'xla'.")
     q, k_cache, v_cache = (jnp.asarray(t) for t in (q, k_cache, v_cache))
     _check_pools(q, k_cache, v_cache, "q")
-    batch, seqlen_q, heads_q, head_dim = q.shape
+    batch, head_dim = q.shape[0], q.shape[3]
     if k_cache.shape[3] != head_dim:
         raise InvalidProblem(f"k_cache has head_dim {k_cache.shape[3]} and q has {head_dim}; they must be equal.")
     given = {"q": q, "k": k_cache, "v": v_cache}
@@ -133,10 +133,9 @@ def attention_cached(
         given["sink"] = jnp.asarray(sink)
     score = () if softcap is None else (ScoreSpec(Softcap, Softcap(softcap).scalars(), ()),)
     held = None if sink is None else TensorSpec(given["sink"].shape, NAMES[given["sink"].dtype])
-    problem = AttentionProblem(
-        batch, seqlen_q, pages.capacity, heads_q, k_cache.shape[2], head_dim, v_cache.shape[3], DType(NAMES[q.dtype]),
-        make_mask(causal, window, None), score, scale, returns_lse=return_lse, sink=held, lengths=Lengths(used_k=True),
-    )  # fmt: skip
+    keys, values = ((batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
+    wanted = Wanted(make_mask(causal, window, None), score=score, scale=scale, sink=held, returns_lse=return_lse)
+    problem = describe((q.shape, keys, values), DType(NAMES[q.dtype]), wanted, batch, Lengths(used_k=True))
     chosen = default_split(problem, pages) if split is None else check_split(number(split), pages)
     step = Cached(CachedProblem(problem, pages, chosen), None if implementation == "xla" else implementation)
     made: Any = _attend(step, implementation, *(given[b.name] for b in step.inputs()))

@@ -154,7 +154,9 @@ def is_grouped(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
 
 def interleaves(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
     """Whether tiles of grouped heads walk their queries once for all heads of a group (docs/lab/hopper-backward.md)."""
-    return is_grouped(problem, launch) and (problem.band.right is None or queries_bytes(problem) > GROUPED_BYTES)
+    if not is_grouped(problem, launch) or paired(problem):  # a second entry's ds is brought back head by head
+        return False
+    return problem.band.right is None or queries_bytes(problem) > GROUPED_BYTES
 
 
 def is_of_documents(problem: AttentionProblem) -> bool:

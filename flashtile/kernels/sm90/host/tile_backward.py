@@ -337,7 +337,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         rotates=rotates(p, split),
         joined=launch.joined and launch.stages == launch.stages_dout,
         converts=launch.converts,
-        interleaves=launch.interleaves and p.group > 1,
+        interleaves=launch.interleaves and p.group > 1 and not paired(p),
     )
 
 
