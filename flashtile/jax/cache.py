@@ -17,7 +17,7 @@ from flashtile.jax.run import NAMES, run
 from flashtile.plan.buffers import cached_buffers
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
-from flashtile.problem.cache import CachedProblem, Pages, check_split, default_split
+from flashtile.problem.cache import CachedProblem, Pages, check_split, contiguous, default_split
 from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import Lengths
@@ -221,11 +221,7 @@ def _pages(k_cache: Any, page_table: Any, batch: int, first: bool) -> Pages:
     """The Pages of a cache; InvalidProblem for a table that is none."""
     count, size = k_cache.shape[:2]
     if page_table is None:
-        if count != batch:
-            raise InvalidProblem(
-                f"k_cache has {count} items and the batch {batch}; they must be equal, or page_table say which page is whose."
-            )
-        return Pages(count, size, 1, False, first)
+        return contiguous(count, size, batch, first)
     table = jnp.asarray(page_table)
     if table.dtype != jnp.int32 or table.ndim != 2 or table.shape[0] != batch:
         raise InvalidProblem(f"page_table is {table.dtype} of shape {table.shape}; it must be int32 ({batch}, columns).")

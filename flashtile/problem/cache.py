@@ -54,6 +54,15 @@ class Pages:
         return f"pages={shape}{'' if self.table else ':contiguous'}{':first' if self.first else ''}"
 
 
+def contiguous(items: int, rows: int, batch: int, first: bool) -> Pages:
+    """The Pages of a cache without a table: item i has all rows of page i. Raises InvalidProblem where there are others."""
+    if items != batch:
+        raise InvalidProblem(
+            f"k_cache has {items} items and the batch {batch}; they must be equal, or page_table say which page is whose."
+        )
+    return Pages(items, rows, 1, False, first)
+
+
 def check_split(split: Any, pages: Pages) -> int:
     """The keys of one part, 0 for one pass; InvalidProblem for what is no such number."""
     if isinstance(split, bool) or not isinstance(split, int) or split < 0 or split % SPLIT_STEP:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
-from flashtile.problem.cache import Pages
+from flashtile.problem.cache import Pages, contiguous
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.stored import STORED, Maybe, Scales, bytes_of, number_of
 from flashtile.torch.call.lengths import Given
@@ -52,11 +52,7 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
     """The Pages of a cache; InvalidProblem for a table that is none."""
     count, size = k_cache.shape[:2]
     if page_table is None:
-        if count != batch:
-            raise InvalidProblem(
-                f"k_cache has {count} items and the batch {batch}; they must be equal, or page_table say which page is whose."
-            )
-        return Pages(count, size, 1, False, first)
+        return contiguous(count, size, batch, first)
     if not isinstance(page_table, torch.Tensor):
         raise InvalidProblem(f"page_table is a {type(page_table).__name__}; it must be a torch.Tensor or None.")
     if page_table.dtype is not torch.int32:
