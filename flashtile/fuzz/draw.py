@@ -157,7 +157,8 @@ def _for_hopper(case: Case, dice: random.Random) -> Case:
     )
     sink = "" if case.where else case.sink
     fixed = [name for name, keeps in (("score", stored), ("sink", dice.random() < 0.2)) if not keeps]
-    return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype)
+    delta = case.delta if dice.random() < 0.1 else "rounded"
+    return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype, delta=delta)
 
 
 def draw(given: Variant, number: int) -> Case:
