@@ -106,6 +106,7 @@ def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:
         ("usp", "zigzag", "causal", torch.bfloat16, 4), ("usp", "zigzag", "packed window", torch.float32, 4),
         ("usp", "zigzag", "alibi", torch.float32, 4), ("usp_ring", "zigzag", "seqused", torch.float32, 4),
         ("usp_ring", "contiguous", "sink", torch.float32, 8), ("usp_ring", "zigzag", "packed causal", torch.float32, 4),
+        ("usp", "zigzag", "dropout", torch.float32, 4), ("usp_ring", "contiguous", "dropout of a window", torch.float32, 4),
     ]  # fmt: skip
     for method, layout, feature, dtype, heads_kv in laws:
         found = judge(Case(method, layout, feature, dtype, heads_kv), Context(mesh, method, layout), 0)

@@ -65,7 +65,7 @@ def attention_varlen(
             if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total / ranks, heads, head_dim).")
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
-        want, method = checked(q, k, v, context, **{**DEFAULTS, **arguments})
+        want, method = checked(q, k, v, context, packed=True, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
         given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse = bool(arguments.get("return_lse", False))
@@ -74,6 +74,7 @@ def attention_varlen(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     agree(context, {"varlen": "yes", **told}, values=lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
+    want = want.with_seed(context, q.device)
     if method == "ulysses":
         lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
@@ -98,6 +99,8 @@ def attention_of_items(
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
         want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
+        if want.dropout is not None:
+            raise NotSupported("attention over ranks", {"torch": ["dropout of items that the caller has worked out"]})
         given = given_lengths(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most)
         assert given is not None
         given.check(q)
