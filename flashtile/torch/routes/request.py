@@ -211,7 +211,7 @@ class Request:
             given = Given(some, *most, alike=packing not in (APART, KV))
             given.check(q)
             batch, lengths, longest = given.batch(q), given.lengths(q.shape[1], k.shape[1]), given.longest
-        origin = next((kind for kind in ORIGINS if kind == self.parts.get("origin")), None)
+        origin = {str(kind): kind for kind in ORIGINS}.get(self.parts.get("origin", ""))
         asked = Wanted(band, where, blocks, score, scale, sink, dropout, self.parts["lse"] == "1", self.options, origin)
         problem = describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], asked, batch, lengths, longest)
         return Named(problem, self.options, packing, given)
