@@ -26,6 +26,7 @@ from tests.distributed.volumes import (
     a_window_fetches_its_halo_alone,
     degrees_of_diffusers,
     heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
+    keys_by_groups_of_heads_are_under_way_while_others_are_computed,
 )
 
 
@@ -44,6 +45,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             a_window_fetches_its_halo_alone,
             names_of_ring_flash_attn,
             *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
+            *((keys_by_groups_of_heads_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
         )
     }

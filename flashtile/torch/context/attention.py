@@ -22,7 +22,7 @@ from flashtile.torch.call.inputs import check_arguments, check_tensors, modifier
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
-from flashtile.torch.context.collectives import Exchange, Fetch, Gather, dealt, ordered
+from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered
 from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
@@ -35,6 +35,9 @@ from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
 from flashtile.torch.routes.local import attention as attend
 from flashtile.torch.routes.traced import autocast
+
+MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
+ROWS, TILES = 128, 512  # queries of a tile; tiles that fill the 132 processors of an H100 about four times
 
 
 @eagerly
@@ -127,15 +130,59 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
     """(out, lse or None): a call for each run of queries, beside the first keys of all, or those of its window."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
     band = want.band if want.dropout is None else Band(None, want.band.right)  # a halo's keys begin anywhere
-    there, have = gathered_keys(q, k, v, context, band)
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
-    made: list[Any] = []
-    for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
-        arguments = want.piece(piece, shift)
-        made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
-    if not return_lse:
-        return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
-    return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+
+    def attend_group(q: torch.Tensor, there: Keys, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+        made: list[Any] = []
+        for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
+            arguments = want.piece(piece, shift)
+            made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
+        if not return_lse:
+            return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
+        return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+
+    return by_groups(q, k, v, context, want, band, attend_group)
+
+
+def by_groups(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
+    attend_group: Callable[[torch.Tensor, Keys, Fetched, Wanted], tuple[torch.Tensor, Any]],
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """(out, lse or None) of `attend_group` with the keys that a rank's queries need (`gathered_keys`).
+
+    Where it pays, group by group of heads: all groups' keys are under way before the first is attended, and in the backward the
+    gradients of one group's keys are, while the group before is computed. Every head's numbers are as in one call.
+    """
+    groups = head_groups(q, k, context)
+    lengths = q.shape[1] * context.ranks, k.shape[1] * context.ranks
+    have = fetched(context.layout, lengths, context.ranks, band)[context.rank]
+    if have.halo or groups == 1:
+        return attend_group(q, *gathered_keys(q, k, v, context, band), want)
+    widths, heads = (k.shape[3], v.shape[3]), q.shape[2] // groups
+    returning = Returning()
+    parts = Grouped.apply(torch.cat([k, v], -1), groups, returning)  # pyright: ignore[reportGeneralTypeIssues]
+    coming = [Gathering(part, context) for part in parts]
+    made: list[tuple[torch.Tensor, Any]] = []
+    for i, part in enumerate(parts):
+        whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
+        there, some = Keys(*whole.split(widths, -1), *sums.split(widths, -1)), slice(i * heads, (i + 1) * heads)
+        made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
+    out = torch.cat([out for out, _ in made], 2)
+    return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
+
+
+def head_groups(q: torch.Tensor, k: torch.Tensor, context: Context) -> int:
+    """In how many groups of heads keys are gathered: a power of two that divides those of k; 1 where nothing would be hidden.
+
+    A call of a group has at least TILES tiles, so that a GPU is busy with it. Transport on a CPU takes the same cores.
+    """
+    if q.device.type == "cpu" or context.ranks == 1:
+        return 1
+    rows = q.shape[1] // (2 if context.layout == "zigzag" else 1)
+    tiles, groups = q.shape[0] * q.shape[2] * (rows // ROWS), 1
+    while groups < MOST_GROUPS and k.shape[2] % (2 * groups) == 0 and tiles // (2 * groups) >= TILES:
+        groups *= 2
+    return groups
 
 
 def over_mesh(

@@ -82,6 +82,14 @@ class Wanted:
                 return Document(queries, queries if leaf.keys is leaf.queries else gathered(leaf.keys, context, -1))
             return KeyPadding(gathered(leaf.keep, context, -1)) if isinstance(leaf, KeyPadding) else leaf
 
+        return self.leafwise(entire).of_group(heads, (heads.stop - heads.start) * context.ranks)
+
+    def of_group(self, heads: slice, of: int) -> Wanted:
+        """The same of some heads of q, of so many; masks are those of all heads."""
+        count = heads.stop - heads.start
+        if count == of:
+            return self
+
         def part(modifier: Any) -> Any:
             if isinstance(modifier, (Alibi, Relative)):
                 return type(modifier)(modifier.slopes[..., heads])
@@ -90,10 +98,11 @@ class Wanted:
             return modifier
 
         sink, dropout = None if self.sink is None else self.sink[heads], self.dropout
-        if dropout is not None and context.ranks > 1:
-            some = heads.stop - heads.start
-            dropout = replace(dropout, origin=Origin(head=heads.start, heads=some, more=some * (context.ranks - 1)))
-        return replace(self.leafwise(entire), score=tuple(map(part, self.score)), sink=sink, dropout=dropout)
+        if dropout is not None:
+            there = dropout.origin or Origin()
+            origin = replace(there, head=there.head + heads.start, heads=count, more=there.more + of - count)
+            dropout = replace(dropout, origin=origin)
+        return replace(self, score=tuple(map(part, self.score)), sink=sink, dropout=dropout)
 
     def with_seed(self, context: Context, device: torch.device) -> Wanted:
         """The same with one seed of all ranks: the first one's where each would draw its own."""
