@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.problem import dropout
+from flashtile.problem.attention import AttentionProblem
 from flashtile.triton_glue.language import constexpr, jit, tl
 
 ROUNDS = constexpr(dropout.ROUNDS)
@@ -14,6 +15,13 @@ WHOLE = constexpr(2.0**32)
 WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 WORD = constexpr(dropout.WORD)
 HEADS_STEP, ROWS_STEP, KEYS_STEP = (constexpr(step) for step in dropout.LATTICE)
+
+
+def origin_refusals(p: AttentionProblem) -> list[str]:
+    """What kernels have against a call's place in a larger one."""
+    if p.origin != "any":
+        return []
+    return [f"dropout's origin is not aligned; queries and keys must follow one another, from multiples of {dropout.GRAIN}"]
 
 
 class Seed(NamedTuple):
@@ -30,6 +38,11 @@ class Seed(NamedTuple):
     above: tl.tensor  # or up
     factor: tl.tensor  # 1 / (1 - p)
     zero: tl.tensor
+    head: tl.tensor  # from here on the call's Origin, of steps that are 1
+    heads: tl.tensor
+    more: tl.tensor
+    query: tl.tensor
+    key: tl.tensor
 
 
 @jit
@@ -52,9 +65,23 @@ def load_seed(score_args, T: tl.constexpr):
         factor = args[2]
         if T.wide:
             factor = WHOLE / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
-        return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2])
+        zero = args[2] - args[2]
+        if len(args) == 3:
+            return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, zero, 0, 1, 0, 0, 0)
+        else:
+            head, heads, more = tl.load(args[0] + 4), tl.load(args[0] + 5), tl.load(args[0] + 6)
+            query, first = tl.load(args[0] + 7), tl.load(args[0] + 8)
+            return Seed(
+                low, high, offset, dither, limit, rest, flip, below, above, factor, zero, head, heads, more, query, first
+            )
     else:
-        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
+        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0, 0, 1, 0, 0, 0)
+
+
+@jit
+def placed(seed, batch_head, row, key):
+    """The same positions in the larger call that the Seed's Origin says. Without one compilers fold this away."""
+    return batch_head + batch_head // seed.heads * seed.more + seed.head, row + seed.query, key + seed.key
 
 
 @jit
@@ -97,6 +124,7 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
     T.modifiers.dropout the answer is 0, unread.
     """
     if T.modifiers.dropout:
+        batch_head, row, key = placed(seed, batch_head, row, key)
         LINES: tl.constexpr = T.block_k if BY_KEY else T.block_q
         COLUMNS: tl.constexpr = T.block_q if BY_KEY else T.block_k
         line, column = tl.arange(0, LINES // 2), tl.arange(0, COLUMNS // 4)  # without bit 3; without bits 0 and 3

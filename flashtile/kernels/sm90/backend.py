@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from flashtile.errors import NotSupported
 from flashtile.kernels.device.available import NO_TRITON
+from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
@@ -91,7 +92,7 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        reasons += uneven_refusals(p)
+        reasons += uneven_refusals(p) + origin_refusals(p)
         reasons += block_refusals(p, device)
         if p.empty:
             reasons.append("there is no score at all")
