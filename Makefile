@@ -37,6 +37,7 @@ check: .venv/.ready
 compile: .venv/.ready
 	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)
 	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.audit.matrix --jobs $(JOBS)
+	$(PY) -m pytest -n $(JOBS) -m whole tests/compile
 	TRITON_INTERPRET=0 $(PY) benchmarks/tiles.py --list sm90 --check benchmarks/results/tiles-h200.csv
 
 gpu: .venv/.ready
