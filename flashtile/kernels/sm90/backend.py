@@ -55,6 +55,7 @@ from flashtile.triton_glue.language import JitTuple
 
 MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not fit its registers
 FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
+FEW_KEYS = 15  # of an item on average, likewise: of so few lengths often leave one, whose out dropout's factor rounds
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 
 
@@ -114,6 +115,11 @@ class HopperBackend:
             reasons.append(
                 f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
                 "which more would average"
+            )
+        elif p.dropout is not None and p.lengths.ragged and p.span_k <= FEW_KEYS * items and is_small(p):
+            reasons.append(
+                f"there is dropout, and an item of a small problem has up to {FEW_KEYS} keys on average, of which its length "
+                "may leave one: dq and dk are 0 then, and here what out was rounded by"
             )
         if p.exact_delta:
             reasons.append("delta is to be exact; here it is of the rounded out, and no pass walks the keys before it is used")
