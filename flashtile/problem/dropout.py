@@ -31,6 +31,12 @@ WORD = 0xFFFFFFFF
 LATTICE = (0xD1B54A33, 0xABC98389, 0x8CB92BA7)  # of heads, queries, keys: the ratio's powers in units of 2^-32, odd
 
 
+def no_dropout(value: object) -> InvalidProblem:
+    """The error for what is no dropout, with what to write for it."""
+    remedy = " Dropout(p) drops with probability p." if isinstance(value, float) else ""
+    return InvalidProblem(f"dropout is {value!r}; it must be a flashtile.Dropout or None.{remedy}")
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Zero each probability with chance `p`, 0 <= p < 1, and multiply the others by 1 / (1 - p).
