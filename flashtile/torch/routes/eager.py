@@ -16,6 +16,7 @@ from flashtile.torch.call.describe import (
     exactly,
     layout_of,
     make_problem,
+    origin_kind,
     rows_of,
     seed_key,
     wants_grad,
@@ -70,7 +71,8 @@ def prepare_call(
             captured += (sink,)
             key += ("sink", sink.shape, layout_of(sink), sink.dtype, sink.device, wants_grad(sink), sink.is_neg())
         if dropout is not None:
-            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or seed_key(dropout.seed))
+            seed = dropout.seed is None or seed_key(dropout.seed)
+            key += ("dropout", dropout.p, type(dropout), seed, origin_kind(dropout))
         if given is not None:
             key += given.key()
         call = _CALLS.get(key)
