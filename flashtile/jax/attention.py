@@ -42,10 +42,10 @@ from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.problem.attention import AttentionProblem, Precision
 from flashtile.problem.describe import Wanted, describe
-from flashtile.problem.dropout import Dropout
+from flashtile.problem.dropout import Dropout, no_dropout
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
-from flashtile.problem.mask import FULL, Band, Joined
+from flashtile.problem.mask import FULL, Band, Joined, no_mask
 from flashtile.problem.options import VARIANTS, Delta, Options
 from flashtile.problem.predicate import PredicateSpec, normal_form
 from flashtile.problem.score import Score, ScoreSpec
@@ -292,12 +292,12 @@ class _Rest:
         if not isinstance(self.score, (tuple, list)) or not all(isinstance(s, Score) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as Alibi(slopes).")
         if not (self.dropout is None or isinstance(self.dropout, Dropout)):
-            raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
+            raise no_dropout(self.dropout)
         if not isinstance(self.deterministic, bool):
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
         object.__setattr__(self, "options", Options(None, "auto", self.deterministic, self.precision, self.delta))
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
-            raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
+            raise no_mask("attend_to", self.attend_to)
 
     def modifiers(self, bias: Bias | None) -> tuple[Score, ...]:
         first = () if bias is None else (bias,)

@@ -75,6 +75,12 @@ def placed(words: Any, batch: Any, head: Any, row: Any, key: Any, heads_q: int) 
     return batch * (heads_q + more) + head + first, row * query_step + query, key * key_step + start
 
 
+def no_dropout(value: object) -> InvalidProblem:
+    """The error for what is no dropout, with what to write for it."""
+    remedy = " Dropout(p) drops with probability p." if isinstance(value, float) else ""
+    return InvalidProblem(f"dropout is {value!r}; it must be a flashtile.Dropout or None.{remedy}")
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Zero each probability with chance `p`, 0 <= p < 1, and multiply the others by 1 / (1 - p).

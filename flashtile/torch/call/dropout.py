@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.dropout import SEED_WORDS, Dropout, keep, placed
+from flashtile.problem.dropout import SEED_WORDS, Dropout, keep, no_dropout, placed
 from flashtile.problem.number import plain, told
 
 
@@ -77,7 +77,7 @@ def random_words(device: torch.device) -> torch.Tensor:
 def check_dropout(dropout: Any, device: torch.device) -> None:
     """Raise InvalidProblem unless it is a Dropout, of a seed for this device."""
     if not isinstance(dropout, Dropout):
-        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
+        raise no_dropout(dropout)
     if not (dropout.seed is None or isinstance(dropout.seed, int)):
         check_seed(dropout.seed, device)
 

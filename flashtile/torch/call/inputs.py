@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.number import is_scalar, plain, told
+from flashtile.problem.number import plain, told
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.call.lengths import Given
@@ -26,12 +26,17 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
     if scale is not None and not _is_number(scale):
         remedy = " A scale that is learned, or traced, multiplies q: attention(q * scale, k, v, scale=1.0)."
-        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.{remedy if is_scalar(scale) else ''}")
+        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.{remedy if hasattr(scale, 'shape') else ''}")
     if not isinstance(plain(return_lse), bool):
         raise InvalidProblem(f"return_lse is {told(return_lse)}; it must be True or False.")
     score = modifiers(score)
     if not isinstance(score, (tuple, list)):
-        raise InvalidProblem(f"score is {told(score)}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+        remedy = " A tensor that is added goes in as Bias(tensor)." if getattr(score, "shape", ()) else ""
+        if callable(score):
+            score, remedy = getattr(score, "__name__", score), " A score_mod goes into flashtile.compat.flex.flex_attention."
+        raise InvalidProblem(
+            f"score is {told(score)}; it must be a sequence of score modifiers, such as (Softcap(30.0),).{remedy}"
+        )
     for modifier in score:
         if not isinstance(modifier, Score):
             raise InvalidProblem(
