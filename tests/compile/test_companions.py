@@ -109,9 +109,10 @@ PRODUCTS = [
 @pytest.mark.parametrize("packages", [None, pytest.param(NEWEST, marks=WITH_NEWEST)], ids=["pinned", "newest"])
 def test_the_product_on_hopper(compiled: Compiled, packages: Path | None) -> None:
     """Its accumulator stays in registers, and no step waits for its own product."""
-    found = compiled("companion_code.py", "sm90", "--accesses", *PRODUCTS, packages=packages)
-    assert [kernel["kernel"] for kernel in found] == ["product", "product", "sum_columns"] * 2
-    for kernel in (found[i] for i in (0, 1, 3, 4)):
+    some = PRODUCTS if packages is None else PRODUCTS[:1]  # the newest Triton: of one dtype
+    found = compiled("companion_code.py", "sm90", "--accesses", *some, packages=packages)
+    assert [kernel["kernel"] for kernel in found] == ["product", "product", "sum_columns"] * len(some)
+    for kernel in (kernel for kernel in found if kernel["kernel"] == "product"):
         assert kernel["fits"], kernel
         assert kernel["registers"] <= 168, kernel  # three warpgroups
         assert not kernel["serialised"], kernel
