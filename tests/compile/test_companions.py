@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.compile.conftest import NEWEST, Compiled
+from tests.compile.covering import covering, some_whole
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -70,9 +72,22 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_hopper_code(compiled: Compiled, spelling: str) -> None:
-    found = [f for f in compiled("companion_code.py", "sm90", "--accesses", *SPELLINGS) if f["spelling"] == spelling]
+def traits(spelling: str) -> set[str]:
+    """Of an op: each tensor; each option and odd length by dtype; whether a row is short, long or too long for registers."""
+    op, tensors, options = re.fullmatch(r"(\w+)\(([^;]*);?(.*)\)", spelling).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    width = int(re.search(r"x(\d+):", tensors)[1])  # pyright: ignore[reportOptionalSubscript]
+    dtype = re.findall(r":(\w+)", tensors)[0]
+    choices = (f"{dtype} {option}" for option in (*options.split(";"), width % 16))
+    return {f"{op} {word}" for word in (*re.findall(r"(\w+)=", tensors), *choices, (width > 2048) + (width > 16384))}
+
+
+FEW = covering(SPELLINGS, traits)
+
+
+@pytest.mark.parametrize("spelling", some_whole(SPELLINGS, FEW))
+def test_hopper_code(compiled: Compiled, spelling: str, whole: bool) -> None:
+    some = [one for one in SPELLINGS if (one in FEW) != whole]
+    found = [f for f in compiled("companion_code.py", "sm90", "--accesses", *some) if f["spelling"] == spelling]
     assert len(found) >= 2
     for kernel in found:
         assert kernel["fits"], kernel
