@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flashtile.torch.api.blocks import Blocks
     from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
     from flashtile.torch.api.merge import merge
+    from flashtile.torch.api.quantize import Quantized, quantize
     from flashtile.torch.cache.append import append_to_cache
     from flashtile.torch.cache.attention import attention_cached
     from flashtile.torch.cache.paged import PagedCache
@@ -59,6 +60,7 @@ _HOMES = {
     "Position": ".problem.score",
     "Predicate": ".problem.mask",
     "Prefix": ".features.masks.prefix",
+    "Quantized": ".torch.api.quantize",
     "Score": ".problem.score",
     "Softcap": ".features.scores.softcap",
     "Stored": ".features.masks.stored",
@@ -75,6 +77,7 @@ _HOMES = {
     "dropout_mask": ".torch.call.dropout",
     "explain": ".explanation",
     "merge": ".torch.api.merge",
+    "quantize": ".torch.api.quantize",
     "use_tuning": ".kernels.portable.choose",
 }
 
@@ -96,6 +99,7 @@ __all__ = [
     "Position",
     "Predicate",
     "Prefix",
+    "Quantized",
     "Score",
     "Softcap",
     "Stored",
@@ -112,6 +116,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "merge",
+    "quantize",
     "use_tuning",
 ]
 

@@ -14,6 +14,7 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.predicate import Where, check_ends
 from flashtile.problem.score import ScoreSpec, TensorSpec
+from flashtile.problem.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Wanted:
     dropout: float | None = None
     returns_lse: bool = False
     options: Options = DEFAULT
+    stored: Stored | None = None
 
 
 def describe(
@@ -56,4 +58,5 @@ def describe(
         dtype=dtype, mask=wanted.mask, score=wanted.score, scale=wanted.scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=wanted.returns_lse, sink=wanted.sink, dropout=wanted.dropout,
         lengths=lengths, where=wanted.where, blocks=wanted.blocks, exact_delta=options.delta == "exact",
+        stored=wanted.stored,
     )  # fmt: skip

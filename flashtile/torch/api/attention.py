@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.nested import attend_jagged, is_jagged
+from flashtile.torch.api.stored import SCALES, attend_stored, is_stored
 from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
@@ -38,7 +39,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
-    **unknown: NoReturn,
+    **scales: torch.Tensor | float | None,
 ) -> Any:
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
@@ -60,7 +61,11 @@ def attention(
         positions (causal, window, score, dropout) count them alone. `KeyPadding` hides keys where they stand instead.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q); float64
         beside float64.
-    options: backend, backward variant, determinism, fp32 precision (`Options`).
+    options: backend, backward variant, determinism, fp32 precision, fp8 products (`Options`).
+    scales: k and v may both be of 8 bits: float8_e4m3fn, float8_e5m2 or int8, beside a q of 16. k_scale, v_scale: what a stored
+        number is multiplied by, float32 () for all, or a number; (heads_kv,); (batch, heads_kv); or of each token
+        (batch, seqlen_k, heads_kv). None is 1. q_scale: likewise, of a q that is float8_e4m3fn, with
+        Options(precision="fp8"). What is stored has no gradient; the others have those of 16-bit k and v.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
     no key gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it
@@ -73,9 +78,11 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    if unknown:
-        check_names("attention", unknown, EVERY)
+    if scales:
+        check_names("attention", scales, SCALES, EVERY)
     given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
+    if is_stored(k, options, scales):
+        return attend_stored((q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments, scales)
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
