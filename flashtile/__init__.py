@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from flashtile.problem.mask import Band, Predicate
     from flashtile.problem.options import Options
     from flashtile.problem.score import Captured, Position, Score
+    from flashtile.problem.statistics import Mass, Statistics
     from flashtile.torch.api.attention import attention
     from flashtile.torch.api.blocks import Blocks
     from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
     from flashtile.torch.api.merge import merge
     from flashtile.torch.api.quantize import Quantized, quantize
+    from flashtile.torch.api.statistics import qk_clip
     from flashtile.torch.cache.append import append_to_cache
     from flashtile.torch.cache.attention import attention_cached
     from flashtile.torch.cache.paged import PagedCache
@@ -54,6 +56,7 @@ _HOMES = {
     "Dropout": ".problem.dropout",
     "InvalidProblem": ".errors",
     "KeyPadding": ".features.masks.key_padding",
+    "Mass": ".problem.statistics",
     "NotSupported": ".errors",
     "Options": ".problem.options",
     "PagedCache": ".torch.cache.paged",
@@ -63,6 +66,7 @@ _HOMES = {
     "Quantized": ".torch.api.quantize",
     "Score": ".problem.score",
     "Softcap": ".features.scores.softcap",
+    "Statistics": ".problem.statistics",
     "Stored": ".features.masks.stored",
     "TopLeft": ".features.masks.top_left",
     "Tree": ".features.masks.tree",
@@ -77,6 +81,7 @@ _HOMES = {
     "dropout_mask": ".torch.call.dropout",
     "explain": ".explanation",
     "merge": ".torch.api.merge",
+    "qk_clip": ".torch.api.statistics",
     "quantize": ".torch.api.quantize",
     "use_tuning": ".kernels.portable.choose",
 }
@@ -93,6 +98,7 @@ __all__ = [
     "Dropout",
     "InvalidProblem",
     "KeyPadding",
+    "Mass",
     "NotSupported",
     "Options",
     "PagedCache",
@@ -102,6 +108,7 @@ __all__ = [
     "Quantized",
     "Score",
     "Softcap",
+    "Statistics",
     "Stored",
     "TopLeft",
     "Tree",
@@ -116,6 +123,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "merge",
+    "qk_clip",
     "quantize",
     "use_tuning",
 ]

@@ -121,6 +121,7 @@ def problems() -> Iterator[str]:
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad)"
         for head_dim in (64, 128, 256):
             yield f"attention(q=2x2048x8x{head_dim},kv=2048x2x{head_dim},{dtype},band=:0,dropout=0.1)"
+        yield f"attention(q=2x2048x8x128,kv=2048x2x128,{dtype},band=:0,dropout=0.1,origin=aligned)"
         yield f"attention(q=9x2048x8x64,kv=2048x2x64,{dtype},band=:0,sink=8:fp32:grad,dropout=0.1,varlen=9000x9000)"
     for head_dim in (64, 128, 256):
         for lengths in ("varlen=9000x9000", "used=qk"):
@@ -268,8 +269,8 @@ def jobs(targets: list[str], every: int = 1) -> list[Job]:
             assert isinstance(call, KernelCall)
             if only not in call.kernel.fn.__name__:
                 continue
-            dtype = AttentionProblem.parse(spelling).dtype
-            identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), dtype)
+            problem = AttentionProblem.parse(spelling)
+            identity = (target, call.kernel.fn.__name__, call.constants, *call.options.items(), problem.dtype, problem.origin)
             seen.setdefault((job.backend, *identity), job)
     for target, spelling in product(targets, directed_problems()):
         for job in directed_jobs(spelling, target):

@@ -9,6 +9,7 @@ from flashtile.plan.backend import Direction, Gradients
 from flashtile.plan.call import Buffer
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dropout import SEED_WORDS, Origin
 
 
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
@@ -24,8 +25,8 @@ def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     """q, k, v; the captured tensors `score.I.J`; `sink`; `q_scale`, `k_scale`, `v_scale` of what is stored; `seed`, the words
-    of dropout's (seed, offset); the tensors `mask.I.J` of predicates, those of block lists, and those that hold the items'
-    lengths.
+    of dropout's (seed, offset) and, if it has one, its Origin; the tensors `mask.I.J` of predicates, those of block lists, and
+    those that hold the items' lengths.
     """
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
@@ -36,7 +37,8 @@ def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
         captured.append(Buffer("sink", p.sink.shape, p.sink.dtype, "input"))
     captured += [Buffer(f"{n}_scale", shape, "fp32", "input") for n, shape in scale_shapes(p).items()]
     if p.dropout is not None:
-        captured.append(Buffer("seed", (4,), "int32", "input"))
+        words = SEED_WORDS if p.origin is None else SEED_WORDS + len(Origin().words)
+        captured.append(Buffer("seed", (words,), "int32", "input"))
     blocks = [Buffer(name, shape, "int32", "input") for name, shape in block_shapes(p).items()]
     lengths = [Buffer(n, (p.batch + n.startswith("cu_"),), "int32", "input") for n in p.lengths.tensors]
     return (
@@ -155,6 +157,20 @@ def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, .
         if n in direction.wanted
     )
     return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted), *tangents)
+
+
+def statistics_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, lse, and the wanted statistics: of rows `peak` and `entropy`, of keys `mass`."""
+    rows = shapes(p)["lse"]
+    made = {"peak": rows, "entropy": rows, "mass": (p.slabs, p.heads_q, p.span_k)}
+    outputs = (Buffer(n, shape, p.sum_dtype, "output") for n, shape in made.items() if n in direction.wanted)
+    return (*input_buffers(p), Buffer("lse", rows, p.sum_dtype, "input"), *outputs)
+
+
+def entropy_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, lse, the entropy with its gradient, and the wanted gradients of inputs."""
+    given = (Buffer(n, shapes(p)["lse"], p.sum_dtype, "input") for n in ("lse", "entropy", "dentropy"))
+    return (*input_buffers(p), *given, *_gradients(p, direction.wanted))
 
 
 def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.blocks import BlockSpec
-from flashtile.problem.dropout import check_chance, threshold
+from flashtile.problem.dropout import ORIGINS, OriginKind, check_chance, threshold
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band
@@ -30,6 +30,7 @@ FORMS = {  # how the parts of a spelling with a value are written
     "dropout": "dropout=NUMBER", "scale": "scale=NUMBER", "blocks": "blocks=QUERIESxKEYS", "varlen": "varlen=TOTAL_QxTOTAL_K",
     "where": "where=NAME(NUMBER;...;SHAPE:DTYPE;...)&...|...", "used": "used=q, used=k or used=qk",
     "stored": "stored=DTYPE:K_SCALE:V_SCALE, with :Q_SCALE behind it where q is stored too",
+    "origin": "origin=aligned or origin=any",
 }  # fmt: skip
 DTYPES = tuple(dtype.value for dtype in DType)
 NUMBERS = (
@@ -52,10 +53,10 @@ class AttentionProblem:
     varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
-    probability is dropped; None for 0. `exact_delta`: below float32's grade the backward forms delta of the probabilities
-    themselves, as `Options(delta="exact")` has it.
-    `stored`: k and v are of 8 bits, with scales; q too where it says so, and `dtype` is then that of out alone. `precision`
-    "fp8" multiplies them as they are stored, and nothing else has it.
+    probability is dropped; None for 0. `origin`: the kind of the Origin by whose positions; None for the call's own.
+    `exact_delta`: below float32's grade the backward forms delta of the probabilities themselves, as
+    `Options(delta="exact")` has it. `stored`: k and v are of 8 bits, with scales; q too where it says so, and `dtype` is then
+    that of out alone. `precision` "fp8" multiplies them as they are stored, and nothing else has it.
     """
 
     batch: int
@@ -78,6 +79,7 @@ class AttentionProblem:
     where: Where = ()
     blocks: BlockSpec | None = None
     exact_delta: bool = False
+    origin: OriginKind | None = None
     stored: Stored | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +116,10 @@ class AttentionProblem:
         if self.dropout is not None:
             check_chance(self.dropout)
             object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
+        if self.origin not in (None, *ORIGINS):
+            raise InvalidProblem(f"origin is {self.origin!r}; it must be 'aligned', 'any' or None.")
+        if self.dropout is None:
+            object.__setattr__(self, "origin", None)
         for name in ("deterministic", "returns_lse", "exact_delta"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
@@ -282,6 +288,8 @@ class AttentionProblem:
             parts.append(f"sink={self.sink.spell()}")
         if self.dropout is not None:
             parts.append(f"dropout={self.dropout!r}")
+        if self.origin is not None:
+            parts.append(f"origin={self.origin}")
         if self.scale != 1.0 / math.sqrt(self.head_dim):
             parts.append(f"scale={self.scale!r}")
         if self.dtype is DType.FP32:
@@ -346,6 +354,10 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(sink=TensorSpec.parse(value))
     if name == "dropout":
         return dict(dropout=float(value))
+    if name == "origin":
+        if value not in ORIGINS:
+            raise ValueError(value)
+        return dict(origin=value)
     if name == "scale":
         return dict(scale=float(value))
     if name == "blocks":

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
+from flashtile.problem.dropout import OriginKind
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band
@@ -30,6 +31,7 @@ class Wanted:
     dropout: float | None = None
     returns_lse: bool = False
     options: Options = DEFAULT
+    origin: OriginKind | None = None
     stored: Stored | None = None
 
 
@@ -58,5 +60,6 @@ def describe(
         dtype=dtype, mask=wanted.mask, score=wanted.score, scale=wanted.scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=wanted.returns_lse, sink=wanted.sink, dropout=wanted.dropout,
         lengths=lengths, where=wanted.where, blocks=wanted.blocks, exact_delta=options.delta == "exact",
+        origin=wanted.origin,
         stored=wanted.stored,
     )  # fmt: skip

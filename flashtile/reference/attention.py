@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtile.problem.dropout import Dropout
+from flashtile.problem.dropout import Dropout, placed
 from flashtile.problem.dropout import keep as dropout_keep
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.predicate import normal_form
@@ -146,7 +146,10 @@ def attend_item(
         p, lse = torch.softmax(scores, -1).masked_fill(~keep, 0.0), lse.masked_fill(~sees, -math.inf)
     if dropout is not None:
         seed = dropout.seed if isinstance(dropout.seed, torch.Tensor) else torch.tensor([dropout.seed, 0])
-        kept = dropout_keep(dropout.p, at.batch, at.head, at.row, at.k, heads_q, seed.to(q.device))
+        where = at.batch * heads_q + at.head, at.row, at.k
+        if dropout.origin is not None:
+            where = placed(dropout.origin.words, at.batch, at.head, at.row, at.k, heads_q)
+        kept = dropout_keep(dropout.p, 0, *where, heads_q, seed.to(q.device))
         p = p * kept / (1.0 - dropout.p)
     return _product(p, v).transpose(1, 2), lse
 

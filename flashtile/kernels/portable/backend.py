@@ -8,6 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from flashtile.kernels.device.available import NO_TRITON, unavailable
+from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import captures, chain, form_of, sums_in_queries, uneven_refusals
 from flashtile.kernels.device.sums import sum_partials
@@ -73,7 +74,7 @@ class TritonBackend:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
         if problem.dtype is DType.FP64:
             reasons.append("dtype is fp64; supported are fp16, bf16 and fp32 (fp64 runs on the CPU)")
-        reasons += uneven_refusals(problem)
+        reasons += uneven_refusals(problem) + origin_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
                 reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")

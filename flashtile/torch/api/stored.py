@@ -48,6 +48,13 @@ def is_stored(k: Any, options: Any, named: Mapping[str, Any]) -> bool:
     return bool(named) and any(name in named for name in SCALES)
 
 
+def refuse_statistics(eight: bool) -> None:
+    """Raise NotSupported for statistics of 8 bits."""
+    if eight:
+        reason = "their passes read 16 bits and more; give k and v in q's dtype, times their scales"
+        raise NotSupported("statistics of attention of 8 bits", {"flashtile": [reason]})
+
+
 def attend_stored(packs: Any, given: Given | None, arguments: Arguments, scales: Mapping[str, Any]) -> Any:
     """What `attention`, or `attention_varlen` of (total, heads, head_dim), returns; `scales` by their names."""
     operands, arguments = prepared(packs, given, arguments, scales)

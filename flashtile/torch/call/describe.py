@@ -10,6 +10,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.describe import Wanted, describe
+from flashtile.problem.dropout import Dropout, OriginKind
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.mask import Joined, make_mask
 from flashtile.problem.number import plain
@@ -43,17 +44,9 @@ def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | No
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
     wanted = Wanted(
-        band,
-        where,
-        blocks,
-        score_specs(score, q, batch),
-        scale,
-        sink_spec(sink, q),
-        _chance(dropout, q),
-        return_lse,
-        options,
-        None if stored is None else stored.kind,
-    )
+        band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options,
+        origin_kind(dropout), None if stored is None else stored.kind,
+    )  # fmt: skip
     return describe((q.shape, k.shape, v.shape), DTYPES[out_dtype(q)], wanted, batch, lengths, longest), options
 
 
@@ -92,6 +85,10 @@ def _chance(dropout: Any, q: torch.Tensor) -> float | None:
         return None
     check_dropout(dropout, q.device)
     return dropout.p
+
+
+def origin_kind(dropout: Dropout | None) -> OriginKind | None:
+    return None if dropout is None or dropout.origin is None else dropout.origin.kind
 
 
 def seed_key(seed: Any) -> Any:

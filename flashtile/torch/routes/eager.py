@@ -16,6 +16,7 @@ from flashtile.torch.call.describe import (
     exactly,
     layout_of,
     make_problem,
+    origin_kind,
     rows_of,
     seed_key,
     wants_grad,
@@ -73,7 +74,8 @@ def prepare_call(
             captured += stored.tensors
             key += ("stored", stored.kind, *((t.shape, layout_of(t), t.dtype, t.device, t.is_neg()) for t in stored.tensors))
         if dropout is not None:
-            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or seed_key(dropout.seed))
+            seed = dropout.seed is None or seed_key(dropout.seed)
+            key += ("dropout", dropout.p, type(dropout), seed, origin_kind(dropout))
         if given is not None:
             key += given.key()
         call = _CALLS.get(key)
