@@ -75,8 +75,9 @@ def attention(
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse), or with `returns`
     (out, `Statistics`). A query that sees no key gives out 0 and, without a sink, lse -inf. What no query of its item sees,
-    and padding, may hold NaN or Inf: it reaches nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from
-    which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
+    and padding, may hold NaN or Inf: it reaches nothing. One at a key that some query sees reaches that query, and may reach
+    others of its item and head from which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their
+    gradients alone.
 
     Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
     here can run; both before any launch. Tangents (forward mode) and second derivatives are computed too, in O(seqlen)
