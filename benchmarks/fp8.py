@@ -10,6 +10,8 @@ through all keys, as Hopper's units have it; `original` is that of our out again
 speed: full and causal, our bf16 forward, k and v in e4m3 under bf16 queries, e4m3 products, and these from 16-bit inputs, with
 quantisation. `of_bf16` is bf16's time over theirs.
 tiles: the portable forward of both kinds in the chosen tile and in candidates.
+simulated, without a GPU too: the same arithmetic in PyTorch, tile by tile, with float32 sums, and `unflushed` with one sum of
+13 bits, cut off every 32 keys; `stored` and `bf16` are beside the numbers before quantisation.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.execute.bound import Bound, device_of
 from flashtile.triton_glue.language import jit, tl
 
-SECTIONS = ("errors", "speed", "tiles")
+SECTIONS = ("errors", "speed", "tiles", "simulated")
 SHAPES = ("1x16384x16x128", "1x16384x16x64", "1x16384x16x256")
 KEYS = (8192, 32768, 131072, 524288, 1048576)
-QUERIES, HEAD_DIM, PARTS = 256, 128, 65536
+QUERIES, HEAD_DIM, PARTS, TILE = 256, 128, 65536, 128
+KINDS = ("gaussian", "sinks", "outliers", "offset in k", "mean in v")
 ROUNDS = 6
 FP8 = Options(precision="fp8")
 CANDIDATES = {
@@ -118,7 +121,7 @@ def rms(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 def errors(record: Record, told: argparse.Namespace, device: torch.device) -> None:
     for keys in told.keys:
-        for kind in ("gaussian", "sinks", "outliers", "offset in k", "mean in v"):
+        for kind in KINDS:
             for method in ("amax", "mean") if kind == "offset in k" else ("amax",):
                 row = {"section": "errors", "data": kind, "keys": keys, "method": method}
                 with record.attempt(**row):
@@ -141,6 +144,50 @@ def errors(record: Record, told: argparse.Namespace, device: torch.device) -> No
                         "stored": f"{rms(half[0, :, 0], half_truth):.3e}", "original": f"{rms(out[0, :, 0], original):.3e}",
                         "lse": f"{float((lse[0, 0] - true_lse).abs().max()):.1e}",
                     }  # fmt: skip
+                    print(*row.values(), flush=True)
+                    record.add(row)
+
+
+def cut(x: torch.Tensor, bits: int = 13) -> torch.Tensor:
+    """float32 with so many bits behind the first, the others cut off."""
+    return (x.view(torch.int32) & (-1 << (23 - bits))).view(torch.float32)
+
+
+def simulate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out of float32 numbers (rows, HEAD_DIM) with probabilities in e4m3: each tile's sum from zero, and one sum of 13 bits."""
+    acc, loose = torch.zeros_like(q), torch.zeros_like(q)
+    top, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
+    for start in range(0, len(k), TILE):
+        score = q @ k[start : start + TILE].T / math.sqrt(HEAD_DIM)
+        new = torch.maximum(top, score.amax(1, keepdim=True))
+        decay, p, top = (top - new).exp(), (score - new).exp(), new
+        total = total * decay + p.sum(1, keepdim=True)
+        p, values = (p * 256.0).to(torch.float8_e4m3fn).float(), v[start : start + TILE]
+        acc, loose = acc * decay + p @ values, loose * decay
+        for i in range(0, len(values), 32):
+            loose = cut(loose + cut(p[:, i : i + 32] @ values[i : i + 32]))
+    return acc / (256.0 * total), loose / (256.0 * total)
+
+
+def simulated(record: Record, told: argparse.Namespace, device: torch.device) -> None:
+    for keys in told.keys:
+        for kind in KINDS:
+            for method in ("amax", "mean") if kind == "offset in k" else ("amax",):
+                row = {"section": "simulated", "data": kind, "keys": keys, "method": method}
+                with record.attempt(**row):
+                    given = data(kind, keys, device)
+                    z = flashtile.quantize(*given, method=method)
+                    sides = zip(z.tensors, z.scales.values(), strict=True)
+                    wide = [t[0, :, 0].float() * s for t, s in sides]
+                    flushed, loose = simulate(*wide)
+                    truth = exact(*(t.double() for t in wide))[0]
+                    source = [t[0, :, 0].double() for t in given]
+                    original, half = exact(*source)[0], exact(source[0], *(t.double() for t in wide[1:]))[0]
+                    found = {"error": (flushed, truth), "unflushed": (loose, truth), "original": (flushed, original)}
+                    found["bf16"] = flashtile.attention(*given)[0, :, 0], original
+                    if method == "amax":
+                        found["stored"] = half, original
+                    row |= {name: f"{rms(*pair):.2e}" for name, pair in found.items()}
                     print(*row.values(), flush=True)
                     record.add(row)
 
@@ -226,12 +273,13 @@ def main() -> int:
     parser.add_argument("--keys", nargs="+", type=at_least_one, default=KEYS, help="multiples of 128")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
     told = parser.parse_args()
-    need_gpu(parser)
-    device = torch.device("cuda", 0)
+    if told.sections != ["simulated"]:
+        need_gpu(parser)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     record = Record(told.output, told.budget, machine(device, told.commit))
     for section in told.sections:
         if record.left() > 0:
-            {"errors": errors, "speed": speed, "tiles": tiles}[section](record, told, device)
+            {"errors": errors, "speed": speed, "tiles": tiles, "simulated": simulated}[section](record, told, device)
         else:
             record.leave(section)
     return record.end()
