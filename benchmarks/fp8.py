@@ -135,7 +135,8 @@ def errors(record: Record, told: argparse.Namespace, device: torch.device) -> No
                     loose = torch.empty(QUERIES, HEAD_DIM, device=device)
                     factor = float(z.q_scale * z.k_scale) / math.sqrt(HEAD_DIM) * math.log2(math.e)
                     flat = [t[0, :, 0].contiguous().view(torch.uint8) for t in z.tensors]
-                    unflushed[(QUERIES // 128,)](*flat, loose, keys, factor, 128, HEAD_DIM, num_warps=8)
+                    plain: Any = unflushed
+                    plain[(QUERIES // 128,)](*flat, loose, keys, factor, 128, HEAD_DIM, num_warps=8)
                     half = flashtile.attention(given[0], z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale)
                     half_truth = exact(given[0][0, :, 0].double(), *wide[1:])[0]
                     row |= {

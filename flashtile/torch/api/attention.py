@@ -92,7 +92,7 @@ def attention(
         refuse_statistics(eight)
         q, k, v = autocast(q, k, v) if autocasts() else (q, k, v)
         arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
-        lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        lengths: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k}
         for name, tensor in lengths.items():
             if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
                 raise NotSupported(f"statistics with {name} of bool", {"torch": ["give lengths, or hide keys by KeyPadding"]})
