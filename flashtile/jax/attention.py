@@ -37,6 +37,7 @@ from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
 from flashtile.jax.saved import Saved, under_names
 from flashtile.jax.step import Backward, Forward
+from flashtile.jax.stored import numbers_of
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
@@ -78,6 +79,8 @@ class Extras(TypedDict, total=False):
     backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
     deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
     delta: "exact" lets what cancels in a 16-bit row cancel, see `flashtile.Options`.
+    k_scale, v_scale: of key and value in float8_e4m3fn, float8_e5m2 or int8, float32 () for all, or a number; (K,); (B, K); or
+        of each token, as key without its last axis. They become numbers of query's dtype first, in memory.
     """
 
     softcap: float | None
@@ -90,6 +93,8 @@ class Extras(TypedDict, total=False):
     deterministic: bool
     precision: Precision
     delta: Delta
+    k_scale: Any
+    v_scale: Any
 
 
 @promotes
@@ -131,6 +136,7 @@ def dot_product_attention(
     given = query
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
+    key, value = numbers_of(query, key, value, _scales(extras))
     check_operands(query, key, value)
     rest = _Rest(**extras)
     lengths = {
@@ -196,6 +202,10 @@ def dot_product_attention_varlen(
         if x is not None and jnp.ndim(x) != 3:
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    scales = _scales(extras)
+    if scales or key.dtype != query.dtype:
+        starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        key, value = numbers_of(query, key, value, scales, lengths_of("cu_seqlens_k", starts))
     check_operands(query, key, value)
     scale, query = scaled("scale", scale, query)
     band = make_band(is_causal, local_window_size)
@@ -256,6 +266,11 @@ def mha(
         if value is not None:
             raise InvalidProblem(f"{name} is {value!r}; it must be left out: tiles and launches are chosen here.")
     return dot_product_attention(q, k, v, scale=sm_scale, is_causal=causal, backward=ways[backward_pass_impl])
+
+
+def _scales(extras: Any) -> dict[str, Any]:
+    """k_scale and v_scale, taken out of the options."""
+    return {name: extras.pop(name) for name in ("k_scale", "v_scale") if name in extras}
 
 
 def _check_names(function: str, extras: Any) -> None:

@@ -18,9 +18,10 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.problem.number import PLAIN, plain, told
 from flashtile.problem.predicate import PredicateSpec, Where, parse_where, spell_where
 from flashtile.problem.score import ScoreSpec, TensorSpec, broadcasts
+from flashtile.problem.stored import Stored
 
-Precision = Literal["tf32x3", "ieee", "tf32"]
-PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
+Precision = Literal["tf32x3", "ieee", "tf32", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")  # of fp32
 MAX_HEAD_DIM = 512
 LENGTHS = tuple(ALIKE.__dataclass_fields__)
 FORMS = {  # how the parts of a spelling with a value are written
@@ -28,6 +29,7 @@ FORMS = {  # how the parts of a spelling with a value are written
     "score": "score=NAME(NUMBER;...;SHAPE:DTYPE;...)+...", "sink": "sink=HEADS:DTYPE, or with :grad behind it",
     "dropout": "dropout=NUMBER", "scale": "scale=NUMBER", "blocks": "blocks=QUERIESxKEYS", "varlen": "varlen=TOTAL_QxTOTAL_K",
     "where": "where=NAME(NUMBER;...;SHAPE:DTYPE;...)&...|...", "used": "used=q, used=k or used=qk",
+    "stored": "stored=DTYPE:K_SCALE:V_SCALE, with :Q_SCALE behind it where q is stored too",
     "origin": "origin=aligned or origin=any",
 }  # fmt: skip
 DTYPES = tuple(dtype.value for dtype in DType)
@@ -53,7 +55,8 @@ class AttentionProblem:
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
     probability is dropped; None for 0. `origin`: the kind of the Origin by whose positions; None for the call's own.
     `exact_delta`: below float32's grade the backward forms delta of the probabilities themselves, as
-    `Options(delta="exact")` has it.
+    `Options(delta="exact")` has it. `stored`: k and v are of 8 bits, with scales; q too where it says so, and `dtype` is then
+    that of out alone. `precision` "fp8" multiplies them as they are stored, and nothing else has it.
     """
 
     batch: int
@@ -77,6 +80,7 @@ class AttentionProblem:
     blocks: BlockSpec | None = None
     exact_delta: bool = False
     origin: OriginKind | None = None
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -119,9 +123,17 @@ class AttentionProblem:
         for name in ("deterministic", "returns_lse", "exact_delta"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
-        if self.precision not in PRECISIONS:
+        if self.precision not in (*PRECISIONS, "fp8"):
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.dtype is not DType.FP32:
+        if not (self.stored is None or isinstance(self.stored, Stored)):
+            raise InvalidProblem(f"stored is {self.stored!r}; it must be a Stored or None.")
+        if self.stored is not None and self.stored.queries is not None:
+            object.__setattr__(self, "precision", "fp8")
+            if not self.dtype.is_narrow:
+                raise InvalidProblem(f"q, k and v are stored and out is {self.dtype}; it must be fp16 or bf16.")
+        elif self.precision == "fp8":
+            raise InvalidProblem("precision is 'fp8' and q is not stored; it must be e4m3, as flashtile.quantize returns it.")
+        elif self.dtype is not DType.FP32:
             object.__setattr__(self, "precision", "tf32x3")
         if self.float32_grade:  # which has it by itself
             object.__setattr__(self, "exact_delta", False)
@@ -224,6 +236,16 @@ class AttentionProblem:
         return min(most) <= 1 and self.sink is None
 
     @property
+    def multiplies_fp8(self) -> bool:
+        """Whether q, k and v are stored and multiplied so."""
+        return self.precision == "fp8"
+
+    @property
+    def dequantised(self) -> AttentionProblem:
+        """The same of q, k and v in `dtype`: what computes gradients."""
+        return self if self.stored is None else replace(self, stored=None, precision="tf32x3")
+
+    @property
     def empty(self) -> bool:
         """No visible score at all because a dimension is zero."""
         return self.batch == 0 or self.span_q == 0 or self.span_k == 0
@@ -247,6 +269,10 @@ class AttentionProblem:
         q = self.slabs * self.span_q * self.heads_q
         kv = self.slabs * self.span_k * self.heads_kv
         tensors = q * (self.head_dim + self.head_dim_v) + kv * (self.head_dim + self.head_dim_v)
+        if self.stored is not None and direction == "forward":  # bytes, and scales, which are left out
+            read = (kv + q if self.multiplies_fp8 else kv) * (self.head_dim + self.head_dim_v)
+            read -= q * self.head_dim_v if self.multiplies_fp8 else 0
+            return (tensors - read) * self.dtype.size_bytes + read + 4 * q
         if direction == "backward":  # reads q k v out dout lse, writes dq dk dv
             tensors = 2 * tensors + q * self.head_dim_v
         return tensors * self.dtype.size_bytes + 4 * q
@@ -281,6 +307,7 @@ class AttentionProblem:
             parts.append("lse")
         if self.exact_delta:
             parts.append("exact_delta")
+        parts += [] if self.stored is None else [self.stored.spell()]
         parts += self.lengths.spell()
         if self.where:
             parts.append("where=" + spell_where(self.where))
@@ -352,6 +379,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         if value not in ("q", "k", "qk"):
             raise ValueError(value)
         return dict(used_q="q" in value, used_k="k" in value)
+    if name == "stored":
+        return dict(stored=Stored.parse(value))
     if name == "deterministic" and not value:
         return dict(deterministic=True)
     if name == "lse" and not value:

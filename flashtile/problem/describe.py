@@ -15,6 +15,7 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.predicate import Where, check_ends
 from flashtile.problem.score import ScoreSpec, TensorSpec
+from flashtile.problem.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Wanted:
     returns_lse: bool = False
     options: Options = DEFAULT
     origin: OriginKind | None = None
+    stored: Stored | None = None
 
 
 def describe(
@@ -59,4 +61,5 @@ def describe(
         deterministic=bool(options.deterministic), returns_lse=wanted.returns_lse, sink=wanted.sink, dropout=wanted.dropout,
         lengths=lengths, where=wanted.where, blocks=wanted.blocks, exact_delta=options.delta == "exact",
         origin=wanted.origin,
+        stored=wanted.stored,
     )  # fmt: skip

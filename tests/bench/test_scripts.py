@@ -65,6 +65,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
         dict(MODELS={"mla-tiny": (2, 1, 24, 16)}, **TINY_CACHES), 4,
     ),
+    "fp8": (
+        ["--sections", "errors", "speed", "tiles", "simulated", "--shapes", "1x16x1x32", "--keys", "128", "--rounds", "1"],
+        dict(QUERIES=128, HEAD_DIM=32), 26,
+    ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
     "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 6),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),

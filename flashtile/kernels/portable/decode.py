@@ -29,7 +29,7 @@ class Packing:
     page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
     begins early.
 
-    stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
+    stored, k_scale, v_scale: as `problem.stored.Stored` has them, "" for a cache of the queries' dtype. native:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
     fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
     """

@@ -25,6 +25,7 @@ Correction = Literal["", "after", "before"]
 # (6 x 4096, 12 heads of 64, causal) keys 4.9 ms instead of 6.0, queries 3.3 instead of 3.6, fused 7.2 instead of 9.5.
 # The interpreter multiplies exactly, whatever it is told, and knows the tf32 names only.
 PRODUCTS = {"tf32x3": "tf32x3" if INTERPRETED else "bf16x6", "tf32": "tf32", "ieee": "ieee"}
+PRODUCTS["fp8"] = PRODUCTS["tf32x3"]  # which says nothing of operands that are not fp32
 
 
 WAVE = 256  # about as many tiles as a GPU computes at a time: if fewer go together, long ones of the last heads begin late
@@ -89,7 +90,35 @@ class Tile:
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
     arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
+    stored: str = ""  # what k and v are, as `problem.stored.Stored` has it, "" for numbers of q's dtype; a forward alone
+    scaled: str = ""  # of "qkv" those with a scale of each head, of "QKV" those with one of each row
+    native: bool = False  # Triton makes fp16 of what is stored well on this GPU
+    fp8: bool = False  # q is stored too, and all are multiplied so
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
+
+    @property
+    def q_head(self) -> bool:
+        return "q" in self.scaled
+
+    @property
+    def k_head(self) -> bool:
+        return "k" in self.scaled
+
+    @property
+    def v_head(self) -> bool:
+        return "v" in self.scaled
+
+    @property
+    def q_rows(self) -> bool:
+        return "Q" in self.scaled
+
+    @property
+    def k_rows(self) -> bool:
+        return "K" in self.scaled
+
+    @property
+    def v_rows(self) -> bool:
+        return "V" in self.scaled
 
     @property
     def moves_q(self) -> bool:
@@ -169,9 +198,9 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
 
     That is 16; in fp32 it is 32, and of v 64 beside 64 (triton_glue/workarounds.py: NARROW_FP32, NARROW_VALUES).
     """
-    fp32 = problem.dtype is DType.FP32
+    fp32 = problem.dtype is DType.FP32 or problem.multiplies_fp8  # whose instructions have 32 terms
     columns, columns_v = (max(32 if fp32 else 16, 1 << (n - 1).bit_length()) for n in (problem.head_dim, problem.head_dim_v))
-    return columns, max(columns_v, 64) if fp32 and columns == 64 else columns_v
+    return columns, max(columns_v, 64) if problem.dtype is DType.FP32 and columns == 64 else columns_v
 
 
 LONGEST_SUM = 128  # columns of a head: beyond, the matrix units' truncation is a bias that no number of elements evens out
@@ -321,5 +350,11 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         held=launch.held,
         moves=moves,
         arrives=arrives,
+        stored="" if problem.stored is None else problem.stored.dtype,
+        scaled="".join(
+            side.upper() if how == "token" else side
+            for side, how in ({} if problem.stored is None else problem.stored.scaled).items()
+        ),
+        fp8=problem.multiplies_fp8,
         slots=1 << (slots - 1).bit_length() if slots else 0,
     )

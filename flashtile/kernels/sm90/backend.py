@@ -93,6 +93,9 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
+        if p.stored is not None:
+            what = "q, k and v are stored" if p.multiplies_fp8 else "k and v are stored"
+            reasons.append(f"{what} in {p.stored.dtype}; these kernels read 16 bits alone")
         reasons += uneven_refusals(p) + origin_refusals(p)
         reasons += block_refusals(p, device)
         if p.empty:

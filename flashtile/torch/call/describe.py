@@ -26,11 +26,11 @@ from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
 
 def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | None = None) -> tuple[AttentionProblem, Options]:
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
-    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
+    causal, window, mask, score, scale, sink, dropout, return_lse, options, stored = arguments
     options = DEFAULT if options is None else options
     score = modifiers(score)
     check_arguments(score, scale, options, return_lse)
-    check_tensors(q, k, v, given)
+    check_tensors(q, k, v, given, stored is not None)
     batch, lengths, longest = q.shape[0], ALIKE, (None, None)
     if given is not None:
         given.check(q)
@@ -45,9 +45,14 @@ def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | No
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
     wanted = Wanted(
         band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options,
-        origin_kind(dropout),
+        origin_kind(dropout), None if stored is None else stored.kind,
     )  # fmt: skip
-    return describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], wanted, batch, lengths, longest), options
+    return describe((q.shape, k.shape, v.shape), DTYPES[out_dtype(q)], wanted, batch, lengths, longest), options
+
+
+def out_dtype(q: torch.Tensor) -> torch.dtype:
+    """That of out: q's own, or bfloat16 where q is stored."""
+    return torch.bfloat16 if q.dtype is torch.uint8 else q.dtype
 
 
 def rows_of(q: torch.Tensor, given: Given | None) -> tuple[int, int]:

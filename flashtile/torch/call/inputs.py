@@ -79,8 +79,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
-def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
-    """Raise InvalidProblem unless these are tensors that fit together; of varlen (1, total, heads, head_dim)."""
+def check_tensors(q: Any, k: Any, v: Any, given: Given | None, stored: bool = False) -> None:
+    """Raise InvalidProblem unless these are tensors that fit together; of varlen (1, total, heads, head_dim).
+
+    stored: some are bytes, of whose dtypes `torch/call/stored.py` has seen to it.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
@@ -94,11 +97,11 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
             size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
             shape = tuple(tensor.shape[given is not None and given.varlen :])
             raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
-        if tensor.dtype not in DTYPES:
+        if not stored and tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
         if tensor.device.type not in DEVICES:
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
-        if tensor.dtype != q.dtype:
+        if not stored and tensor.dtype != q.dtype:
             raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
         if tensor.device != q.device:
             raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; q, k and v must be on one device.")
