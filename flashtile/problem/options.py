@@ -32,7 +32,7 @@ class Options:
         unless "ieee" asks for stricter ones: few keys in float64, more in parts, at 2 to 5 times the time; `flashtile.explain`
         says which. "fp8" is for q, k and v of float8_e4m3fn with scales (`quantize`), or of 16 bits, which are quantised first:
         the forward multiplies e4m3 where there is such a product, which costs 2.6 % of out; a CPU multiplies float32. Gradients
-        are those of the quantised numbers in 16 bits, straight through.
+        are those of the quantised numbers in 16 bits, straight through. The kernels are slower than those of bf16 yet.
     delta: of what a 16-bit backward forms delta, the mean that it takes from each row's gradients. "rounded": of out, whose 16
         bits then show where gradients should cancel: in rows that see few keys, or of what shifts all scores of a row.
         "exact": of the row's own probabilities, so that the gradients of a row's scores add up to less than 2^-12 of their

@@ -13,7 +13,7 @@ from flashtile.problem.statistics import Mass
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.statistics import attend_with
 from flashtile.torch.api.stored import SCALES, attend_stored, is_stored, refuse_statistics
-from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, arguments_of
+from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, ScaledKeywords, arguments_of
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
 from flashtile.torch.routes.eager import attend, prepare_call
@@ -37,7 +37,7 @@ def attention_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     returns: Sequence[str | Mass] | str | Mass = (),
-    **arguments: Unpack[Keywords],
+    **arguments: Unpack[ScaledKeywords],
 ) -> Any:
     """`attention` of sequences of any lengths, packed one after another; differentiable in everything.
 

@@ -26,6 +26,11 @@ class Keywords(TypedDict, total=False):
     dropout: Dropout | None
     return_lse: bool
     options: Options | None
+
+
+class ScaledKeywords(Keywords, total=False):
+    """The same, and the scales of q, k and v that are of 8 bits."""
+
     q_scale: Any
     k_scale: Any
     v_scale: Any
