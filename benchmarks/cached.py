@@ -6,9 +6,9 @@
 
 All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
 `mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once more
-for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/cached.py`), by its name, --backends once
-more for each of these, by its name. A graph holds a call for each of several caches,
-together larger than the L2 cache where memory allows, so that keys come from memory. Replays take turns. What is timed is
+for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for each of
+these, by their names. A graph holds a call for each of several caches, together larger than the L2 cache where memory allows, so
+that keys come from memory. Replays take turns. What is timed is
 right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a cell's keys and values and
 writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a row's, `of_best` the best
 peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of the same pages in bf16
@@ -40,7 +40,7 @@ from flashtile.bench.providers import first_line
 from flashtile.bench.rotation import rotate
 from flashtile.errors import NotSupported
 from flashtile.kernels.portable import cached
-from flashtile.kernels.sm90.host import cached as hopper
+from flashtile.kernels.sm90.host import choose_cached as hopper
 from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Options

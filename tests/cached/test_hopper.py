@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.kernels.sm90.host.cached import refusals
+from flashtile.kernels.sm90.host.choose_cached import refusals
 from flashtile.problem.cache import Stored
 from flashtile.reference.cached import cached_plain, cached_reference
 from tests.cached.boxes import cleaned, draw, given

@@ -17,7 +17,8 @@ import torch
 from tests.hopper.emulated import error, poisoned, report
 
 # isort: split
-from flashtile.kernels.sm90.host.cached import CachedLaunch, plan_cached, refusals
+from flashtile.kernels.sm90.cached.plan import plan_cached
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, refusals
 from flashtile.plan.call import Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem

@@ -13,10 +13,10 @@ from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.sm90.cached.plan import plan_cached
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
-from flashtile.kernels.sm90.host.cached import plan_cached
-from flashtile.kernels.sm90.host.cached import refusals as cached_refusals
 from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
+from flashtile.kernels.sm90.host.choose_cached import refusals as cached_refusals
 from flashtile.kernels.sm90.host.choose_forward import (
     choose_forward,
     choose_queries,
