@@ -7,9 +7,9 @@
 All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
 `mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once more
 for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for each of
-these, by their names. A graph holds a call for each of several caches, together larger than the L2 cache where memory allows, so
-that keys come from memory. Replays take turns. What is timed is
-right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a cell's keys and values and
+these, by their names. A graph holds a call for each of several caches, together larger than the L2 cache where memory allows,
+so that keys come from memory. Replays take turns. What is timed is right, after a replay: against float64 sums over gathered
+keys. `copy` reads half of the bytes of a cell's keys and values and
 writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a row's, `of_best` the best
 peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of the same pages in bf16
 over those of 8 bits. `tflops` counts both products. What SDPA refuses is a row with a `note`.
