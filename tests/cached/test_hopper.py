@@ -46,25 +46,27 @@ def test_random_calls(first: int, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("page", [0, 16, 64])
-def test_an_items_bits_do_not_depend_on_its_batch(page: int, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(5)
-    k, v = (torch.randn(64, 1024, 2, 128, generator=generator).bfloat16().to(device) for _ in "kv")
-    used = torch.randint(1, 1025, (64,), generator=generator, dtype=torch.int32).to(device)
-    q = torch.randn(64, 1, 8, 128, generator=generator).bfloat16().to(device)
-    how: dict[str, Any] = dict(causal=True, split=128, return_lse=True, options=HOPPER)
+@pytest.mark.parametrize(("keys", "split", "heads"), [(1024, 128, 2), (1024, 256, 8), (4096, 256, 4)])
+def test_an_items_bits_do_not_depend_on_its_batch(keys: int, split: int, heads: int, page: int, device: torch.device) -> None:
+    """Blocks write parts, sums of as many as are added up first, or results: by the batch."""
+    generator = torch.Generator(device).manual_seed(5)
+    k, v = (torch.randn(64, keys, heads, 128, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv")
+    used = torch.randint(1, keys + 1, (64,), generator=generator, dtype=torch.int32, device=device)
+    q = torch.randn(64, 1, 4 * heads, 128, generator=generator, device=device, dtype=torch.bfloat16)
+    how: dict[str, Any] = dict(causal=True, split=split, return_lse=True, options=HOPPER)
 
     def call(items: torch.Tensor) -> list[torch.Tensor]:
         if not page:
             made = flashtile.attention_cached(q[items], k[items], v[items], seqused_k=used[items], **how)
         else:
-            table = torch.arange(64 * 1024 // page, dtype=torch.int32, device=device).view(64, -1)
-            pools = (t.view(-1, page, 2, 128) for t in (k, v))
+            table = torch.arange(64 * keys // page, dtype=torch.int32, device=device).view(64, -1)
+            pools = (t.view(-1, page, heads, 128) for t in (k, v))
             made = flashtile.attention_cached(q[items], *pools, table[items], seqused_k=used[items], **how)
         return list(made)
 
     alone = [torch.cat(some) for some in zip(*(call(torch.tensor([i], device=device)) for i in range(64)), strict=True)]
-    for _ in range(70):
-        items = torch.randperm(64, generator=generator)[: int(torch.randint(1, 65, (), generator=generator))].to(device)
+    for count in (64, 48, 33, *range(1, 64, 3)):
+        items = torch.randperm(64, generator=generator, device=device)[:count]
         for got, want in zip(call(items), alone, strict=True):
             assert torch.equal(got, want[items])
 

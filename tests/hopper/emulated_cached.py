@@ -8,6 +8,7 @@ belong to none are rubbish, and so is scratch that was not written. Parts are ad
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,13 +25,13 @@ from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
 from flashtile.reference.cached import cached_reference
 from flashtile.torch.execute.bound import Bound
-from tests.cached.boxes import cleaned, draw, given
+from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
 
 
-def added(problem: CachedProblem, made: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """out and lse of parts: of those that hold a key that some query of an item may see, and of no others."""
+def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
+    """out and lse of parts of `split` keys: of those that hold a key that some query of an item may see, and of no others."""
     p = problem.attention
     outs, sums = list[torch.Tensor](), list[torch.Tensor]()
     for i, count in enumerate(tensors["seqused_k"].tolist()):
@@ -38,8 +39,9 @@ def added(problem: CachedProblem, made: dict[str, torch.Tensor], tensors: dict[s
             position = count - p.seqlen_q + row
             lo = 0 if p.band.left is None else min(max(position - p.band.left, 0), count)
             hi = count if p.band.right is None else min(max(position + p.band.right + 1, 0), count)
-            some = slice(lo // problem.split, max(-(-hi // problem.split), lo // problem.split))
+            some = slice(lo // split, max(-(-hi // split), lo // split))
             acc, top, total = (made[name][some, i * p.seqlen_q + row].double() for name in ("acc", "top", "total"))
+            top = top * math.log(2)
             if "sink" in tensors:
                 acc = torch.cat([acc, acc.new_zeros(1, *acc.shape[1:])])
                 top = torch.cat([top, tensors["sink"].double()[None]])
@@ -59,13 +61,15 @@ def assess(seed: Any) -> dict[str, Any]:
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
     launch = TILES[int(seed) % len(TILES)]
-    plan = plan_cached(problem, replace(H100, sm_count=4), "hopper", launch)
+    plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[int(seed) // 4 % 2]), "hopper", launch)
     buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)
     plan = Plan(problem, plan.backend, "", buffers, plan.calls[:1])
     inputs = {b.name: tensors[b.name] for b in plan.named("input")}
     with patch.object(torch, "empty_strided", poisoned):
         made = Bound(plan, inputs, torch.device("cpu")).run(inputs)
-    made = added(problem, made, tensors) if problem.split else made
+    (tile,) = (value for name, value in plan.calls[0].constants if name == "T")
+    if tile.split and not tile.direct:
+        made = added(problem, tile.split * (tile.parts if tile.folds else 1), made, tensors)
     return {name: error(made[name], true) for name, true in (("out", exact), ("lse", lse))}
 
 

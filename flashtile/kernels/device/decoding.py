@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flashtile.kernels.device.exponential import exp
 from flashtile.kernels.device.mask import tiles_seen
-from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish
+from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, scored
 from flashtile.kernels.device.stream import await_stream
 from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
 from flashtile.plan.device import Device
@@ -16,8 +16,10 @@ from flashtile.problem.dtype import DType
 from flashtile.triton_glue.language import jit, tl
 
 PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
-SUM_COLUMNS = 32  # of the values that a program of the sum has
-SUM_ELEMENTS = 2048  # of parts that it has at a time
+SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
+LOADS = 8  # parts under way
+SUM_REGISTERS = 128  # for ptxas else holds few loads under way
+SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
 
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
 
@@ -123,9 +125,11 @@ def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, 
 
 @jit(do_not_specialize=UNSPECIALIZED)
 def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
-                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The sum of an item's parts, PARTS at a time, in order; parts without a key in the band were never written, nor are read.
+                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
+                   T: tl.constexpr):  # fmt: skip
+    """The sum of an item's parts: of PARTS of them in order, and of these sums in order, SUMS of which are loaded at a time.
 
+    Parts without a key in the band were never written, nor are read.
     Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
     out, sink.
     """
@@ -147,20 +151,39 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     rows = empty_rows(T.block_q, COLUMNS, T)
     if PACK.early:
         await_stream()
-    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS):
-        part = start + tl.arange(0, PARTS)
-        there = ((part >= lo // SPLIT) & (part * SPLIT < hi))[:, None] & counts[None, :]
-        place = (part.to(tl.int64)[:, None] * tokens_of(lengths[0], seqlen_q, batch) + token[None, :]) * heads + head[None, :]
-        top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
-        total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
-        acc = tl.load(part_ptrs[0] + place[:, :, None] * T.head_dim_v + value[None, None, :],
-                      mask=there[:, :, None] & (value < T.head_dim_v)[None, None, :], other=0.0)  # fmt: skip
-        level = tl.maximum(rows.top, tl.max(top, 0))
-        pivot = tl.where(level == float("-inf"), 0.0, level)
-        old, new = exp(rows.top - pivot, T), exp(top - pivot[None, :], T)
-        acc = rows.acc * old[:, None] + tl.sum(acc * new[:, :, None], 0)
-        rows = Rows(acc, level, rows.total * old + tl.sum(total * new, 0))
+    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS):
+        some = empty_rows(T.block_q, COLUMNS, T)
+        for i in tl.static_range(PARTS * SUMS):  # whose loads are all under way
+            if i > 0 and i % PARTS == 0:
+                rows = joined(rows, some, T)
+                some = empty_rows(T.block_q, COLUMNS, T)
+            part = start + i
+            there = (part >= lo // SPLIT) & (part * SPLIT < hi) & counts
+            place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
+            top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
+            total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
+            acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
+                          mask=there[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
+            some = joined(some, Rows(acc, top, total), T)
+        rows = joined(rows, some, T)
+    rows = scored(rows, T)
     write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, first, COLUMNS, T)
+
+
+@jit
+def joined(rows, other, T: tl.constexpr):
+    """The state of the keys of both, as `Rows` has it before `scored`: with one that saw nothing the other, to the bit.
+
+    Every operation is said, so that kernels which form the same sum in registers, and must not contract others, have its bits.
+    """
+    level = tl.maximum(rows.top, other.top)
+    pivot = tl.where(level == float("-inf"), 0.0, level)
+    if T.prescale:
+        old, new = exp(rows.top - pivot, T), exp(other.top - pivot, T)
+    else:
+        old, new = tl.exp2(rows.top - pivot), tl.exp2(other.top - pivot)
+    acc = tl.fma(other.acc, new[:, None], rows.acc * old[:, None])
+    return Rows(acc, level, tl.fma(other.total, new, rows.total * old))
 
 
 def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
@@ -175,21 +198,27 @@ def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
     return parts
 
 
-def part_buffers(problem: CachedProblem, dtype: str) -> tuple[Buffer, ...]:
-    """Scratch for (acc, top, total) of parts."""
+def group_of(split: int) -> int:
+    """Parts that are added up before their sum is added to others', whoever does it: of PROGRAM_KEYS keys."""
+    return max(1, PROGRAM_KEYS // split)
+
+
+def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer, ...]:
+    """Scratch for (acc, top, total) of so many parts."""
     p = problem.attention
-    rows = (problem.splits, p.slabs * p.span_q, p.heads_q)
+    rows = (count, p.slabs * p.span_q, p.heads_q)
     return (Buffer("acc", (*rows, p.head_dim_v), dtype, "scratch"), Buffer("top", rows, dtype, "scratch"),
             Buffer("total", rows, dtype, "scratch"))  # fmt: skip
 
 
-def combine_call(problem: CachedProblem, packing: Packing, tile: Any) -> KernelCall:
-    """The sum of parts, tile.block_q rows at a time."""
+def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int) -> KernelCall:
+    """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
+    if not p.lengths.varlen:
+        tile = replace(tile, block_q=min(tile.block_q, max(packing.heads, 1 << (p.seqlen_q * packing.heads - 1).bit_length())))
     tokens = tile.block_q // packing.heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
-    columns = min(tile.columns_v, SUM_COLUMNS)
-    together = max(1, min(8, SUM_ELEMENTS // (columns * tile.block_q * (2 if tile.wide else 1))))
+    columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))
     sink = Pointer("sink") if p.sink is not None else None
     parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
     lengths = (
@@ -201,5 +230,6 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any) -> KernelC
         decode_combine, (tiles, p.heads_kv * packing.chunks, tile.columns_v // columns),
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
-        (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("T", tile)), 4, 1, early=packing.early,
+        (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", max(1, LOADS // together)), ("T", tile)), 4, 1,
+        False, SUM_REGISTERS, packing.early,
     )  # fmt: skip

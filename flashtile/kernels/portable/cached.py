@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashtile.kernels.device.decoding import Packing, combine_call, part_buffers, parts_of
+from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
 from flashtile.kernels.portable.decode import decode_forward
@@ -178,7 +178,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         Pointer("first_k") if pages.first else None,
     )  # fmt: skip
     ends = (Pointer("out"), Pointer("lse"))
-    scratch = part_buffers(problem, "fp64" if tile.wide else "fp32") if split else ()
+    scratch = part_buffers(problem, problem.splits, "fp64" if tile.wide else "fp32") if split else ()
     partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
@@ -199,7 +199,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     )  # fmt: skip
     calls = [forward]
     if split:
-        calls.append(combine_call(problem, packing, tile))
+        calls.append(combine_call(problem, packing, tile, group_of(split)))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

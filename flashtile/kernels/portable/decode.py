@@ -183,7 +183,6 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
 @jit
 def store_part(part_ptrs, rows, part, token, head, heads, counts, cu_ptr, seqlen_q, batch, T: tl.constexpr):
     """(acc, top, total) of one part, for the rows that count."""
-    rows = scored(rows, T)
     place = (tl.cast(part, tl.int64) * tokens_of(cu_ptr, seqlen_q, batch) + token) * heads + head
     value = tl.arange(0, T.columns_v)
     tl.store(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :], rows.acc,

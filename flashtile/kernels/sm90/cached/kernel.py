@@ -7,10 +7,13 @@ n, and the probabilities of tile n - 1 with its values.
 
 from typing import NamedTuple
 
-from flashtile.kernels.device.exponential import LN2, LOG2E
+from flashtile.kernels.device.decoding import joined
+from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
-from flashtile.kernels.device.stream import let_next
+from flashtile.kernels.device.softmax import Rows as Sums
+from flashtile.kernels.device.softmax import add_sink, finish, scored
+from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -102,14 +105,30 @@ def consume(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, T: gl.constexpr):
         rows = nothing(T)
         if seat.first < seat.end:
             rows, _ = walk(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
-        write(rows, out_ptrs, strides, seat, sizes, T)
+        write(summed(rows, T), out_ptrs, strides, seat, sizes, T)
     else:
         use = gl.to_tensor(0)
+        some = summed(nothing(T), T)
         for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
             low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
             if low < high:
                 rows, use = walk(use, mem, seat, low, high, sizes, scale, T)
-                store_part(rows, out_ptrs, part, seat, sizes, T)
+                if T.folds:
+                    some = joined(some, summed(rows, T), T)
+                else:
+                    store_part(summed(rows, T), out_ptrs, part, seat, sizes, T)
+        if T.direct:
+            write(some, out_ptrs, strides, seat, sizes, T)
+        elif T.folds:
+            if seat.first < seat.end:
+                store_part(some, out_ptrs, seat.first // (SPLIT * T.parts), seat, sizes, T)
+
+
+@gluon.jit
+def summed(rows, T: gl.constexpr):
+    """The state with a number for each row, laid out as the accumulator's rows are."""
+    ROWS: gl.constexpr = row_layout(T.columns_v)
+    return Sums(rows.acc, gl.convert_layout(rows.top, ROWS), gl.convert_layout(gl.sum(rows.total, 1), ROWS))
 
 
 @gluon.jit
@@ -255,14 +274,12 @@ def blank(mem, use, first, end, T: gl.constexpr):
 def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr):
     """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them."""
     COLUMNS: gl.constexpr = T.columns_v
-    total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(T.block_k))
-    row, head, exists = places(seat, sizes, row_layout(T.block_k), T)
-    place = part_place(part, row, head, seat, sizes)
-    gl.store(part_ptrs[1] + place, rows.top * LN2, mask=exists)
-    gl.store(part_ptrs[2] + place, total, mask=exists)
     row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
+    place = part_place(part, row, head, seat, sizes)
+    gl.store(part_ptrs[1] + place, rows.top, mask=exists)
+    gl.store(part_ptrs[2] + place, rows.total, mask=exists)
     value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
-    at = part_place(part, row, head, seat, sizes)[:, None] * T.head_dim_v + value[None, :]
+    at = place[:, None] * T.head_dim_v + value[None, :]
     gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
 
 
@@ -276,22 +293,15 @@ def part_place(part, row, head, seat, sizes):
 
 @gluon.jit
 def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr):
-    """out and lse of finished rows; 0 and -inf of those that saw nothing. out_ptrs = (out, lse, sink or None)."""
+    """out and lse of finished rows, by the operations of `device/decoding.py`. out_ptrs = (out, lse, sink or None)."""
     COLUMNS: gl.constexpr = T.columns_v
-    row, head, exists = places(seat, sizes, row_layout(T.block_k), T)
-    total, top = gl.convert_layout(gl.sum(rows.total, 1), row_layout(T.block_k)), rows.top
-    share = 1.0 / gl.where(total == 0.0, 1.0, total)
-    if T.sink:  # one more key, whose value is zero
-        sink = gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32) * LOG2E
-        most = level(gl.maximum(top, sink), True, T)
-        total = total * gl.exp2(top - most) + gl.exp2(sink - most)
-        share = gl.exp2(top - most) / gl.where(total == 0.0, 1.0, total)
-        top = gl.where(total == 0.0, float("-inf"), most)
-    lse = (top + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
+    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
+    rows = scored(rows, T)
+    if T.sink:
+        rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
+    out, lse = finish(rows, T)
     at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
     gl.store(out_ptrs[1] + at, lse, mask=exists)
-    out = rows.acc * gl.convert_layout(share, row_layout(COLUMNS))[:, None]
-    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
     value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
     at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
     at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
@@ -307,8 +317,8 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seq
     """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns. out_ptrs =
-    (out, lse, sink or None), or where T.split > 0 (acc, top, total) of parts, as `device/decoding.py` has them. strides of q,
-    out, sink; table = (page_table or None, its strides); rest = (group, batch, scale).
+    (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top, total) of parts, as `device/decoding.py` has
+    them. strides of q, out, sink; table = (page_table or None, its strides); rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], k_desc.dtype)
@@ -318,7 +328,8 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seq
     keys, values = make_channel(T.stages, 1), make_channel(T.stages, 1)
     mem = Memory(q, k, v, keys, values)
     fence_async_shared()
-    if T.split > 0:
+    await_stream(False)
+    if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from flashtile.kernels.device.decoding import Packing, combine_call, part_buffers, parts_of
+from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
 from flashtile.kernels.sm90.host import choose_cached as choose
 from flashtile.kernels.sm90.host.choose_cached import STRIP, CachedLaunch, make_cached_tile
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, LOST
@@ -26,9 +24,10 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
-    scratch = part_buffers(problem, "fp32") if split else ()
+    sums = tile.split > 0 and not tile.direct  # by a launch of its own
+    scratch = part_buffers(problem, shares if tile.folds else problem.splits, "fp32") if sums else ()
     sink = Pointer("sink") if p.sink is not None else None
-    outputs = tuple(Pointer(b.name) for b in scratch) if split else (Pointer("out"), Pointer("lse"), sink)
+    outputs = tuple(Pointer(b.name) for b in scratch) if sums else (Pointer("out"), Pointer("lse"), sink)
     table = (Pointer("page_table"), Strides("page_table")) if pages.table else (None, (0, 0))
     forward = KernelCall(
         decode_hopper, (tiles * shares * p.heads_kv * chunks, 1, 1),
@@ -38,13 +37,12 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
             p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
             (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
         ),
-        (("T", tile),), 4, registers=launch.registers,
+        (("T", tile),), 4, contracts=False, registers=launch.registers, early=True,
     )  # fmt: skip
     calls = [forward]
-    if split:
-        few = max(16, heads) if p.seqlen_q * heads <= 16 else GROUP_ROWS
-        packing = Packing(heads, chunks, tile.page, split, parts, True)
-        calls.append(combine_call(problem, packing, replace(tile, block_q=few)))
+    if sums:
+        packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
+        calls.append(combine_call(problem, packing, tile, 1 if tile.folds else group_of(split)))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

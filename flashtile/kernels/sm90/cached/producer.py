@@ -44,7 +44,7 @@ def fill(desc, tiles, channel, use, pages, rows, head, PARTS: gl.constexpr, T: g
     """Load a tile into its place in the ring."""
     BOXES: gl.constexpr = T.boxes
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS * BOXES)
-    for part in gl.static_range(PARTS):
-        for box in gl.static_range(BOXES):
+    for box in gl.static_range(BOXES):
+        for part in gl.static_range(PARTS):  # a row's strips stand side by side in memory: they are asked for together
             place = (channel.at(use) * PARTS + part) * BOXES + box
             tma_load(desc, [pages[box], head, rows[box], part * STRIP], bar, tiles.index(place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.kernels.device.decoding import group_of
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS
 from flashtile.problem.cache import CachedProblem
 
@@ -39,6 +40,8 @@ class CachedTile:
     box: int  # rows that the copy engine moves at a time
     split: int  # keys of a part, 0 for one pass
     parts: int  # of a block
+    folds: bool  # a block adds its parts up: they are as many as are added up first (`device/decoding.py`), or all
+    direct: bool  # they are all, and what is written is the result
     head_dim: int
     head_dim_v: int
     parts_k: int  # strips of the keys' columns
@@ -46,7 +49,7 @@ class CachedTile:
     left: bool
     right: bool
     sink: bool
-    block_q: int = GROUP_ROWS  # fewer where parts are added up
+    block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
     loader_registers: int = LOADER_REGISTERS
     # what functions that are shared with other kernels ask for, and is never so here
     ragged: bool = False
@@ -83,10 +86,12 @@ def choose_cached(problem: CachedProblem) -> CachedLaunch:
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
     p, pages = problem.attention, problem.pages
+    direct = bool(problem.split) and parts >= problem.splits
+    folds = direct or (bool(problem.split) and parts == group_of(problem.split))
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     return CachedTile(
         launch.block_k, launch.stages, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
-        problem.split, parts, p.head_dim, p.head_dim_v, *(-(-dim // STRIP) for dim in (p.head_dim, p.head_dim_v)),
+        problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         p.band.left is not None, p.band.right is not None, p.sink is not None,
     )  # fmt: skip
 
