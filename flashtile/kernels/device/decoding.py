@@ -219,6 +219,7 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     tokens = tile.block_q // packing.heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
     columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))
+    few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
     sink = Pointer("sink") if p.sink is not None else None
     parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
     lengths = (
@@ -231,5 +232,5 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
         (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", max(1, LOADS // together)), ("T", tile)), 4, 1,
-        False, SUM_REGISTERS, packing.early,
+        False, SUM_REGISTERS if few else None, packing.early,
     )  # fmt: skip
