@@ -91,7 +91,10 @@ def table(folder: Path) -> list[str]:
     for feature, problem, _ in ROWS:
         reasons = hopper.unsupported_cached(problem, named("sm90"))
         lines += [f"- {feature}: {'; '.join(reasons)}"] if reasons else []
-    lines += ["", "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention over gathered"]
+    lines += [
+        "",
+        "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention over gathered",
+    ]
     lines += ["keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
 

@@ -149,7 +149,7 @@ def attend(
     fresh.check(cache.seqlens)
     descales = Descales() if descales is None else descales
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
-        stored = dict[str, Maybe](k_scale=descales.k, v_scale=descales.v)
+        stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
         if q.dtype in STORED:
             if fresh.cos is not None:
                 raise InvalidProblem(f"rotary_cos is given and q is {q.dtype}; rotate before numbers are brought to 8 bits.")

@@ -60,8 +60,8 @@ def test_an_items_bits_do_not_depend_on_its_batch(keys: int, split: int, heads: 
             made = flashtile.attention_cached(q[items], k[items], v[items], seqused_k=used[items], **how)
         else:
             table = torch.arange(64 * keys // page, dtype=torch.int32, device=device).view(64, -1)
-            pools = (t.view(-1, page, heads, 128) for t in (k, v))
-            made = flashtile.attention_cached(q[items], *pools, table[items], seqused_k=used[items], **how)
+            pools = [t.view(-1, page, heads, 128) for t in (k, v)]
+            made = flashtile.attention_cached(q[items], pools[0], pools[1], table[items], seqused_k=used[items], **how)
         return list(made)
 
     alone = [torch.cat(some) for some in zip(*(call(torch.tensor([i], device=device)) for i in range(64)), strict=True)]

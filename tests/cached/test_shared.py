@@ -77,7 +77,7 @@ def test_append_comes_first_and_gradients_go_the_ordinary_way() -> None:
     used = how.pop("seqused_k").clamp(min=prefix)
     pools = [(k.clone(), v.clone()) for _ in range(2)]
     made = [
-        flashtile.attention_cached(q, *some, table, seqused_k=used, append=tuple(new), shared_prefix=n, **how)
+        flashtile.attention_cached(q, *some, table, seqused_k=used, append=(new[0], new[1]), shared_prefix=n, **how)
         for some, n in zip(pools, (0, prefix), strict=True)
     ]
     torch.testing.assert_close(*made)

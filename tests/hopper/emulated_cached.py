@@ -20,7 +20,7 @@ from tests.hopper.emulated import error, poisoned, report
 # isort: split
 from flashtile.kernels.sm90.cached.plan import plan_cached
 from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, refusals
-from flashtile.plan.call import Plan
+from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
 from flashtile.reference.cached import cached_reference
@@ -67,6 +67,7 @@ def assess(seed: Any) -> dict[str, Any]:
     inputs = {b.name: tensors[b.name] for b in plan.named("input")}
     with patch.object(torch, "empty_strided", poisoned):
         made = Bound(plan, inputs, torch.device("cpu")).run(inputs)
+    assert isinstance(plan.calls[0], KernelCall)
     (tile,) = (value for name, value in plan.calls[0].constants if name == "T")
     if tile.split and not tile.direct:
         made = added(problem, tile.split * (tile.parts if tile.folds else 1), made, tensors)
