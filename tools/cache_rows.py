@@ -91,11 +91,8 @@ def table(folder: Path) -> list[str]:
     for feature, problem, _ in ROWS:
         reasons = hopper.unsupported_cached(problem, named("sm90"))
         lines += [f"- {feature}: {'; '.join(reasons)}"] if reasons else []
-    lines += [
-        "",
-        "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention over gathered",
-    ]
-    lines += ["keys."]
+    lines += ["", "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
+    lines += ["over gathered keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
 
 

@@ -26,7 +26,7 @@ def draw(seed: int) -> tuple[CachedProblem, Tensors]:
     heads_kv, group, batch, seqlen = r.choice((1, 2)), r.choice((1, 3, 4, 8, 40, 70)), r.choice((1, 2)), r.choice((1, 1, 2, 5))
     dim = r.choice((64, 128, 80, 24))
     dim_v = dim if r.random() < 0.7 else r.choice((64, 128, 40))
-    most = r.choice((60, 300, 300, 500, 500, 500, 4400))
+    most = r.choice((60, 300, 300, 500, 500, 500, 2300))
     used = [r.choice((r.randint(0, most), r.randint(1, most), most)) for _ in range(batch)]
     columns = -(-max(*used, 1) // size) + r.randint(0, 2) if size else 1
     rows = size or max(*used, 1) + r.randint(0, 3)
