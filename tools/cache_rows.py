@@ -88,9 +88,10 @@ def table(folder: Path) -> list[str]:
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     hopper = dispatch.backend_named("hopper")
     lines += ["", "What Hopper's kernel leaves to the portable ones there, and why:", ""]
+    lines += ["| feature | why |", "| --- | --- |"]
     for feature, problem, _ in ROWS:
         reasons = hopper.unsupported_cached(problem, named("sm90"))
-        lines += [f"- {feature}: {'; '.join(reasons)}"] if reasons else []
+        lines += [f"| {feature} | {'; '.join(reasons)} |"] if reasons else []
     lines += ["", "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
     lines += ["over gathered keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
