@@ -1,14 +1,15 @@
 """Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
-        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--budget SECONDS] [--output bench-output/cached.csv]
-        [--commit HASH]
+        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--budget SECONDS]
+        [--output bench-output/cached.csv] [--commit HASH]
 
 All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
 `mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once more
-for each tile that there might be (`kernels/portable/cached.py`), by its name. A graph holds a call for each of several caches,
-together larger than the L2 cache where memory allows, so that keys come from memory. Replays take turns. What is timed is
-right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a cell's keys and values and
+for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for each of
+these, by their names. A graph holds a call for each of several caches, together larger than the L2 cache where memory allows,
+so that keys come from memory. Replays take turns. What is timed is right, after a replay: against float64 sums over gathered
+keys. `copy` reads half of the bytes of a cell's keys and values and
 writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a row's, `of_best` the best
 peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of the same pages in bf16
 over those of 8 bits. `tflops` counts both products. What SDPA refuses is a row with a `note`.
@@ -37,10 +38,12 @@ from benchmarks.replay import captured, replay_ms
 from flashtile import cache_clear
 from flashtile.bench.providers import first_line
 from flashtile.bench.rotation import rotate
+from flashtile.errors import NotSupported
 from flashtile.kernels.portable import cached
-from flashtile.kernels.portable.tile import Launch
+from flashtile.kernels.sm90.host import choose_cached as hopper
 from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
+from flashtile.problem.options import Options
 from flashtile.torch.cache.attention import attention_cached
 
 # heads_q, heads_kv, head_dim, head_dim_v of one layer
@@ -56,6 +59,7 @@ KINDS = {
 BATCHES = (1, 8, 64)
 KEYS = (1024, 4096, 16384, 65536)
 PAGES = (16, 64, 256)
+BACKENDS = ("triton", "hopper")
 PEERS = {"sdpa/flash": "FLASH_ATTENTION", "sdpa/cudnn": "CUDNN_ATTENTION"}
 COPY, COPY_8 = "copy", "copy of 8 bits"
 LEAST_BYTES = 256 << 20  # of all caches of a graph: five times an H100's L2, so that nothing of it is found there
@@ -66,15 +70,16 @@ LEAST_S = 2.0
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Row = dict[str, Any]
+Variant = tuple[str, int] | None  # a backend and the number of its tile; None: what the library chooses
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What of ours takes part: pages, 0 for contiguous; what caches hold; whether every tile."""
+    """What of ours takes part: pages, 0 for contiguous; what caches hold; variants beside the library's own choice."""
 
     pages: tuple[int, ...]
     kinds: tuple[str, ...]
-    tiles: bool
+    variants: tuple[Variant, ...]
 
 
 @dataclass(frozen=True)
@@ -161,9 +166,10 @@ class Caches:
         order = torch.randperm(self.copies * self.cell.batch * columns, device=self.device, generator=self.generator)
         return order.int().view(self.copies, self.cell.batch, columns)
 
-    def ours(self, page: int, kind: str, one: bool = False) -> tuple[Call, torch.Tensor | None]:
+    def ours(self, page: int, kind: str, variant: Variant, one: bool = False) -> tuple[Call, torch.Tensor | None]:
         """(a call over every cache, its table)."""
         number, how = range(1 if one else self.copies), dict[str, Any](seqused_k=self.used)
+        how |= {"options": Options(backend=variant[0])} if variant else {}
         k, v = self.pools[kind]
         if kind != "bf16":
             scale = torch.full(k.shape[2:3], KINDS[kind][1], device=self.device)
@@ -220,14 +226,14 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def compile_one(model: str, queries: int, page: int, keys: int, kind: str, tile: int | None) -> None:
+def compile_one(model: str, queries: int, page: int, keys: int, kind: str, variant: Variant) -> None:
     """In a process of its own: leave the kernels in the cache on disk."""
-    with torch.no_grad(), tiled(tile):
+    with torch.no_grad(), tiled(variant):
         caches = Caches(Cell(model, 1, keys, queries), 1, torch.device("cuda"))
         if kind != "bf16":
             caches.store(kind)
-        with suppress(NoTile):
-            caches.ours(page, kind, True)[0]()
+        with suppress(NoTile, NotSupported):
+            caches.ours(page, kind, variant, True)[0]()
 
 
 TILES = 5  # as many as there are for a kind, at most
@@ -238,26 +244,32 @@ class NoTile(Exception):
 
 
 @contextmanager
-def tiled(which: int | None) -> Generator[list[Launch]]:
-    """Plans take the tile of this number; None for the library's own choice. Yields what they took."""
-    chosen, taken = cached.launch_of, list[Launch]()
+def tiled(variant: Variant) -> Generator[list[Any]]:
+    """Plans take the tile of this variant. Yields what they took."""
+    chosen, fast, taken = cached.launch_of, hopper.choose_cached, list[Any]()
 
-    def launch_of(problem: CachedProblem, device: Device, heads: int) -> Launch:
-        tiles = cached.candidates(problem, device, heads)
-        if which is not None and which >= len(tiles):
-            raise NoTile(which)
-        taken.append(tiles[which or 0])
+    def pick(tiles: tuple[Any, ...]) -> Any:
+        assert variant is not None
+        if variant[1] >= len(tiles):
+            raise NoTile(variant)
+        taken.append(tiles[variant[1]])
         return taken[-1]
 
-    if which is None:
+    def launch_of(problem: CachedProblem, device: Device, heads: int) -> Any:
+        return pick(cached.candidates(problem, device, heads))
+
+    def choose_cached(problem: CachedProblem) -> Any:
+        return pick(hopper.candidates(problem))
+
+    if variant is None:
         yield taken
         return
     cache_clear()
-    cached.launch_of = launch_of
+    cached.launch_of, hopper.choose_cached = launch_of, choose_cached
     try:
         yield taken
     finally:
-        cached.launch_of = chosen
+        cached.launch_of, hopper.choose_cached = chosen, fast
         cache_clear()
 
 
@@ -285,17 +297,16 @@ def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator
         if kind != "bf16":
             caches.store(kind)
         for page in (page for page in asked.pages if page <= caches.cell.keys):
-            for tile in (None, *(range(TILES) if asked.tiles else ())):
+            for variant in (None, *asked.variants):
                 name = f"flashtile/{page or 'contiguous'}{'' if kind == 'bf16' else f'/{kind}'}"
-                with record.attempt(**caches.cell.row(), provider=name), tiled(tile) as taken:
-                    call, table = caches.ours(page, kind)
+                with record.attempt(**caches.cell.row(), provider=name), tiled(variant) as taken:
+                    call, table = caches.ours(page, kind, variant)
                     try:
                         made = captured(call, 1, side)
-                    except NoTile:
-                        break
-                    yield from judged(
-                        name + (f" {taken[-1].spell()}" if taken else ""), made, caches, table, page, record, kind
-                    )
+                    except (NoTile, NotSupported):
+                        continue
+                    tile = f" {variant[0]} {taken[-1].spell()}" if variant else ""
+                    yield from judged(name + tile, made, caches, table, page, record, kind)
 
 
 def entrants_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
@@ -393,6 +404,7 @@ class Cached(Experiment[Cell]):
         parser.add_argument("--pages", nargs="+", type=int, choices=(0, *PAGES), default=[0, *PAGES], help="0: contiguous")
         parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
         parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
+        parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=[], help="these beside the library's choice")
 
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
@@ -403,7 +415,9 @@ class Cached(Experiment[Cell]):
 
     def __init__(self, chosen: argparse.Namespace):
         super().__init__(chosen)
-        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), chosen.tiles)
+        numbers = range(TILES) if chosen.tiles else range(1 if chosen.backends else 0)
+        variants = tuple((name, number) for name in chosen.backends or BACKENDS for number in numbers)
+        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), variants)
 
     def device(self) -> torch.device:
         return torch.device("cuda")
@@ -415,8 +429,8 @@ class Cached(Experiment[Cell]):
         chosen = self.chosen
         ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
         return compile_one, [
-            (model, queries, page, keys, kind, tile)
-            for tile in (None, *(range(1, TILES) if self.asked.tiles else ())) for keys in ahead for page in self.asked.pages
+            (model, queries, page, keys, kind, variant)
+            for variant in (None, *self.asked.variants) for keys in ahead for page in self.asked.pages
             for kind in self.asked.kinds for queries in chosen.queries for model in chosen.models
         ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
 from flashtile.problem.stored import Stored
-from tools.evidence import SAME_CODE
+from tools.evidence import SAME_CODE, cache_backend
 
 TARGETS = ("cpu", "sm80", "sm90")  # those that tests/compile/cached_code.py compiles for
 PAGED = Pages(64, 16, 128)
@@ -54,13 +54,17 @@ ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
 )  # fmt: skip
 
 
-def measured(folder: Path) -> set[tuple[str, str]]:
-    """(device, provider) of every row of benchmarks/cached.py's results that was right; behind MLA's providers stands /mla."""
-    found: set[tuple[str, str]] = set()
+def measured(folder: Path) -> set[tuple[str, str, str]]:
+    """(device, backend, provider) of every row of benchmarks/cached.py's results that was right; behind MLA's providers stands
+    /mla.
+    """
+    found: set[tuple[str, str, str]] = set()
     for path in sorted(folder.glob("cached-*.csv")):
         with path.open(newline="") as file:
-            right = [r for r in csv.DictReader(file) if r.get("us") and not r.get("failure")]
-            found |= {(r["device"], r["provider"] + "/mla" * r["model"].startswith("mla")) for r in right}
+            for row in csv.DictReader(file):
+                if row.get("us") and not row.get("failure"):
+                    backend, provider = cache_backend(path.stem, row["provider"]), row["provider"].split(" ")[0]
+                    found.add((row["device"], backend, provider + "/mla" * row["model"].startswith("mla")))
     return found
 
 
@@ -80,15 +84,20 @@ def table(folder: Path) -> list[str]:
                 refusals.append(f"- {feature} on {target}: {told}")
                 cells.append("refused")
                 continue
-            ran = target == "cpu" or _ran(provider, target, seen)
+            ran = target == "cpu" or _ran(name, provider, target, seen)
             cells.append(f"{'run on' if ran else 'compiled for'} ({name})")
         lines.append(f"| {feature} | {' | '.join(cells)} |")
-    reasons = dispatch.backend_named("hopper").unsupported_cached(ROWS[0][1], named("sm90"))
-    lines += ["", f"Hopper's kernels leave it to the portable ones: {'; '.join(reasons)}. Gradients of q, of"]
-    lines += ["appended keys and values, of sinks and of captured tensors are those of attention over gathered keys."]
+    hopper = dispatch.backend_named("hopper")
+    lines += ["", "What Hopper's kernel leaves to the portable ones there, and why:", ""]
+    lines += ["| feature | why |", "| --- | --- |"]
+    for feature, problem, _ in ROWS:
+        reasons = hopper.unsupported_cached(problem, named("sm90"))
+        lines += [f"| {feature} | {'; '.join(reasons)} |"] if reasons else []
+    lines += ["", "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
+    lines += ["over gathered keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
 
 
-def _ran(provider: str, target: str, seen: set[tuple[str, str]]) -> bool:
+def _ran(backend: str, provider: str, target: str, seen: set[tuple[str, str, str]]) -> bool:
     places = (named(target).name, *SAME_CODE.get(target, ()))
-    return any(provider == who and any(place in device for place in places) for device, who in seen)
+    return any((backend, provider) == (name, who) and any(p in device for p in places) for device, name, who in seen)

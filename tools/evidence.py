@@ -93,6 +93,11 @@ def read(folder: Path) -> Iterator[Evidence]:
                 yield from of_row(row, path.stem)
 
 
+def cache_backend(source: str, provider: str) -> str:
+    """Whose kernels a row of benchmarks/cached.py measured; `source` is the file's name."""
+    return "hopper" if source.startswith("cached-hopper") and " triton" not in provider else "triton"
+
+
 def has_passed(folder: Path, name: str, target: str) -> bool:
     """Whether benchmarks/derivatives.py found a pass right on that architecture, and took its time."""
     what, places = {"tangent": "tangent", "second": "double backward"}[name], (named(target).name, *SAME_CODE.get(target, ()))
@@ -112,7 +117,7 @@ def of_row(row: Mapping[str, str], source: str) -> Iterator[Evidence]:
     """
     spelling, provider, device = row.get("spelling") or row.get("problem", ""), row.get("provider", ""), row.get("device", "")
     if source.startswith("cached-") and provider.startswith("flashtile/"):
-        spelling, provider = of_pages(row), "flashtile/triton"
+        spelling, provider = of_pages(row), f"flashtile/{cache_backend(source, provider)}"
     named = row.get("backend") or (provider.split("/")[1] if provider.startswith("flashtile/") else "")
     if not named and not provider.startswith(("sdpa", "flex", "base/", "flash_attn")):
         named = next((backend for backend in ONLY_VARIANT if source.startswith(f"{backend}-")), "")

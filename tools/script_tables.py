@@ -26,6 +26,7 @@ FILES = {  # file -> what its rows are
     "exported-h100": "Exported C beside llm.c's kernels, FlashAttention.C and PyTorch: `benchmarks/exported.py`.",
     "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's "
     "time over ours, `of_best`: the best peer's.",
+    "cached-hopper-h200": "The same by Hopper's kernel, beside the portable one (`triton` in a name) and with other tiles.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
@@ -123,7 +124,7 @@ def shares(folder: Path) -> str:
 
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = [row for row in read(folder / "cached-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    rows = [row for row in read(folder / "cached-hopper-h200.csv") if row["queries"] == "1" and row["of_best"]]
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]

@@ -13,7 +13,7 @@ import torch
 
 from flashtile.compat.asked import Asked, longest, refuse
 from flashtile.compat.descale import attend_descaled
-from flashtile.compat.flash_attn_cache import Cache, Fresh, attend
+from flashtile.compat.flash_attn_cache import Cache, Descales, Fresh, attend
 from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.attention import attention
@@ -160,14 +160,14 @@ def flash_attn_with_kvcache(
 
     q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim); k, v with cu_seqlens_k_new alike.
     cache_batch_idx names rows of page_table where there is one. rotary_seqlens: positions begin there, not at cache_seqlens.
-    scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass.
+    scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass. A cache may be e4m3, beside
+    q of 16 bits or e4m3, whose out is bfloat16; q_descale, k_descale, v_descale: float32 (batch, heads_kv).
     """
     _refuse("flash_attn_with_kvcache", qv, attention_chunk, 1, sm_margin)
-    said = "a descale is given; flashtile.attention_cached(k_scale=, v_scale=) reads a cache of 8 bits, beside 16-bit queries"
-    refuse("flash_attn_with_kvcache", {said: any(d is not None for d in (q_descale, k_descale, v_descale))})
     cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
-    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap), num_splits, cu_seqlens_q)
+    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap), num_splits, cu_seqlens_q,
+                      Descales(q_descale, k_descale, v_descale))  # fmt: skip
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 

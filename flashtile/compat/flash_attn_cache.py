@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.cache.tensors import check_pools, int32
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import STORED, check_kind
 from flashtile.torch.execute.plain import is_traced
 
 Maybe = torch.Tensor | None
@@ -120,12 +120,43 @@ def saying(names: dict[str, str]) -> Generator[None]:
         raise renamed(error, names) from None
 
 
+@dataclass
+class Descales:
+    """What stored numbers of 8 bits are to be multiplied by: float32 (batch, heads_kv), or what broadcasts to it."""
+
+    q: Maybe = None
+    k: Maybe = None
+    v: Maybe = None
+
+    def widened(self, q: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
+        """q, of 8 bits as bfloat16, exactly; what it is multiplied by, keys are instead."""
+        if q.dtype not in STORED:
+            if self.q is not None:
+                raise InvalidProblem(f"q_descale is given and q is {q.dtype}; it belongs to queries of 8 bits.")
+            return q
+        if q.dtype != k_cache.dtype:
+            raise InvalidProblem(f"q is {q.dtype} and k_cache {k_cache.dtype}; of 8 bits both must have one dtype.")
+        if self.q is not None:
+            self.k = self.q if self.k is None else self.k * self.q
+        return q.to(torch.bfloat16)
+
+
 def attend(
-    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, cu_q: Maybe = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) after the append."""
+    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, cu_q: Maybe = None,
+    descales: Descales | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) after the append. New rows of 8 bits are stored as they are, others over their descale."""
     fresh.check(cache.seqlens)
-    with saying(cache.names()):
+    descales = Descales() if descales is None else descales
+    with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
+        stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
+        if q.dtype in STORED:
+            if fresh.cos is not None:
+                raise InvalidProblem(f"rotary_cos is given and q is {q.dtype}; rotate before numbers are brought to 8 bits.")
+            if fresh.k is not None and fresh.v is not None:
+                fresh = replace(fresh, k=fresh.k.to(torch.bfloat16), v=fresh.v.to(torch.bfloat16))
+            stored = {}
+        q = descales.widened(q, cache.k)
         check_pools(q, cache.k, cache.v, cu_q is not None)
         cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
@@ -142,12 +173,12 @@ def attend(
                     k = fresh.turned(k, starts, fresh_cu, True)
                 moves = bool(asked.causal) or how["window"] is not None
                 q = fresh.turned(q, starts, cu, moves)
-            append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn)
+            append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn, **stored)
             seqlens = seqlens + (k.shape[1] if fresh_cu is None else fresh_cu[1:] - fresh_cu[:-1])
         split = 0 if num_splits == 1 else None  # of others the split is the library's, which changes no bits with the batch
         return attention_cached(
             q, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens_q=cu, first_k=cache.leftpad, split=split, return_lse=True,
-            **how,
+            k_scale=descales.k, v_scale=descales.v, **how,
         )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import STORED, check_kind
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
@@ -117,7 +117,7 @@ def _answer(
     out: torch.Tensor, lse: torch.Tensor, into: tuple[Any, Any], v_scale: Any, return_lse: bool, asked: tuple[str, str]
 ) -> Any:
     """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
-    if v_scale is not None:
+    if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
         out = out * v_scale
     out = put("out", into[0], out)
     return (out, put("lse", into[1], lse_of(lse, *asked))) if return_lse else out
@@ -251,6 +251,7 @@ class _Wrapper:
         self._page_size = page_size
 
     def _attend(self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any) -> Any:
+        """scales: of q, k and v; those of k and v may be tensors where the cache is of 8 bits, for all or for each head."""
         how, tables = self._planned(), self._tables
         assert tables is not None
         k, v = pools_of(paged_kv_cache, self.kv_layout)
@@ -260,10 +261,15 @@ class _Wrapper:
             )
         _check_dtype("q_data_type", self._dtypes[0], q, "q")
         _check_dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
+        stored = {f"{side}_scale": s for side, s in zip("kv", scales[1:], strict=True) if isinstance(s, torch.Tensor)}
+        if k.dtype not in STORED:
+            _refuse_run("run", stored, {})
+        numbers = scales[0], None if "k_scale" in stored else scales[1]
+        stored = {name: s.flatten() if s.numel() == 1 else s for name, s in stored.items()}
         try:
             return attention_cached(
                 q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
-                split=0 if self._one_pass else None, **how.arguments(q.shape[-1], scales, window_left),
+                split=0 if self._one_pass else None, **stored, **how.arguments(q.shape[-1], numbers, window_left),
             )  # fmt: skip
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None
@@ -308,7 +314,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf: Any = None,
     ) -> Any:  # fmt: skip
         """out (tokens, heads, head_dim), or (out, lse (tokens, heads)). sinks: (heads,), logits that join the softmax."""
-        _refuse_run("run", dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), dict(
+        _refuse_run("run", dict(q_scale=q_scale), dict(
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor))  # fmt: skip
         self._planned()
         tables, each = self._tables, self._per_request if q_len_per_req is None else q_len_per_req
@@ -316,7 +322,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         check_kind("q", q)
         if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
-        made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, (q_scale, k_scale), sinks)
+        scales = q_scale, k_scale, v_scale
+        made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, scales, sinks)
         sums = sums.transpose(0, 1).flatten(1)
         return _answer(made.flatten(0, 1), sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
 
@@ -373,11 +380,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor: Any = None, use_fp16_softmax: Any = None, uses_spcompress: Any = None,
     ) -> Any:  # fmt: skip
         """out (tokens, heads, head_dim), or (out, lse); lse_layout NH is (tokens, heads), lse_base log2 or ln."""
-        _refuse_run("run", dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), dict(
+        _refuse_run("run", dict(q_scale=q_scale), dict(
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
-        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale), sinks)
+        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale, v_scale), sinks)
         return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)

@@ -23,7 +23,8 @@ from flashtile.torch.cache.attention import attention_cached
 vllm: Any = import_module("vllm.v1.attention.backend")
 ENCODER_ONLY, DECODER = "encoder_only", "decoder"
 WIDEST = 512  # head_dim of the kernels
-CACHES = ("auto", "float16", "bfloat16", "float32")  # dtypes of a cache that is not quantised
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # times a layer's scales
+CACHES = ("auto", "float16", "bfloat16", "float32", *FP8)  # what a cache may hold
 
 
 class FlashtileBackend(vllm.AttentionBackend):
@@ -147,7 +148,8 @@ class FlashtileImpl(vllm.AttentionImpl):
         """Write keys and values (tokens, num_kv_heads, head_size) into their slots, block * block_size + row; -1 is nowhere."""
         if self.attn_type != ENCODER_ONLY:
             tokens = slot_mapping.shape[0]
-            append_to_cache(key[:tokens], value[:tokens], *self._pools(kv_cache), slots=slot_mapping)
+            scales = self._scales(layer)
+            append_to_cache(key[:tokens], value[:tokens], *self._pools(kv_cache), slots=slot_mapping, **scales)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -157,7 +159,8 @@ class FlashtileImpl(vllm.AttentionImpl):
         """output, filled. query, output: (tokens, num_heads, head_size); key, value: (tokens, num_kv_heads, head_size).
 
         kv_cache: (blocks, num_kv_heads, block_size, 2 * head_size) of any strides, a token's key before its value; it holds
-        this batch's keys already. attn_metadata: None where vLLM measures its memory; output is 0 then.
+        this batch's keys already, in fp8 over layer._k_scale and layer._v_scale. attn_metadata: None where vLLM measures its
+        memory; output is 0 then.
         """
         _refuse({"a quantised output": output_scale is not None or output_block_scale is not None})
         if attn_metadata is None:
@@ -173,6 +176,7 @@ class FlashtileImpl(vllm.AttentionImpl):
             most = dict(max_seqlen_q=attn_metadata.max_query_len, max_seqlen_k=attn_metadata.max_query_len)
             out = attention_varlen(query[used], key[used], value[used], attn_metadata.query_start_loc, **most, **how)
         else:
+            how |= self._scales(layer)
             out = self._cached(query[: attn_metadata.tokens], kv_cache, attn_metadata, how)
         output[: len(out)].view(out.shape).copy_(out)
         return output
@@ -193,8 +197,16 @@ class FlashtileImpl(vllm.AttentionImpl):
                 f"kv_cache has shape {tuple(kv_cache.shape)}; it must be (blocks, num_kv_heads, block_size, "
                 f"{2 * self.head_size}), as vLLM 0.33 lays it."
             )
+        if self.kv_cache_dtype in FP8:  # which vLLM has as bytes
+            kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
         k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
         return k, v
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """What a cache of 8 bits is multiplied by: the layer's own."""
+        if self.kv_cache_dtype not in FP8:
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
 
 def _refuse(reasons: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ class CachedProblem:
         0 for one pass.
     stored: what the cache holds, if not numbers of the queries' dtype.
     shared: values are the first head_dim_v columns of the keys, in the same memory: there is no v (MLA, absorbed).
+    addressable: pools have a dense last axis, and addresses and strides that are multiples of 16 bytes.
     """
 
     attention: AttentionProblem
@@ -94,6 +95,7 @@ class CachedProblem:
     split: int = 0
     stored: Stored | None = None
     shared: bool = False
+    addressable: bool = True
 
     def __post_init__(self) -> None:
         check_split(self.split, self.pages)
@@ -122,6 +124,7 @@ class CachedProblem:
         parts += [f"split={self.split}"] if self.split else []
         parts += [self.stored.spell_cache()] if self.stored is not None else []
         parts += ["v<k"] if self.shared else []
+        parts += [] if self.addressable else ["unaligned"]
         return f"cached({','.join(parts)})"
 
 

@@ -124,8 +124,8 @@ def test_a_cache_has_no_gradient_and_says_so() -> None:
             flashtile.attention_cached(**{**GOOD, "q": dual})
 
 
-def test_hopper_says_that_it_reads_no_cache() -> None:
-    with pytest.raises(flashtile.NotSupported, match="neither read nor write"):
+def test_hopper_says_why_it_does_not_read_a_cache_here() -> None:
+    with pytest.raises(flashtile.NotSupported, match="made of sm90's instructions"):
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
     with pytest.raises(TypeError, match="did you mean"):
         flashtile.attention_cached(**GOOD, softcap=3.0)

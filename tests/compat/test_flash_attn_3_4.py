@@ -220,3 +220,33 @@ def test_refusals(place: torch.device) -> None:
         fa4.flash_attn_func(q, k, v, window_size=3)
     with pytest.raises(InvalidProblem, match="causal is None"):
         fa4.flash_attn_func(q, k, v, causal=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_cache_in_e4m3_beside_queries_of_both_kinds() -> None:
+    """Descales are (batch, heads_kv); new rows of e4m3 are stored as they are, others over their descale."""
+    kind, generator = torch.float8_e4m3fn, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator) for n, h in ((1, 4), (12, 2), (12, 2)))
+    caches, lengths = [t.to(kind) for t in (k, v)], torch.tensor([9, 5], dtype=torch.int32)
+    scales = [torch.rand(2, 2, generator=generator) + 0.5 for _ in "qkv"]
+    wide = [t.float() * s[:, None, :, None] for t, s in zip(caches, scales[1:], strict=True)]
+    narrow = q.bfloat16()
+    out = fa3.flash_attn_with_kvcache(narrow, *caches, cache_seqlens=lengths, k_descale=scales[1], v_descale=scales[2])
+    want = fa3.flash_attn_with_kvcache(narrow.float(), *wide, cache_seqlens=lengths)
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+    stored, fresh = q.to(kind), [torch.randn(2, 1, 2, 16, generator=generator).to(kind) for _ in "kv"]
+    how = dict(cache_seqlens=lengths, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2], causal=True)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(stored, *caches, *fresh, **how, return_softmax_lse=True)
+    assert out.dtype is torch.bfloat16
+    for item, row in enumerate(lengths.tolist()):
+        assert all(torch.equal(c[item, row].float(), n[item, 0].float()) for c, n in zip(caches, fresh, strict=True))
+    wide = [t.float() * s[:, None, :, None] for t, s in zip(caches, scales[1:], strict=True)]
+    turned = stored.float() * scales[0].repeat_interleave(2, 1)[:, None, :, None]
+    want, sums, *_ = fa3.flash_attn_with_kvcache(turned, *wide, cache_seqlens=lengths + 1, causal=True, return_softmax_lse=True)
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, sums, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InvalidProblem, match="q_descale is given and q is"):
+        fa3.flash_attn_with_kvcache(narrow, *caches, cache_seqlens=lengths, q_descale=scales[0])
+    with pytest.raises(InvalidProblem, match="both must have one dtype"):
+        fa3.flash_attn_with_kvcache(stored, k, v, cache_seqlens=lengths)
+    with pytest.raises(InvalidProblem, match=r"k_descale has shape \(3,\)"):
+        fa3.flash_attn_with_kvcache(narrow, *caches, cache_seqlens=lengths, k_descale=torch.ones(3))

@@ -282,3 +282,23 @@ def test_installed() -> None:
             _ = flashinfer.BatchMLAPagedAttentionWrapper
     finally:
         flashtile.compat.uninstall("flashinfer")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_caches_in_fp8_with_scales_that_are_numbers_or_tensors(kind: torch.dtype) -> None:
+    pages, q = Pages([11, 4], 5), torch.randn(2, 4, 16)
+    cache = pages.cache.to(kind)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
+    wrapper.plan(*pages.lists, 4, 2, 16, 5, q_data_type=FLOAT, kv_data_type=kind)
+    want = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD")
+    want.plan(*pages.lists, 4, 2, 16, 5, q_data_type=FLOAT)
+    heads = torch.rand(2) + 0.5
+    for k_scale, v_scale in ((2.0, 0.5), (torch.tensor(2.0), torch.tensor([0.5])), (heads, heads * 2), (0.7, heads)):
+        made = wrapper.run(q, cache, return_lse=True, k_scale=k_scale, v_scale=v_scale)
+        k, v = (torch.as_tensor(scale).flatten()[:, None] for scale in (k_scale, v_scale))
+        wide = torch.stack([cache[:, 0].float() * k, cache[:, 1].float() * v], 1)
+        close(made, want.run(q, wide, return_lse=True))
+    with pytest.raises(NotSupported, match="k_scale is a tensor"):
+        want.run(q, pages.cache, k_scale=torch.tensor(2.0))
+    with pytest.raises(InvalidProblem, match="plan's kv_data_type"):
+        want.run(q, cache)

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 def test_every_kernel_compiles_without_spills_and_fits(compiled: Any) -> None:
     rows = compiled("cached_code.py")
-    assert {row["kernel"] for row in rows} == {"decode_forward", "decode_combine", "append_rows"}
+    assert {row["kernel"] for row in rows} == {"decode_forward", "decode_combine", "append_rows", "decode_hopper"}
     for row in rows:
         assert row["spills"] == 0, row
         assert row["shared"] <= row["limit"], row
-        assert row["matrix"] > 0 or row["kernel"] != "decode_forward", row
+        assert row["matrix"] > 0 or row["kernel"] not in ("decode_forward", "decode_hopper"), row

@@ -9,6 +9,7 @@ from copy import copy
 from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_vllm_is_told_what_there_is() -> None:
     assert [size for size in (0, 1, 80, 512, 513) if cls.supports_head_size(size)] == [1, 80, 512]
     assert cls.supports_dtype(torch.float32)
     assert (cls.supports_sink(), cls.supports_kv_connector(), cls.supports_sliding_window()) == (True, True, True)
-    assert [cls.supports_kv_cache_dtype(name) for name in ("auto", "bfloat16", "fp8")] == [True, True, False]
+    assert [cls.supports_kv_cache_dtype(name) for name in ("auto", "fp8", "int8_per_token_head")] == [True, True, False]
     assert not cls.forward_includes_kv_cache_update
     assert builder()._cudagraph_support is vllm.AttentionCGSupport.ALWAYS
 
@@ -243,6 +244,22 @@ def test_captures_and_other_groups_read_views() -> None:
     assert (other.slot_mapping, other.seq_lens) == (slots, made.seq_lens)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+def test_a_cache_in_fp8_is_bytes_times_the_layer_s_scales(kind: str) -> None:
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    metadata, (q, k, v) = builder().build(0, common(), False), tensors()
+    made: list[torch.Tensor] = []
+    for name in ("auto", kind):
+        impl = backend().get_impl_cls()(HEADS, HEAD_SIZE, 0.3, HEADS_KV, kv_cache_dtype=name)
+        cache = torch.full_like(pool(6, 8, "NHD"), 0.0)
+        if name != "auto":
+            cache = torch.zeros(cache.shape, dtype=torch.uint8)
+        impl.do_kv_cache_update(layer, k, v, cache, metadata.slot_mapping)
+        made.append(impl.forward(layer, q, k, v, cache, metadata, torch.zeros_like(q)))
+    error = (made[0] - made[1]).abs().max() / made[0].abs().max()
+    assert 0 < error < (0.1 if kind == "fp8" else 0.25)
+
+
 def test_what_is_not_read_is_refused() -> None:
     mixed = common()
     mixed.causal = torch.tensor([True, False, True])
@@ -258,8 +275,8 @@ def test_a_layer_that_needs_more_is_refused() -> None:
     for kind in (vllm.AttentionType.ENCODER, vllm.AttentionType.ENCODER_DECODER):
         with pytest.raises(NotSupported, match=f"attn_type is {kind.value}; supported"):
             make(HEADS, HEAD_SIZE, 0.3, attn_type=kind)
-    with pytest.raises(NotSupported, match="kv_cache_dtype is fp8; it must be one of auto, float16"):
-        make(HEADS, HEAD_SIZE, 0.3, kv_cache_dtype="fp8")
+    with pytest.raises(NotSupported, match="kv_cache_dtype is int8_per_token_head; it must be one of auto, float16"):
+        make(HEADS, HEAD_SIZE, 0.3, kv_cache_dtype="int8_per_token_head")
     with pytest.raises(InvalidProblem, match=r"sinks has shape \(3,\)"):
         make(HEADS, HEAD_SIZE, 0.3, sinks=torch.zeros(3))
     q = torch.randn(3, HEADS, HEAD_SIZE)

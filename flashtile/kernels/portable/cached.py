@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
-from flashtile.kernels.portable.decode import Packing, decode_combine, decode_forward
+from flashtile.kernels.portable.decode import decode_forward
 from flashtile.kernels.portable.stored import converts
 from flashtile.kernels.portable.tile import Launch, Products, form_in, make_tile, products
 from flashtile.plan.arguments import mask_args, score_args
 from flashtile.plan.buffers import cached_buffers
-from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
@@ -22,9 +23,6 @@ MOST_HEADS = 64  # that one tile packs
 ROOM_BYTES = 16 << 10  # of shared memory, beside the stages
 BIG_BYTES = 160 << 10  # of shared memory, from which on 64 rows of 576 columns fit
 WIDEST = 576  # columns of keys whose first ones are the values
-PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
-SUM_COLUMNS = 32  # of the values that a program of the sum has
-SUM_ELEMENTS = 2048  # of parts that it has at a time
 
 
 def products_of(p: AttentionProblem, device: Device, stored: Stored | None) -> Products:
@@ -131,18 +129,6 @@ def tile_bytes(problem: CachedProblem, tile: Launch) -> int:
     return size
 
 
-def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
-    """Parts that a program forms, a power of two: of 2048 keys at most, and three programs on every multiprocessor at least.
-
-    programs: those that there were for one part. Results are the same bits whatever it is.
-    """
-    parts, keys = 1, problem.split
-    if problem.split and problem.attention.dtype is not DType.FP32:
-        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 6 * parts * device.sm_count:
-            parts *= 2
-    return parts
-
-
 def refusals(problem: CachedProblem, device: Device) -> list[str]:
     """Reasons against values that are columns of keys."""
     p = problem.attention
@@ -187,39 +173,29 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         Pointer("first_k") if pages.first else None,
     )  # fmt: skip
     ends = (Pointer("out"), Pointer("lse"))
-    scratch: tuple[Buffer, ...] = ()
-    if split:
-        dtype, rows = "fp64" if tile.wide else "fp32", (problem.splits, p.slabs * p.span_q, p.heads_q)
-        scratch = (Buffer("acc", (*rows, p.head_dim_v), dtype, "scratch"), Buffer("top", rows, dtype, "scratch"),
-                   Buffer("total", rows, dtype, "scratch"))  # fmt: skip
+    scratch = part_buffers(problem, problem.splits, "fp64" if tile.wide else "fp32") if split else ()
     partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
     rest = p.head_dim - p.head_dim_v if problem.shared else 0
-    packing = ("PACK", Packing(
+    packing = Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early,
         "" if stored is None else stored.dtype, *scaled, stored is not None and converts(stored, device),
         lowers(problem), problem.shared, rest,
         max(16, 1 << (rest - 1).bit_length()) if rest else 0,
-    ))  # fmt: skip
+    )  # fmt: skip
     band = (p.band.left or 0, p.band.right or 0)
     forward = KernelCall(
         decode_forward, (tiles, p.heads_kv * chunks, -(-problem.splits // parts)),
         ((Pointer("q"), Pointer("k"), None if problem.shared else Pointer("v"), table, sink, *scales), partial or ends, strides,
          lengths, p.span_q, p.batch, p.group, pages.capacity, pages.pages, *band,
          (score_args(p), mask_args(p), p.scale_value)),
-        (packing, ("T", tile), ("SCORE", chain(p, device, form_in(p, "forward"))), ("MASK", predicates(p))),
+        (("PACK", packing), ("T", tile), ("SCORE", chain(p, device, form_in(p, "forward"))), ("MASK", predicates(p))),
         launch.num_warps, launch.num_stages, not (p.float32_grade and p.score),
     )  # fmt: skip
     calls = [forward]
     if split:
-        columns = min(tile.columns_v, SUM_COLUMNS)
-        together = max(1, min(8, SUM_ELEMENTS // (columns * launch.block_q * (2 if tile.wide else 1))))
-        calls.append(KernelCall(
-            decode_combine, (tiles, p.heads_kv * chunks, tile.columns_v // columns),
-            (partial, ends, sink, (Strides("out"), sink_strides), lengths, p.span_q, p.batch, p.group, pages.capacity, *band),
-            (packing, ("COLUMNS", columns), ("PARTS", together), ("T", tile)), 4, 1, early=early,
-        ))  # fmt: skip
+        calls.append(combine_call(problem, packing, tile, group_of(split)))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

@@ -6,102 +6,17 @@ looks like depends on the item alone. A program forms a few parts, one after ano
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from flashtile.kernels.device.exponential import exp
+from flashtile.kernels.device.decoding import UNSPECIALIZED, seat_of, tokens_of, write
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
-from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.softmax import Rows, empty_rows, fold, scored
 from flashtile.kernels.device.stored import lowered, widened
-from flashtile.kernels.device.stream import await_stream, let_next
+from flashtile.kernels.device.stream import let_next
 from flashtile.triton_glue.language import constexpr, jit, tl
 
 LIFT = constexpr(32768.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
-UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
-    page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
-    begins early.
-
-    stored, k_scale, v_scale: as `problem.stored.Stored` has them, "" for a cache of the queries' dtype. native:
-    Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
-    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
-    """
-
-    heads: int
-    chunks: int
-    page: int
-    split: int
-    parts: int
-    early: bool
-    stored: str = ""
-    k_scale: str = ""
-    v_scale: str = ""
-    native: bool = False
-    lowers: bool = False
-    shared: bool = False
-    rest: int = 0
-    rest_columns: int = 0
-
-
-class Seat(NamedTuple):
-    """A tile's item, and where its queries lie."""
-
-    batch: tl.tensor  # the item; in a packed batch, one behind the last for queries that belong to none
-    slab: tl.tensor  # of the tensors' first axis
-    first_q: tl.tensor  # the item's first query in the second axis
-    span: tl.tensor  # queries that are written
-    q: tl.tensor  # queries that count
-    k: tl.tensor  # keys
-    first_k: tl.tensor  # the row of the first key
-    token: tl.tensor  # the tile's first query, within the item
-
-
-@jit
-def seat_of(tile, cu_ptr, used_ptr, first_ptr, seqlen_q, batch, capacity, TOKENS: tl.constexpr):
-    """The Seat of a tile. Packed items begin at tile cu // TOKENS + item: the host knows how many tiles there can be."""
-    if cu_ptr is not None:
-        before = tile * 0
-        for start in tl.range(0, batch + 1, 128):
-            other = start + tl.arange(0, 128)
-            cu = tl.load(cu_ptr + other, mask=other <= batch, other=0)
-            cu = tl.minimum(tl.maximum(cu, 0), seqlen_q)
-            begins = (other <= batch) & (cu // TOKENS + other <= tile)
-            before += tl.sum(begins.to(tl.int32))
-        item = tl.maximum(before - 1, 0)
-        first_q = tl.minimum(tl.maximum(tl.load(cu_ptr + item), 0), seqlen_q)
-        end = tl.load(cu_ptr + item + 1, mask=item < batch, other=seqlen_q)
-        span = tl.maximum(tl.minimum(end, seqlen_q) - first_q, 0)
-        token = (tile - first_q // TOKENS - item) * TOKENS
-        slab = item * 0
-    else:
-        tiles = tl.cdiv(seqlen_q, TOKENS)
-        item = tile // tiles
-        token = tile % tiles * TOKENS
-        first_q = item * 0
-        span = seqlen_q
-        slab = item
-    here = item < batch
-    first_k = item * 0
-    if first_ptr is not None:
-        first_k = tl.maximum(tl.load(first_ptr + item, mask=here, other=0), 0)
-    rows = tl.minimum(tl.load(used_ptr + item, mask=here, other=0), capacity)
-    return Seat(item, slab, first_q, span, tl.where(here, span, 0), tl.maximum(rows - first_k, 0), first_k, token)
-
-
-@jit
-def tokens_of(cu_ptr, seqlen_q, batch):
-    """Queries of all items."""
-    if cu_ptr is not None:
-        return tl.cast(seqlen_q, tl.int64)
-    else:
-        return tl.cast(batch, tl.int64) * seqlen_q
 
 
 @jit
@@ -268,70 +183,9 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
 @jit
 def store_part(part_ptrs, rows, part, token, head, heads, counts, cu_ptr, seqlen_q, batch, T: tl.constexpr):
     """(acc, top, total) of one part, for the rows that count."""
-    rows = scored(rows, T)
     place = (tl.cast(part, tl.int64) * tokens_of(cu_ptr, seqlen_q, batch) + token) * heads + head
     value = tl.arange(0, T.columns_v)
     tl.store(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :], rows.acc,
              mask=counts[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
     tl.store(part_ptrs[1] + place, rows.top, mask=counts)
     tl.store(part_ptrs[2] + place, rows.total, mask=counts)
-
-
-@jit
-def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, first,
-          COLUMNS: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count."""
-    if T.modifiers.sink:
-        sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
-        rows = add_sink(rows, sink.to(rows.top.dtype), T)
-    out, lse = finish(rows, T)
-    out, lse = tl.where(counts[:, None], out, 0.0), tl.where(counts, lse, float("-inf"))
-    value = first + tl.arange(0, COLUMNS)
-    at = seat.slab.to(tl.int64) * out_strides[0] + (seat.first_q + row).to(tl.int64) * out_strides[1]
-    at += head.to(tl.int64) * out_strides[2]
-    tl.store(out_ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(out_ptrs[0].dtype.element_ty),
-             mask=exists[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
-    lse_at = (seat.slab.to(tl.int64) * heads + head) * seqlen_q + seat.first_q + row
-    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists & (first == 0))
-
-
-@jit(do_not_specialize=UNSPECIALIZED)
-def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
-                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The sum of an item's parts, PARTS at a time, in order; parts without a key in the band were never written, nor are read.
-
-    Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
-    out, sink.
-    """
-    HEADS: tl.constexpr = PACK.heads
-    CHUNKS: tl.constexpr = PACK.chunks
-    SPLIT: tl.constexpr = PACK.split
-    TOKENS: tl.constexpr = T.block_q // HEADS
-    heads = tl.num_programs(1) // CHUNKS * group
-    seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
-    head_kv, chunk, first = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2) * COLUMNS
-    packed = tl.arange(0, T.block_q)
-    row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
-    exists = (row < seat.span) & (member < group)
-    head = head_kv * group + tl.minimum(member, group - 1)
-    counts = exists & (row < seat.q)
-    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
-    value = first + tl.arange(0, COLUMNS)
-    lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.mask.left, T.mask.right, TOKENS, T.block_k, T)
-    rows = empty_rows(T.block_q, COLUMNS, T)
-    if PACK.early:
-        await_stream()
-    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS):
-        part = start + tl.arange(0, PARTS)
-        there = ((part >= lo // SPLIT) & (part * SPLIT < hi))[:, None] & counts[None, :]
-        place = (part.to(tl.int64)[:, None] * tokens_of(lengths[0], seqlen_q, batch) + token[None, :]) * heads + head[None, :]
-        top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
-        total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
-        acc = tl.load(part_ptrs[0] + place[:, :, None] * T.head_dim_v + value[None, None, :],
-                      mask=there[:, :, None] & (value < T.head_dim_v)[None, None, :], other=0.0)  # fmt: skip
-        level = tl.maximum(rows.top, tl.max(top, 0))
-        pivot = tl.where(level == float("-inf"), 0.0, level)
-        old, new = exp(rows.top - pivot, T), exp(top - pivot[None, :], T)
-        acc = rows.acc * old[:, None] + tl.sum(acc * new[:, :, None], 0)
-        rows = Rows(acc, level, rows.total * old + tl.sum(total * new, 0))
-    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, first, COLUMNS, T)

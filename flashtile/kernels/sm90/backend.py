@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-from flashtile.errors import NotSupported
 from flashtile.kernels.device.available import NO_TRITON
 from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
@@ -15,8 +14,10 @@ from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.sm90.cached.plan import plan_cached
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
 from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
+from flashtile.kernels.sm90.host.choose_cached import refusals as cached_refusals
 from flashtile.kernels.sm90.host.choose_forward import (
     choose_forward,
     choose_queries,
@@ -321,10 +322,18 @@ class HopperBackend:
         return plan.followed_by(self.repairs and self.repairs.repair_backward(problem, device, gradients))
 
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
-        return ["keys lie in a cache; these kernels neither read nor write one yet"]
+        if device.kind != "cuda" or device.arch != 90:
+            return [f"the device is {device.target}; these kernels are made of sm90's instructions"]
+        if isinstance(problem, AppendProblem):
+            return ["new rows are written into a cache by the portable kernels"]
+        if _triton.INTERPRETED:
+            return ["Gluon kernels cannot be interpreted"]
+        reason = NO_TRITON if _triton.VERSION is None else gluon_refusal()
+        return [reason] if reason else cached_refusals(problem)
 
     def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
-        raise NotSupported(problem.spell(), {self.name: self.unsupported_cached(problem, device)})
+        assert isinstance(problem, CachedProblem), problem
+        return plan_cached(problem, device, self.name)
 
 
 BACKEND = HopperBackend()

@@ -15,6 +15,7 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
+from flashtile.torch.cache.shared import attend_shared, check_prefix
 from flashtile.torch.cache.tensors import (
     CALLED,
     check_lengths,
@@ -34,7 +35,7 @@ from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
     "q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "first_k", "append", "rotary", "causal", "window",
-    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "return_lse", "options",
+    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "return_lse", "options",
 )  # fmt: skip
 
 POOLS, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
@@ -67,6 +68,11 @@ def attention_cached(
         query stands at the last key. Rows and keys are counted within their item.
     split: keys that are summed apart, a multiple of 128, at borders that depend on nothing else: an item's bits never
         depend on its batch. 0: one pass. None: by shapes. The CPU computes items one by one, and has no use for it.
+    shared_prefix, with the others in `changes`: so many first keys are the same for all items that have any, as where prompts
+        begin alike: whole pages, which item 0's table names; without a table item 0's rows. All queries go over them
+        together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.
+        An item's bits do not depend on its batch. Not with predicates, first_k, windows that end on the left, nor modifiers
+        but Softcap. Gradients go the ordinary way.
     return_lse: also the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q), or
         (heads_q, total_q).
 
@@ -77,7 +83,7 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    if not changes.keys() <= {"score", "scale", "sink", "k_scale", "v_scale"}:
+    if not changes.keys() <= {"score", "scale", "sink", "k_scale", "v_scale", "shared_prefix"}:
         check_names("attention_cached", changes, ARGUMENTS)
     packed = cu_seqlens_q is not None
     check_pools(q, k_cache, v_cache, packed)
@@ -100,6 +106,9 @@ def attention_cached(
     asked |= {"scale": changes.get("scale"), "sink": changes.get("sink"), "return_lse": return_lse, "options": options}
     text, floats, ints, captured, others = _write((q, k_cache, v_cache), pages, used, cu_q, asked)
     chosen = -1 if split is None else check_split(plain(split), pages)
+    counts = q.shape[1] if cu_q is None else cu_q.diff()
+    added = 0 if append is None else counts
+    prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
     _refuse((q, k_cache, v_cache), scales, pair, captured)
     new = None
     if pair is not None:
@@ -122,7 +131,11 @@ def attention_cached(
     if _wants_gradients(q, pair, captured):
         pools = (k_cache.detach(), v_cache.detach())
         return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
-    out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
+    if prefix:
+        how = {**asked, "split": split, "return_lse": True, **dict(zip(SCALES, scales, strict=True))}
+        out, lse = attend_shared(attention_cached, prefix, q, (k_cache, v_cache), page_table, used, cu_q, how)
+    else:
+        out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
     return (out, lse) if return_lse else out
 
 

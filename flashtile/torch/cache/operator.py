@@ -23,6 +23,7 @@ from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default
 from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
 from flashtile.torch.call.stored import Maybe, Scales, bytes_of, is_shared, scaling_of, stored_of
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
+from flashtile.torch.execute.descriptor import addressable
 from flashtile.torch.execute.plain import is_watched
 from flashtile.torch.routes.library import define
 from flashtile.torch.routes.operator import dense_strides, laid
@@ -206,7 +207,8 @@ class _Layout:
         self.packed = request.varlen
         split = default_split(named.problem, pages) if split < 0 else split
         stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
-        self.problem = CachedProblem(named.problem, pages, split, stored, shared)
+        aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
+        self.problem = CachedProblem(named.problem, pages, split, stored, shared, aligned)
         self.plan = dispatch.plan_cached(self.problem, device_of(q.device), named.options.backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
         self.places = _places(self.problem, request.lengths)

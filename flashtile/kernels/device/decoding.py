@@ -1,0 +1,236 @@
+"""What every kernel over a cache shares: whose a tile of queries is, and the sum of parts of keys, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from flashtile.kernels.device.exponential import exp
+from flashtile.kernels.device.mask import tiles_seen
+from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, finish, scored
+from flashtile.kernels.device.stream import await_stream
+from flashtile.plan.call import Buffer, KernelCall, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.problem.cache import CachedProblem
+from flashtile.problem.dtype import DType
+from flashtile.triton_glue.language import jit, tl
+
+PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
+SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
+LOADS = 8  # parts under way
+SUM_REGISTERS = 128  # for ptxas else holds few loads under way
+SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
+
+UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What the compiler must know beside the tile: query heads that a tile packs, tiles that a group of heads takes, rows of a
+    page (1 without a table, where nobody asks), keys of a part (0 for one pass), parts of a program; whether the sum of parts
+    begins early.
+
+    stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
+    Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
+    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
+    """
+
+    heads: int
+    chunks: int
+    page: int
+    split: int
+    parts: int
+    early: bool
+    stored: str = ""
+    k_scale: str = ""
+    v_scale: str = ""
+    native: bool = False
+    lowers: bool = False
+    shared: bool = False
+    rest: int = 0
+    rest_columns: int = 0
+
+
+class Seat(NamedTuple):
+    """A tile's item, and where its queries lie."""
+
+    batch: tl.tensor  # the item; in a packed batch, one behind the last for queries that belong to none
+    slab: tl.tensor  # of the tensors' first axis
+    first_q: tl.tensor  # the item's first query in the second axis
+    span: tl.tensor  # queries that are written
+    q: tl.tensor  # queries that count
+    k: tl.tensor  # keys
+    first_k: tl.tensor  # the row of the first key
+    token: tl.tensor  # the tile's first query, within the item
+
+
+@jit
+def seat_of(tile, cu_ptr, used_ptr, first_ptr, seqlen_q, batch, capacity, TOKENS: tl.constexpr):
+    """The Seat of a tile. Packed items begin at tile cu // TOKENS + item: the host knows how many tiles there can be."""
+    if cu_ptr is not None:
+        before = tile * 0
+        for start in tl.range(0, batch + 1, 128):
+            other = start + tl.arange(0, 128)
+            cu = tl.load(cu_ptr + other, mask=other <= batch, other=0)
+            cu = tl.minimum(tl.maximum(cu, 0), seqlen_q)
+            begins = (other <= batch) & (cu // TOKENS + other <= tile)
+            before += tl.sum(begins.to(tl.int32))
+        item = tl.maximum(before - 1, 0)
+        first_q = tl.minimum(tl.maximum(tl.load(cu_ptr + item), 0), seqlen_q)
+        end = tl.load(cu_ptr + item + 1, mask=item < batch, other=seqlen_q)
+        span = tl.maximum(tl.minimum(end, seqlen_q) - first_q, 0)
+        token = (tile - first_q // TOKENS - item) * TOKENS
+        slab = item * 0
+    else:
+        tiles = tl.cdiv(seqlen_q, TOKENS)
+        item = tile // tiles
+        token = tile % tiles * TOKENS
+        first_q = item * 0
+        span = seqlen_q
+        slab = item
+    here = item < batch
+    first_k = item * 0
+    if first_ptr is not None:
+        first_k = tl.maximum(tl.load(first_ptr + item, mask=here, other=0), 0)
+    rows = tl.minimum(tl.load(used_ptr + item, mask=here, other=0), capacity)
+    return Seat(item, slab, first_q, span, tl.where(here, span, 0), tl.maximum(rows - first_k, 0), first_k, token)
+
+
+@jit
+def tokens_of(cu_ptr, seqlen_q, batch):
+    """Queries of all items."""
+    if cu_ptr is not None:
+        return tl.cast(seqlen_q, tl.int64)
+    else:
+        return tl.cast(batch, tl.int64) * seqlen_q
+
+
+@jit
+def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, first,
+          COLUMNS: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count."""
+    if T.modifiers.sink:
+        sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
+        rows = add_sink(rows, sink.to(rows.top.dtype), T)
+    out, lse = finish(rows, T)
+    out, lse = tl.where(counts[:, None], out, 0.0), tl.where(counts, lse, float("-inf"))
+    value = first + tl.arange(0, COLUMNS)
+    at = seat.slab.to(tl.int64) * out_strides[0] + (seat.first_q + row).to(tl.int64) * out_strides[1]
+    at += head.to(tl.int64) * out_strides[2]
+    tl.store(out_ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(out_ptrs[0].dtype.element_ty),
+             mask=exists[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
+    lse_at = (seat.slab.to(tl.int64) * heads + head) * seqlen_q + seat.first_q + row
+    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists & (first == 0))
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
+                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
+                   T: tl.constexpr):  # fmt: skip
+    """The sum of an item's parts: of PARTS of them in order, and of these sums in order, SUMS of which are loaded at a time.
+
+    Parts without a key in the band were never written, nor are read.
+    Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
+    out, sink.
+    """
+    HEADS: tl.constexpr = PACK.heads
+    CHUNKS: tl.constexpr = PACK.chunks
+    SPLIT: tl.constexpr = PACK.split
+    TOKENS: tl.constexpr = T.block_q // HEADS
+    heads = tl.num_programs(1) // CHUNKS * group
+    seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
+    head_kv, chunk, first = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2) * COLUMNS
+    packed = tl.arange(0, T.block_q)
+    row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
+    exists = (row < seat.span) & (member < group)
+    head = head_kv * group + tl.minimum(member, group - 1)
+    counts = exists & (row < seat.q)
+    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
+    value = first + tl.arange(0, COLUMNS)
+    lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.mask.left, T.mask.right, TOKENS, T.block_k, T)
+    rows = empty_rows(T.block_q, COLUMNS, T)
+    if PACK.early:
+        await_stream()
+    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS):
+        some = empty_rows(T.block_q, COLUMNS, T)
+        for i in tl.static_range(PARTS * SUMS):  # whose loads are all under way
+            if i > 0 and i % PARTS == 0:
+                rows = joined(rows, some, T)
+                some = empty_rows(T.block_q, COLUMNS, T)
+            part = start + i
+            there = (part >= lo // SPLIT) & (part * SPLIT < hi) & counts
+            place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
+            top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
+            total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
+            acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
+                          mask=there[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
+            some = joined(some, Rows(acc, top, total), T)
+        rows = joined(rows, some, T)
+    rows = scored(rows, T)
+    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, first, COLUMNS, T)
+
+
+@jit
+def joined(rows, other, T: tl.constexpr):
+    """The state of the keys of both, as `Rows` has it before `scored`: with one that saw nothing the other, to the bit.
+
+    Every operation is said, so that kernels which form the same sum in registers, and must not contract others, have its bits.
+    """
+    level = tl.maximum(rows.top, other.top)
+    pivot = tl.where(level == float("-inf"), 0.0, level)
+    if T.modifiers.prescale:
+        old, new = exp(rows.top - pivot, T), exp(other.top - pivot, T)
+    else:
+        old, new = tl.exp2(rows.top - pivot), tl.exp2(other.top - pivot)
+    acc = tl.fma(other.acc, new[:, None], rows.acc * old[:, None])
+    return Rows(acc, level, tl.fma(other.total, new, rows.total * old))
+
+
+def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
+    """Parts that a program forms, a power of two: of 2048 keys at most, and three programs on every multiprocessor at least.
+
+    programs: those that there were for one part. Results are the same bits whatever it is.
+    """
+    parts, keys = 1, problem.split
+    if problem.split and problem.attention.dtype is not DType.FP32:
+        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 6 * parts * device.sm_count:
+            parts *= 2
+    return parts
+
+
+def group_of(split: int) -> int:
+    """Parts that are added up before their sum is added to others', whoever does it: of PROGRAM_KEYS keys."""
+    return max(1, PROGRAM_KEYS // split)
+
+
+def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer, ...]:
+    """Scratch for (acc, top, total) of so many parts."""
+    p = problem.attention
+    rows = (count, p.slabs * p.span_q, p.heads_q)
+    return (Buffer("acc", (*rows, p.head_dim_v), dtype, "scratch"), Buffer("top", rows, dtype, "scratch"),
+            Buffer("total", rows, dtype, "scratch"))  # fmt: skip
+
+
+def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int) -> KernelCall:
+    """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
+    p = problem.attention
+    if not p.lengths.varlen:
+        tile = replace(tile, block_q=min(tile.block_q, max(packing.heads, 1 << (p.seqlen_q * packing.heads - 1).bit_length())))
+    tokens = tile.block_q // packing.heads
+    tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
+    columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))
+    few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
+    sink = Pointer("sink") if p.sink is not None else None
+    parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
+    lengths = (
+        Pointer("cu_seqlens_q") if p.lengths.varlen else None, Pointer("seqused_k"),
+        Pointer("first_k") if problem.pages.first else None,
+    )  # fmt: skip
+    strides = (Strides("out"), (0,) if sink is None else Strides("sink"))
+    return KernelCall(
+        decode_combine, (tiles, p.heads_kv * packing.chunks, tile.columns_v // columns),
+        (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
+         p.band.left or 0, p.band.right or 0),
+        (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", max(1, LOADS // together)), ("T", tile)), 4, 1,
+        False, SUM_REGISTERS if few else None, packing.early,
+    )  # fmt: skip

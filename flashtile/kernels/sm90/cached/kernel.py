@@ -1,0 +1,339 @@
+"""Attention over a cache on Hopper: the copy engine brings keys through the table of pages, as a role of one warp asks it to.
+
+A block has 64 rows, queries packed with the heads that share keys, and goes through a few parts of the keys, as the portable
+kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
+n, and the probabilities of tile n - 1 with its values.
+"""
+
+from typing import NamedTuple
+
+from flashtile.kernels.device.decoding import joined
+from flashtile.kernels.device.exponential import LOG2E
+from flashtile.kernels.device.grid import Sizes
+from flashtile.kernels.device.mask import tiles_seen, visible
+from flashtile.kernels.device.softmax import Rows as Sums
+from flashtile.kernels.device.softmax import add_sink, finish, scored
+from flashtile.kernels.device.stream import await_stream, let_next
+from flashtile.kernels.sm90.cached.producer import STRIP, load
+from flashtile.kernels.sm90.device.blank import blank_rows
+from flashtile.kernels.sm90.device.channel import Channel, make_channel
+from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
+from flashtile.kernels.sm90.device.parts import first_parts
+from flashtile.kernels.sm90.device.scores import lane_sums, level
+from flashtile.kernels.sm90.forward.mma import add_columns, multiply_parts
+from flashtile.triton_glue.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    pack,
+    recast,
+    settled,
+    warpgroup_mma_wait,
+)
+
+
+@aggregate
+class Memory:
+    """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
+    of a box, 64], with their channels.
+    """
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    keys: Channel
+    values: Channel
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, keys, values):
+        self.q, self.k, self.v, self.keys, self.values = q, k, v, keys, values
+
+
+class Seat(NamedTuple):
+    """What a block computes: whose queries, from which on, and which keys of how many."""
+
+    item: gl.tensor
+    token: gl.tensor  # the first query
+    head: gl.tensor  # of keys
+    chunk: gl.tensor  # which of the tiles that a group of heads takes
+    queries: gl.tensor  # of the item
+    keys: gl.tensor  # of the item
+    first: gl.tensor  # keys from first to end are this block's, a multiple of T.block_k
+    end: gl.tensor
+    whole_from: gl.tensor  # tiles from here to whole_to are seen whole
+    whole_to: gl.tensor
+    seen_from: gl.tensor  # the first key that some query sees
+    seen_to: gl.tensor
+
+
+class Rows(NamedTuple):
+    """State of 64 rows."""
+
+    acc: gl.tensor
+    weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added
+    top: gl.tensor  # maximum score, in units of log2
+    total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
+
+
+@gluon.jit
+def seat_of(number, used_ptr, sizes, T: gl.constexpr):
+    """The Seat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+    TOKENS: gl.constexpr = T.rows // T.heads
+    SPAN: gl.constexpr = T.split * T.parts
+    heads = sizes[1] * T.chunks
+    head, rest = number % heads, number // heads
+    share, tile = rest % sizes[3], rest // sizes[3]
+    tiles = (sizes[0] + TOKENS - 1) // TOKENS
+    item, token = tile // tiles, tile % tiles * TOKENS
+    keys = gl.maximum(gl.minimum(gl.load(used_ptr + item), sizes[2]), 0)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
+    )
+    first, end = lo, hi
+    if T.split > 0:
+        first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
+    return Seat(item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1])
+
+
+@gluon.jit
+def consume(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, T: gl.constexpr):
+    """Role: attention of 64 rows to the keys of a block."""
+    SPLIT: gl.constexpr = T.split
+    load_queries(q_ptr, strides[0], mem, seat, sizes, T)
+    if SPLIT == 0:
+        rows = nothing(T)
+        if seat.first < seat.end:
+            rows, _ = walk(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
+        write(summed(rows, T), out_ptrs, strides, seat, sizes, T)
+    else:
+        use = gl.to_tensor(0)
+        some = summed(nothing(T), T)
+        for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
+            low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
+            if low < high:
+                rows, use = walk(use, mem, seat, low, high, sizes, scale, T)
+                if T.folds:
+                    some = joined(some, summed(rows, T), T)
+                else:
+                    store_part(summed(rows, T), out_ptrs, part, seat, sizes, T)
+        if T.direct:
+            write(some, out_ptrs, strides, seat, sizes, T)
+        elif T.folds:
+            if seat.first < seat.end:
+                store_part(some, out_ptrs, seat.first // (SPLIT * T.parts), seat, sizes, T)
+
+
+@gluon.jit
+def summed(rows, T: gl.constexpr):
+    """The state with a number for each row, laid out as the accumulator's rows are."""
+    ROWS: gl.constexpr = row_layout(T.columns_v)
+    return Sums(rows.acc, gl.convert_layout(rows.top, ROWS), gl.convert_layout(gl.sum(rows.total, 1), ROWS))
+
+
+@gluon.jit
+def places(seat, sizes, L: gl.constexpr, T: gl.constexpr):
+    """(query, head, whether it exists) of the 64 rows."""
+    HEADS: gl.constexpr = T.heads
+    ROWS: gl.constexpr = T.rows
+    packed = gl.arange(0, ROWS, L)
+    row, member = seat.token + packed // HEADS, seat.chunk * HEADS + packed % HEADS
+    group = sizes[6]
+    return row, seat.head * group + gl.minimum(member, group - 1), (row < seat.queries) & (member < group)
+
+
+@gluon.jit
+def load_queries(ptr, strides, mem, seat, sizes, T: gl.constexpr):
+    """Bring the queries to shared memory, zeros where there are none."""
+    ROWS: gl.constexpr = T.rows
+    PARTS: gl.constexpr = T.parts_k
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    row, head, exists = places(seat, sizes, gl.SliceLayout(1, LAYOUT), T)
+    at = seat.item.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+    for part in gl.static_range(PARTS):
+        column = part * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, LAYOUT))
+        inside = exists[:, None] & (column < T.head_dim)[None, :]
+        q = gl.load(ptr + (at[:, None] + column.to(gl.int64)[None, :] * strides[3]), mask=inside, other=0.0)
+        mem.q.index(part).reshape([ROWS, STRIP]).store(q)
+    fence_async_shared()
+
+
+@gluon.jit
+def nothing(T: gl.constexpr):
+    """The state before the first key."""
+    BLOCK_K: gl.constexpr = T.block_k
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = T.columns_v
+    total = lane_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)), T)  # pyright: ignore[reportCallIssue]
+    top = gl.full([ROWS], float("-inf"), gl.float32, row_layout(BLOCK_K))
+    return Rows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
+
+
+@gluon.jit
+def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
+    """(Rows, key tiles used) of the keys from low to high, of which there are some."""
+    BLOCK_K: gl.constexpr = T.block_k
+    score = multiply_keys(mem, use, T)
+    score = warpgroup_mma_wait(0, deps=[score])
+    mem.keys.release(use)
+    score = shaped(score * scale, mem, use, low, seat, sizes, T)
+    top = gl.max(score, 1)
+    p = gl.exp2(score - level(top, True, T)[:, None])
+    rows = nothing(T)
+    rows = Rows(rows.acc, pack(p, mem.v.dtype), top, lane_sums(p, T))
+    use += 1
+    for start in range(low + BLOCK_K, high, BLOCK_K):
+        rows = step(rows, mem, use, start, seat, sizes, scale, T)
+        use += 1
+    mem.values.wait(use - 1)
+    acc = add_values(rows, mem, use - 1, T)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mem.values.release(use - 1)
+    return Rows(acc, (), rows.top, rows.total), use
+
+
+@gluon.jit
+def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
+    """The state after a further key tile; the values of the one before are added meanwhile."""
+    COLUMNS: gl.constexpr = T.columns_v
+    score = multiply_keys(mem, use, T)
+    mem.values.wait(use - 1)
+    acc = add_values(rows, mem, use - 1, T)
+    score = warpgroup_mma_wait(1, deps=[score])
+    mem.keys.release(use)
+    score = shaped(score * scale, mem, use, start, seat, sizes, T)
+    top = gl.maximum(rows.top, gl.max(score, 1))
+    shift = level(top, True, T)
+    decay = gl.exp2(rows.top - shift)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mem.values.release(use - 1)
+    p = gl.exp2(score - shift[:, None])
+    total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+    acc = acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
+    return Rows(acc, pack(p, mem.v.dtype), top, total)
+
+
+@gluon.jit
+def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
+    """A ring's tile, of all boxes and columns."""
+    COUNT: gl.constexpr = T.pipeline.stages * PARTS
+    BLOCK_K: gl.constexpr = T.block_k
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], tiles.dtype)
+    return first_parts(recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED), place, BLOCK_K, STRIP, PARTS)
+
+
+@gluon.jit
+def multiply_keys(mem, use, T: gl.constexpr):
+    """Queries times a key tile, under way."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    PARTS: gl.constexpr = T.parts_k
+    start = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    mem.keys.wait(use)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], mem.k.dtype)
+    keys = recast(mem.k, mem.k.dtype, [T.pipeline.stages * PARTS, BLOCK_K, STRIP], SHARED)
+    return multiply_parts(start, (mem.q, 0), (keys, mem.keys.at(use)), False, ROWS, BLOCK_K, STRIP, PARTS)
+
+
+@gluon.jit
+def add_values(rows, mem, use, T: gl.constexpr):
+    """The accumulator plus probabilities times a value tile, under way."""
+    return add_columns(rows.acc, rows.weights, tile_of(mem.v, mem.values.at(use), T.parts_v, T), 0)
+
+
+@gluon.jit
+def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
+    """Scores, -inf where a row does not see a key; values that no row sees become 0, for they may be NaN."""
+    BLOCK_K: gl.constexpr = T.block_k
+    if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
+        row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
+        key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+        band = (sizes[4], sizes[5])
+        keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), band, T)
+        score = gl.where(keep, score, float("-inf"))
+        if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
+            blank(mem, use, seat.seen_from - start, seat.seen_to - start, T)
+    return score
+
+
+@gluon.jit
+def blank(mem, use, first, end, T: gl.constexpr):
+    """Zero the rows of a value tile outside of first <= row < end."""
+    PARTS: gl.constexpr = T.parts_v
+    BOXES: gl.constexpr = T.boxes
+    BOX: gl.constexpr = T.box
+    mem.values.wait(use)
+    for part in gl.static_range(PARTS):
+        for box in gl.static_range(BOXES):
+            place = (mem.values.at(use) * PARTS + part) * BOXES + box
+            blank_rows(mem.v.index(place).reshape([BOX, STRIP]), first - box * BOX, end - box * BOX)
+    fence_async_shared()
+
+
+@gluon.jit
+def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr):
+    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them."""
+    COLUMNS: gl.constexpr = T.columns_v
+    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
+    place = part_place(part, row, head, seat, sizes)
+    gl.store(part_ptrs[1] + place, rows.top, mask=exists)
+    gl.store(part_ptrs[2] + place, rows.total, mask=exists)
+    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    at = place[:, None] * T.head_dim_v + value[None, :]
+    gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
+
+
+@gluon.jit
+def part_place(part, row, head, seat, sizes):
+    """Where a part's rows are among (parts, tokens, heads)."""
+    token = seat.item.to(gl.int64) * sizes[0] + row
+    tokens = sizes[7].to(gl.int64) * sizes[0]
+    return (gl.to_tensor(part).to(gl.int64) * tokens + token) * (sizes[1] * sizes[6]) + head
+
+
+@gluon.jit
+def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr):
+    """out and lse of finished rows, by the operations of `device/decoding.py`. out_ptrs = (out, lse, sink or None)."""
+    COLUMNS: gl.constexpr = T.columns_v
+    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
+    rows = scored(rows, T)
+    if T.modifiers.sink:
+        rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
+    out, lse = finish(rows, T)
+    at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
+    gl.store(out_ptrs[1] + at, lse, mask=exists)
+    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
+    at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
+    gl.store(out_ptrs[0] + at, out.to(out_ptrs[0].dtype.element_ty), mask=exists[:, None] & (value < T.head_dim_v)[None, :])
+
+
+UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", "group", "batch"]
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right,
+                  rest, T: gl.constexpr):  # fmt: skip
+    """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
+
+    Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns. out_ptrs =
+    (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top, total) of parts, as `device/decoding.py` has
+    them. strides of q, out, sink; table = (page_table or None, its strides); rest = (group, batch, scale).
+    """
+    ROWS: gl.constexpr = T.rows
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], k_desc.dtype)
+    q = gl.allocate_shared_memory(k_desc.dtype, [T.parts_k, ROWS, STRIP], QUERIES)
+    k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts_k * T.boxes, 1, 1, T.box, STRIP], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v * T.boxes, 1, 1, T.box, STRIP], v_desc.layout)
+    keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
+    mem = Memory(q, k, v, keys, values)
+    fence_async_shared()
+    await_stream(False)
+    if T.split > 0 and not T.direct:
+        let_next()
+    sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
+    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
+    gl.warp_specialize([
+        (consume, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, T)),
+        (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+    ], [1], [T.pipeline.loader_registers])  # fmt: skip

@@ -1,0 +1,50 @@
+"""Plans of Hopper's kernel over a cache."""
+
+from __future__ import annotations
+
+from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
+from flashtile.kernels.sm90.host import choose_cached as choose
+from flashtile.kernels.sm90.host.choose_cached import STRIP, CachedLaunch, make_cached_tile
+from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, LOST
+from flashtile.plan.buffers import cached_buffers
+from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
+from flashtile.plan.device import Device
+from flashtile.problem.cache import CachedProblem
+
+
+def plan_cached(problem: CachedProblem, device: Device, name: str, launch: CachedLaunch | None = None) -> Plan:
+    """The forward of one launch, or of parts and their sum; `launch` overrides the tile."""
+    from flashtile.kernels.sm90.cached.kernel import decode_hopper
+
+    p, pages, split = problem.attention, problem.pages, problem.split
+    launch = choose.choose_cached(problem) if launch is None else launch
+    heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
+    tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
+    chunks = -(-p.group // heads)
+    parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
+    shares = -(-problem.splits // parts)
+    tile = make_cached_tile(problem, launch, heads, parts)
+    sums = tile.split > 0 and not tile.direct  # by a launch of its own
+    scratch = part_buffers(problem, shares if tile.folds else problem.splits, "fp32") if sums else ()
+    sink = Pointer("sink") if p.sink is not None else None
+    outputs = tuple(Pointer(b.name) for b in scratch) if sums else (Pointer("out"), Pointer("lse"), sink)
+    table = (Pointer("page_table"), Strides("page_table")) if pages.table else (None, (0, 0))
+    forward = KernelCall(
+        decode_hopper, (tiles * shares * p.heads_kv * chunks, 1, 1),
+        (
+            Descriptor("k", (1, 1, tile.box, STRIP)), Descriptor("v", (1, 1, tile.box, STRIP)), Pointer("q"), outputs,
+            (Strides("q"), Strides("out"), Strides("sink") if sink else (0,)), table, Pointer("seqused_k"), p.seqlen_q,
+            p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
+            (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
+        ),
+        (("T", tile),), 4, contracts=False, registers=launch.registers, early=True,
+    )  # fmt: skip
+    calls = [forward]
+    if sums:
+        packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
+        calls.append(combine_call(problem, packing, tile, 1 if tile.folds else group_of(split)))
+    notes = (
+        f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
+        f"{problem.splits} parts of {split} keys" if split else "one pass",
+    )
+    return Plan(problem, name, "", (*cached_buffers(problem), *scratch), tuple(calls), notes)

@@ -1,0 +1,87 @@
+"""attention_cached by Hopper's kernel: on a GPU, and refusals anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.kernels.sm90.host.choose_cached import refusals
+from flashtile.problem.stored import Stored
+from flashtile.reference.cached import cached_plain, cached_reference
+from tests.cached.boxes import cleaned, draw, given
+from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
+
+HOPPER = flashtile.Options(backend="hopper")
+
+
+def run(seed: int, device: torch.device) -> None:
+    """Assert the accuracy rule, and that nothing but numbers comes back."""
+    problem, tensors = draw(seed)
+    inputs, how = given(problem, {name: t.to(device) for name, t in tensors.items()})
+    with torch.no_grad():
+        out, lse = flashtile.attention_cached(*inputs, **how, split=problem.split, return_lse=True, options=HOPPER)
+        inputs, how = given(problem, cleaned(problem, tensors))
+        exact, sums = cached_reference(*inputs, **how)
+        plain, _ = cached_plain(*inputs, **how)
+    about, out, lse = f"seed {seed}: {problem.spell()}", out.cpu(), lse.cpu()
+    assert out.isfinite().all(), about
+    assert measure_lse(lse, sums) <= LSE_TOLERANCE, about
+    floor = FLOOR_ULP * torch.finfo(out.dtype).eps * exact.abs().max().item()
+    error, theirs = ((t.double() - exact).abs().max().item() for t in (out, plain))
+    assert error <= max(FACTOR * theirs, floor), f"{about}: off by {error}, plain PyTorch by {theirs}"
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("first", range(0, 320, 20))
+def test_random_calls(first: int, device: torch.device) -> None:
+    for seed in range(first, first + 20):
+        run(seed, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize(("keys", "split", "heads"), [(1024, 128, 2), (1024, 256, 8), (4096, 256, 4)])
+def test_an_items_bits_do_not_depend_on_its_batch(keys: int, split: int, heads: int, page: int, device: torch.device) -> None:
+    """Blocks write parts, sums of as many as are added up first, or results: by the batch."""
+    generator = torch.Generator(device).manual_seed(5)
+    k, v = (torch.randn(64, keys, heads, 128, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv")
+    used = torch.randint(1, keys + 1, (64,), generator=generator, dtype=torch.int32, device=device)
+    q = torch.randn(64, 1, 4 * heads, 128, generator=generator, device=device, dtype=torch.bfloat16)
+    how: dict[str, Any] = dict(causal=True, split=split, return_lse=True, options=HOPPER)
+
+    def call(items: torch.Tensor) -> list[torch.Tensor]:
+        if not page:
+            made = flashtile.attention_cached(q[items], k[items], v[items], seqused_k=used[items], **how)
+        else:
+            table = torch.arange(64 * keys // page, dtype=torch.int32, device=device).view(64, -1)
+            pools = [t.view(-1, page, heads, 128) for t in (k, v)]
+            made = flashtile.attention_cached(q[items], pools[0], pools[1], table[items], seqused_k=used[items], **how)
+        return list(made)
+
+    alone = [torch.cat(some) for some in zip(*(call(torch.tensor([i], device=device)) for i in range(64)), strict=True)]
+    for count in (64, 48, 33, *range(1, 64, 3)):
+        items = torch.randperm(64, generator=generator, device=device)[:count]
+        for got, want in zip(call(items), alone, strict=True):
+            assert torch.equal(got, want[items])
+
+
+def test_what_it_refuses_it_says() -> None:
+    problem = next(p for p, _ in map(draw, range(50)) if p.pages.table and p.pages.page_size == 16)
+    assert not refusals(problem)
+    changed = {
+        "page_size is 24": replace(problem, pages=replace(problem.pages, page_size=24)),
+        "page_size is 4;": replace(problem, pages=replace(problem.pages, page_size=4)),
+        "keys begin at first_k": replace(problem, pages=replace(problem.pages, first=True)),
+        "the cache stores e4m3": replace(problem, stored=Stored("e4m3")),
+        "values are columns": replace(problem, shared=True),
+        "the copy engine cannot read": replace(problem, addressable=False),
+        "head_dim is 256": replace(problem, attention=replace(problem.attention, head_dim=256)),
+    }
+    for says, other in changed.items():
+        assert any(says in reason for reason in refusals(other)), says

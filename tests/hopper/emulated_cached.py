@@ -1,0 +1,78 @@
+"""Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
+
+python -m tests.hopper.emulated_cached SEED ...
+
+A seed draws a call: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that
+belong to none are rubbish, and so is scratch that was not written. Parts are added up by PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.hopper.emulated import error, poisoned, report
+
+# isort: split
+from flashtile.kernels.sm90.cached.plan import plan_cached
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, refusals
+from flashtile.plan.call import KernelCall, Plan
+from flashtile.plan.device import H100
+from flashtile.problem.cache import CachedProblem
+from flashtile.reference.cached import cached_reference
+from flashtile.torch.execute.bound import Bound
+from tests.cached.boxes import Tensors, cleaned, draw, given
+
+TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
+
+
+def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
+    """out and lse of parts of `split` keys: of those that hold a key that some query of an item may see, and of no others."""
+    p = problem.attention
+    outs, sums = list[torch.Tensor](), list[torch.Tensor]()
+    for i, count in enumerate(tensors["seqused_k"].tolist()):
+        for row in range(p.seqlen_q):
+            position = count - p.seqlen_q + row
+            lo = 0 if p.band.left is None else min(max(position - p.band.left, 0), count)
+            hi = count if p.band.right is None else min(max(position + p.band.right + 1, 0), count)
+            some = slice(lo // split, max(-(-hi // split), lo // split))
+            acc, top, total = (made[name][some, i * p.seqlen_q + row].double() for name in ("acc", "top", "total"))
+            top = top * math.log(2)
+            if "sink" in tensors:
+                acc = torch.cat([acc, acc.new_zeros(1, *acc.shape[1:])])
+                top = torch.cat([top, tensors["sink"].double()[None]])
+                total = torch.cat([total, total.new_ones(1, p.heads_q)])
+            lse = (top + total.log()).logsumexp(0) if len(top) else torch.full((p.heads_q,), -torch.inf, dtype=torch.float64)
+            weight = (top - lse.where(lse > -torch.inf, 0.0)).exp()
+            outs.append((acc * weight[:, :, None]).sum(0))
+            sums.append(lse)
+    shape = (p.batch, p.seqlen_q, p.heads_q)
+    return {"out": torch.stack(outs).view(*shape, -1), "lse": torch.stack(sums).view(shape).transpose(1, 2)}
+
+
+def assess(seed: Any) -> dict[str, Any]:
+    """The errors of a seed's results."""
+    problem, tensors = draw(int(seed))
+    assert not refusals(problem), refusals(problem)
+    inputs, how = given(problem, cleaned(problem, tensors))
+    exact, lse = cached_reference(*inputs, **how)
+    launch = TILES[int(seed) % len(TILES)]
+    plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[int(seed) // 4 % 2]), "hopper", launch)
+    buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)
+    plan = Plan(problem, plan.backend, "", buffers, plan.calls[:1])
+    inputs = {b.name: tensors[b.name] for b in plan.named("input")}
+    with patch.object(torch, "empty_strided", poisoned):
+        made = Bound(plan, inputs, torch.device("cpu")).run(inputs)
+    assert isinstance(plan.calls[0], KernelCall)
+    (tile,) = (value for name, value in plan.calls[0].constants if name == "T")
+    if tile.split and not tile.direct:
+        made = added(problem, tile.split * (tile.parts if tile.folds else 1), made, tensors)
+    return {name: error(made[name], true) for name, true in (("out", exact), ("lse", lse))}
+
+
+if __name__ == "__main__":
+    report(assess)

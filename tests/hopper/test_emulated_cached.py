@@ -1,0 +1,29 @@
+"""Hopper's kernel over caches computes what it should, in the emulator, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results are rounded to 2e-3 each
+
+
+@pytest.mark.parametrize("first", [0, 20])
+def test_random_calls(first: int) -> None:
+    command = [sys.executable, "-m", "tests.hopper.emulated_cached", *map(str, range(first, first + 20))]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(rows) == 20, run.stderr
+    for seed, row in enumerate(rows, first):
+        assert "failure" not in row, f"seed {seed}: {row}"
+        assert row["errors"]["out"] <= LIMIT, f"seed {seed}: {row}"
+        assert row["errors"]["lse"] <= 1e-6, f"seed {seed}: {row}"
