@@ -123,7 +123,7 @@ def wrong(variant: int, seed: int, device: torch.device, backend: str) -> list[s
     """What is, of a case."""
     case = Drawn(variant, seed, device)
     options = Options(backend=backend)
-    ours = flashtile.attention_varlen if case.lengths else flashtile.attention
+    ours: Any = flashtile.attention_varlen if case.lengths else flashtile.attention
     exact = results(case, lambda *x: attention_plain(*x, **case.arguments(torch.float64)), torch.float64)
     plain = results(case, lambda *x: attention_plain(*x, **case.arguments(case.dtype)), case.dtype)
     found = results(case, lambda *x: ours(*x, **case.arguments(case.dtype), return_lse=True, options=options), case.dtype)
