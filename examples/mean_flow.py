@@ -62,7 +62,8 @@ class Model(nn.Module):
 def mean_flow(model: Model, x: torch.Tensor, noise: torch.Tensor, r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     v = noise - x
     z = x + t[:, None, None] * v
-    u, change = torch.func.jvp(model, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
+    dual: tuple[torch.Tensor, ...] = torch.func.jvp(model, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
+    u, change = dual[0], dual[1]
     return (u - (v - (t - r)[:, None, None] * change).detach()).square().mean()
 
 

@@ -112,8 +112,8 @@ def results(case: Drawn, function: Callable[..., Any], dtype: torch.dtype) -> di
     made["double backward"] = torch.autograd.grad(grads, leaves, t)
 
     def first(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, pull = torch.func.vjp(rows, *given)
-        return pull((upstream, weights))
+        found: Any = torch.func.vjp(rows, *given)
+        return found[1]((upstream, weights))
 
     made["hessian product"] = torch.func.jvp(first, tuple(x), tuple(t))[1]
     return made

@@ -126,7 +126,7 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
     ends = [(0, 0), (9, 20), (9, 21), (30, 40)]  # the second item has no queries, and tokens are left
     cu_q, cu_k = (torch.tensor(some, dtype=torch.int32, device=place) for some in zip(*ends, strict=True))
     leaves: Any = [t.requires_grad_() for t in (q, k)]
-    out, found = flashtile.attention_varlen(*leaves, v, cu_q, cu_k, causal=True, returns=ALL, options=options)
+    out, found = flashtile.attention_varlen(q, k, v, cu_q, cu_k, causal=True, returns=ALL, options=options)
     total = found.entropy.square().sum()
     grads = torch.autograd.grad(total, leaves)
     assert (out.shape, found.max_logit.shape, found.mass.shape) == (q.shape, (3, 4), (4, 45))
@@ -137,7 +137,7 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
             assert not found.mass[:, c:d].any()
             continue
         some: Any = [q[None, a:b].detach().requires_grad_(), k[None, c:d].detach().requires_grad_()]
-        _, alone = flashtile.attention(*some, v[None, c:d], causal=True, returns=ALL, options=options)
+        _, alone = flashtile.attention(some[0], some[1], v[None, c:d], causal=True, returns=ALL, options=options)
         close(found.max_logit[i], alone.max_logit[0], 1e-6)
         close(found.entropy[:, a:b], alone.entropy[0], 1e-5)
         close(found.mass[:, c:d], alone.mass[0], 1e-5)
