@@ -40,17 +40,19 @@ def run_mapped(step: Step, implementation: str | None, *given: Any) -> tuple[Any
     specs = {"out": (batch, seqlen, heads), "lse": (batch, heads, seqlen), "stats": (batch, heads, None, seqlen)}
     specs |= {f"t{name}": specs[name] for name in ("out", "lse")}
     made = tuple(b.name for b in step.outputs())
-    return automatically(undifferentiated(step.problem.spell(), call), named, made, specs)
+    return automatically(undifferentiated(step.problem.spell(), call, "third"), named, made, specs)
 
 
-def undifferentiated(what: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def undifferentiated(
+    what: str, function: Callable[..., tuple[Any, ...]], order: str = "second"
+) -> Callable[..., tuple[Any, ...]]:
     """The function of arrays, a pass of `what`; it raises NotSupported where autodiff comes by once more."""
     call = jax.custom_jvp(function)
 
     @call.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         raise NotSupported(
-            f"second derivatives of {what}", {"jax": ["passes that were differentiated once have no derivative"]}
+            f"{order} derivatives of {what}", {"jax": ["passes that differentiate have no derivative of their own"]}
         )
 
     return call
