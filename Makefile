@@ -37,7 +37,8 @@ check: .venv/.ready
 compile: .venv/.ready
 	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)
 	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.audit.matrix --jobs $(JOBS)
-	TRITON_INTERPRET=0 $(PY) benchmarks/tiles.py --list sm90 --check benchmarks/results/tiles-h200.csv
+	TRITON_INTERPRET=0 $(PY) benchmarks/tiles.py --list sm90 --known benchmarks/results/tiles-h200.csv
+	$(PY) -m pytest -n $(JOBS) -m whole tests/compile
 
 gpu: .venv/.ready
 	$(PY) -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'PyTorch sees no GPU here.')"
@@ -62,7 +63,7 @@ site: .venv-docs/.ready
 .venv-docs/.ready: pyproject.toml | .venv/.demo
 	@if [ -L .venv-docs ]; then echo ".venv-docs is a link to another checkout's, which is not touched here." >&2; exit 1; fi
 	$(PY) -m venv --clear --without-pip .venv-docs
-	$(PY) -m pip --disable-pip-version-check --python .venv-docs/bin/python install --quiet --group docs
+	$(PY) -m pip --disable-pip-version-check --python .venv-docs/bin/python install --quiet --no-compile --group docs
 	@touch $@
 
 .venv-jax/.ready: pyproject.toml tools/setup_jax.sh

@@ -31,8 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import processes
-from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.record import Record, at_least_one, is_lost
 from benchmarks.replay import captured, replay_ms
 from flashtile import cache_clear
 from flashtile.bench.providers import first_line
@@ -379,41 +379,69 @@ def measure(cell: Cell, asked: Asked, device: torch.device, side: Any, record: R
         record.add(row)
 
 
+class Cached(Experiment[Cell]):
+    """A cell is a model, a batch, keys and queries of a step; its caches and providers are timed in one rotation."""
+
+    output, budget_s, ahead_share = "bench-output/cached.csv", 480, 0.3
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+        parser.add_argument("--batch", nargs="+", type=at_least_one, default=list(BATCHES))
+        parser.add_argument("--keys", nargs="+", type=at_least_one, default=list(KEYS), help="multiples of 256")
+        parser.add_argument("--queries", nargs="+", type=at_least_one, default=[1])
+        parser.add_argument("--pages", nargs="+", type=int, choices=(0, *PAGES), default=[0, *PAGES], help="0: contiguous")
+        parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
+        parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        odd = [keys for keys in chosen.keys if any(keys % page for page in PAGES)]
+        if odd:
+            parser.error(f"--keys {odd[0]}: it must be a multiple of {PAGES[-1]}")
+        return None
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), chosen.tiles)
+
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+    def about(self) -> dict[str, int]:
+        return {"rounds": ROUNDS}
+
+    def ahead(self) -> Ahead:
+        chosen = self.chosen
+        ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
+        return compile_one, [
+            (model, queries, page, keys, kind, tile)
+            for tile in (None, *(range(1, TILES) if self.asked.tiles else ())) for keys in ahead for page in self.asked.pages
+            for kind in self.asked.kinds for queries in chosen.queries for model in chosen.models
+        ]  # fmt: skip
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        self.side = torch.cuda.Stream(self.device())
+        with torch.no_grad(), torch.cuda.stream(self.side):
+            yield
+
+    def cells(self) -> list[Cell]:
+        chosen = self.chosen
+        return [
+            Cell(model, batch, keys, queries)
+            for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for model in chosen.models
+        ]  # fmt: skip
+
+    def place(self, cell: Cell) -> dict[str, Any]:
+        return dict(cell.row())
+
+    def measure(self, cell: Cell, record: Record, until: float) -> None:
+        measure(cell, self.asked, self.device(), self.side, record, until)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batch", nargs="+", type=at_least_one, default=list(BATCHES))
-    parser.add_argument("--keys", nargs="+", type=at_least_one, default=list(KEYS), help="multiples of 256")
-    parser.add_argument("--queries", nargs="+", type=at_least_one, default=[1])
-    parser.add_argument("--pages", nargs="+", type=int, choices=(0, *PAGES), default=[0, *PAGES], help="0: contiguous")
-    parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
-    parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
-    options(parser, "bench-output/cached.csv", 480)
-    chosen = parser.parse_args()
-    odd = [keys for keys in chosen.keys if any(keys % page for page in PAGES)]
-    if odd:
-        parser.error(f"--keys {odd[0]}: it must be a multiple of {PAGES[-1]}")
-    need_gpu(parser)
-    device, side = torch.device("cuda"), torch.cuda.Stream(torch.device("cuda"))
-    record = Record(chosen.output, chosen.budget, {"rounds": ROUNDS, **machine(device, chosen.commit)})
-    ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
-    asked = Asked(tuple(chosen.pages), tuple(chosen.caches), chosen.tiles)
-    jobs = [
-        (model, queries, page, keys, kind, tile)
-        for tile in (None, *(range(1, TILES) if asked.tiles else ())) for keys in ahead for page in asked.pages
-        for kind in asked.kinds for queries in chosen.queries for model in chosen.models
-    ]  # fmt: skip
-    processes.compile_ahead(compile_one, jobs, record.left(), 0.3)
-    cells = [
-        Cell(model, batch, keys, queries)
-        for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for model in chosen.models
-    ]  # fmt: skip
-    with torch.no_grad(), torch.cuda.stream(side):
-        for cell, until in record.parts(cells):
-            with record.attempt(**cell.row()):
-                measure(cell, asked, device, side, record, until)
-            torch.cuda.empty_cache()
-    return record.end()
+    return main_of(Cached)
 
 
 if __name__ == "__main__":

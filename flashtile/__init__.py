@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flashtile.torch.api.blocks import Blocks
     from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
     from flashtile.torch.api.merge import merge
+    from flashtile.torch.api.quantize import Quantized, quantize
     from flashtile.torch.api.statistics import qk_clip
     from flashtile.torch.cache.append import append_to_cache
     from flashtile.torch.cache.attention import attention_cached
@@ -62,6 +63,7 @@ _HOMES = {
     "Position": ".problem.score",
     "Predicate": ".problem.mask",
     "Prefix": ".features.masks.prefix",
+    "Quantized": ".torch.api.quantize",
     "Score": ".problem.score",
     "Softcap": ".features.scores.softcap",
     "Statistics": ".problem.statistics",
@@ -80,6 +82,7 @@ _HOMES = {
     "explain": ".explanation",
     "merge": ".torch.api.merge",
     "qk_clip": ".torch.api.statistics",
+    "quantize": ".torch.api.quantize",
     "use_tuning": ".kernels.portable.choose",
 }
 
@@ -102,6 +105,7 @@ __all__ = [
     "Position",
     "Predicate",
     "Prefix",
+    "Quantized",
     "Score",
     "Softcap",
     "Statistics",
@@ -120,6 +124,7 @@ __all__ = [
     "explain",
     "merge",
     "qk_clip",
+    "quantize",
     "use_tuning",
 ]
 

@@ -21,6 +21,7 @@ AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 ARGUMENTS = (
     "problem", "k", "v", "device", "causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options"
 )  # fmt: skip
+SCALES = {"q_scale", "k_scale", "v_scale"}
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
@@ -86,24 +87,27 @@ def explain(
     """An Explanation: backends, kernels, tiles, FLOPs, bytes and roofline time of a problem; nothing is launched.
 
     problem: an AttentionProblem, its spelling, or the tensor q, followed by k, v and the arguments of `attention`.
-    lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`.
+    lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`; and
+        q_scale, k_scale, v_scale.
     device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
 
     Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only. Without Triton (macOS,
     Windows) it says which backend of a GPU would run, and what the problem costs, but not its kernels and tiles.
     """
-    check_names("explain", lengths, LENGTHS, ARGUMENTS)
+    check_names("explain", lengths, LENGTHS | SCALES, ARGUMENTS)
+    scales = {name: lengths.pop(name) for name in SCALES if name in lengths}
     options = DEFAULT if options is None else options
     wanted, layout, gathered = frozenset("qkv"), None, tuple[str, ...]()
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
-        given.update(sink=sink, dropout=dropout, return_lse=return_lse, **lengths)
+        given.update(sink=sink, dropout=dropout, return_lse=return_lse, **lengths, **scales)
         for name, value in given.items():
             if value is not None and value is not False and value != ():
                 raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
+        from flashtile.torch.api.stored import describe_stored, is_stored
         from flashtile.torch.call.arguments import Arguments
         from flashtile.torch.call.describe import make_problem
         from flashtile.torch.call.holes import counts, holes
@@ -115,7 +119,11 @@ def explain(
         if named is not None and named.varlen:
             problem, k, v = (t.unsqueeze(0) for t in (problem, k, v))
         arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
-        described, options = make_problem(problem, k, v, arguments, named)
+        if is_stored(k, options, scales):
+            packs = (problem, k, v) if named is None or not named.varlen else (problem[0], k[0], v[0])
+            described, options = describe_stored(packs, named, arguments, scales)
+        else:
+            described, options = make_problem(problem, k, v, arguments, named)
         place = _device(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
@@ -124,9 +132,11 @@ def explain(
         described = replace(described, deterministic=True)
     without = _without_triton(described, place, options)
     if without is None:
-        chosen = dispatch.select(described, place, options.backend, options.backward)
+        asked = options.backward if described.stored is None else None
+        chosen = dispatch.select(described, place, options.backend, asked)
         forward = dispatch.plan_forward(described, place, options.backend)
-        backward = dispatch.plan_backward(described, place, Gradients(wanted), options.backend, options.backward)
+        through = described.dequantised  # what computes gradients where q, k or v are stored
+        backward = dispatch.plan_backward(through, place, Gradients(wanted), options.backend, options.backward)
     else:
         chosen, forward, backward = without
     return Explanation(
@@ -188,7 +198,7 @@ def _this_machine() -> Device:
 
 
 def _refusal(backend: Any, problem: AttentionProblem, place: Device, options: Options, chosen: Any) -> tuple[str, ...]:
-    reasons = backend.unsupported(problem, place, options.backward)
+    reasons = backend.unsupported(problem, place, options.backward if problem.stored is None else None)
     if reasons:
         return tuple(reasons)
     if options.backend is not None:

@@ -9,9 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile import Dropout, InvalidProblem, Options, dropout_mask
-from flashtile.problem.dropout import LATTICE, keep, limits, numbers, philox
+from flashtile import Dropout, InvalidProblem, NotSupported, Options, dropout_mask
+from flashtile.problem.dropout import LATTICE, ORIGINS, Origin, keep, limits, numbers, philox
 from flashtile.problem.options import Variant
+from flashtile.torch.context.wanted import against_dropout
 
 # Random123's kat_vectors (Salmon et al., SC 2011): counter, key, rounds, words
 KNOWN = (
@@ -225,6 +226,50 @@ def test_a_mask_without_a_seed_is_an_error() -> None:
         dropout_mask(Dropout(0.5, 1), 1, -1, 8, 8)
     with pytest.raises(InvalidProblem, match=r"dropout is a float; it must be a flashtile.Dropout"):
         dropout_mask(0.5, 1, 1, 8, 8)  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_larger_call_keeps_what_that_keeps(backend: str, place: torch.device, variant: Variant) -> None:
+    """Some heads, queries and keys of it, by its positions; a kernel where they begin at multiples of 64."""
+    origin = Origin(head=2, heads=3, more=4, query=192, key=64)
+    whole, dropout = dropout_mask(Dropout(0.3, 11), 2, 7, 232, 140, place), Dropout(0.3, 11, origin)
+    assert torch.equal(dropout_mask(dropout, 2, 3, 40, 70, place), whole[:, 2:5, 192:232, 64:134])
+    seen_mask(backend, place, variant, dropout, seqlen_q=40, seqlen_k=70)
+    steps = Dropout(0.3, 11, Origin(heads=3, more=4, query=5, key=1, query_step=4, key_step=2))
+    assert torch.equal(dropout_mask(steps, 2, 3, 40, 60, place), whole[:, :3, 5:165:4, 1:121:2])
+    if backend == "cpu":
+        seen_mask(backend, place, variant, steps, seqlen_q=40, seqlen_k=60)
+    else:
+        with pytest.raises(NotSupported, match=r"dropout.s origin is not aligned; .* from multiples of 64"):
+            seen_mask(backend, place, variant, steps, seqlen_q=40, seqlen_k=60)
+    seen_mask(backend, place, variant, Dropout(0.3, 11), seqlen_q=40, seqlen_k=70)  # a call of its own again
+
+
+def test_an_origin_is_a_place() -> None:
+    for name, value in (("query", -1), ("heads", 0), ("key_step", 1.5), ("key", 2**31)):
+        with pytest.raises(InvalidProblem, match=f"dropout origin's {name} is"):
+            Origin(**{name: value})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidProblem, match="dropout origin is a tuple; it must be an Origin"):
+        Dropout(0.1, 1, (0, 0))  # pyright: ignore[reportArgumentType]
+    for kind in ORIGINS:
+        spelled = f"attention(q=1x8x1x16,kv=8x1x16,fp16,dropout=0.1,origin={kind})"
+        assert flashtile.AttentionProblem.parse(spelled).spell() == spelled
+    with pytest.raises(InvalidProblem, match="'origin=here' must be origin=aligned or origin=any"):
+        flashtile.AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16,dropout=0.1,origin=here)")
+
+
+def test_ranks_on_gpus_drop_where_kernels_can_count() -> None:
+    fit, odd, other = (4 * 128, 4 * 128), (4 * 96, 4 * 128), (4 * 128, 4 * 96)
+    laws: list[tuple[str, str, tuple[int, int], bool, str]] = [
+        ("ulysses", "striped", odd, True, ""), ("allgather", "zigzag", fit, False, ""), ("ring", "contiguous", fit, False, ""),
+        ("ring", "striped", fit, False, "layout 'striped'"), ("allgather", "zigzag", odd, False, "multiples of 64"),
+        ("usp", "contiguous", odd, False, "multiples of 64"), ("usp_ring", "zigzag", other, False, "multiples of 64"),
+        ("allgather", "contiguous", other, False, ""), ("ring", "zigzag", fit, True, "packed documents"),
+    ]  # fmt: skip
+    for method, layout, lengths, packed, words in laws:
+        found = against_dropout(method, layout, lengths, 4, "cuda", packed)
+        assert bool(found) == bool(words), (method, layout, found)
+        assert words in "".join(found)
+        assert packed or not against_dropout(method, layout, lengths, 4, "cpu", packed)
 
 
 def test_another_chance_is_another_mask(backend: str, place: torch.device) -> None:

@@ -9,8 +9,9 @@ from flashtile import dispatch
 from flashtile.errors import NotSupported
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, Stored
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
+from flashtile.problem.stored import Stored
 from tools.evidence import SAME_CODE
 
 TARGETS = ("cpu", "sm80", "sm90")  # those that tests/compile/cached_code.py compiles for

@@ -28,6 +28,7 @@ FILES = {  # file -> what its rows are
     "time over ours, `of_best`: the best peer's.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
+    "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
     "derivatives-h200": "Tangents and double backwards beside a forward and a backward: `benchmarks/derivatives.py`, before "
     "tiles of 64 columns were chosen by time.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "

@@ -1,16 +1,18 @@
 """flash-attention 3: the functions of its module `flash_attn_interface`.
 
 Its rules: those of version 2, but lse -inf where a query sees no key, and return_attn_probs gives (out, lse). pack_gqa and
-num_splits 0 or 1 are hints that change no result.
+num_splits 0 or 1 are hints that change no result. q, k and v in e4m3 are multiplied so, times their descales; out is bfloat16.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from flashtile.compat.asked import Asked, longest, refuse
+from flashtile.compat.descale import attend_descaled
 from flashtile.compat.flash_attn_cache import Cache, Fresh, attend
 from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
@@ -28,9 +30,10 @@ def flash_attn_func(
     pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """out, or (out, lse). q: (batch, seqlen_q, heads, head_dim); lse: (batch, heads, seqlen_q). v's head_dim may be another."""
-    _refuse("flash_attn_func", qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    _refuse("flash_attn_func", qv, attention_chunk, num_splits, sm_margin)
     asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
-    return attention(q, k, v, return_lse=return_attn_probs, **asked.arguments())
+    how = dict(return_lse=return_attn_probs, **asked.arguments())
+    return attend_descaled(attention, (q, k, v), (q_descale, k_descale, v_descale), how)
 
 
 def flash_attn_qkvpacked_func(
@@ -42,9 +45,15 @@ def flash_attn_qkvpacked_func(
     """As `flash_attn_func`; qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, heads of q, k and v,
     head_dim).
     """
-    _refuse("flash_attn_qkvpacked_func", None, (q_descale, k_descale, v_descale), attention_chunk, 1, sm_margin)
+    _refuse("flash_attn_qkvpacked_func", None, attention_chunk, 1, sm_margin)
     asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
-    return attention_qkvpacked(qkv, heads_q=num_heads_q, return_lse=return_attn_probs, **asked.arguments())
+    how = dict(return_lse=return_attn_probs, **asked.arguments())
+    if qkv.dtype is torch.float8_e4m3fn:
+        heads_kv = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
+        three = qkv.unbind(2) if num_heads_q is None else qkv.split((num_heads_q, heads_kv, heads_kv), 2)
+        return attend_descaled(attention, tuple(three), (q_descale, k_descale, v_descale), how)
+    packed = partial(attention_qkvpacked, heads_q=num_heads_q)
+    return attend_descaled(lambda qkv, _, **given: packed(qkv, **given), (qkv, None), (q_descale, k_descale, v_descale), how)
 
 
 def flash_attn_varlen_func(
@@ -56,12 +65,14 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q)."""
-    _refuse("flash_attn_varlen_func", qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    _refuse("flash_attn_varlen_func", qv, attention_chunk, num_splits, sm_margin)
     asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
-    return attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k),
-        seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_attn_probs, **asked.arguments(),
+    how = dict(
+        max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k,
+        return_lse=return_attn_probs, **asked.arguments(),
     )  # fmt: skip
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return attend_descaled(attention_varlen, tensors, (q_descale, k_descale, v_descale), how)
 
 
 def _flash_attn_forward(
@@ -76,7 +87,8 @@ def _flash_attn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse, two empty tensors), without a graph; dense, or with both cu_seqlens of items one after another."""
     name = "_flash_attn_forward"
-    _refuse(name, qv, (q_descale, k_descale, v_descale), attention_chunk, num_splits, sm_margin)
+    _refuse(name, qv, attention_chunk, num_splits, sm_margin)
+    descales = q_descale, k_descale, v_descale
     cached = dict(
         k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
         leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary,
@@ -89,10 +101,10 @@ def _flash_attn_forward(
     how: Any = dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=True, **asked.arguments())
     with torch.no_grad():
         if cu_seqlens_q is None:
-            out, lse = attention(q, k, v, **how)
+            out, lse = attend_descaled(attention, (q, k, v), descales, how)
         else:
             most = dict(max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k))
-            out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **most, **how)
+            out, lse = attend_descaled(attention_varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k), descales, {**most, **how})
         return (out if out_ is None else out_.copy_(out)), lse, lse.new_empty(0), lse.new_empty(0)
 
 
@@ -104,7 +116,7 @@ def _flash_attn_backward(
     softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """sum(dout * out), float32 and as lse lies, after writing the gradients to dq, dk and dv where given."""
-    _refuse("_flash_attn_backward", None, (), 0, 1, sm_margin)
+    _refuse("_flash_attn_backward", None, 0, 1, sm_margin)
     _refuse_mixed("_flash_attn_backward", cu_seqlens_q, cu_seqlens_k)
     asked = Asked(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, None, deterministic)
     given = given_lengths(
@@ -150,7 +162,9 @@ def flash_attn_with_kvcache(
     cache_batch_idx names rows of page_table where there is one. rotary_seqlens: positions begin there, not at cache_seqlens.
     scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass.
     """
-    _refuse("flash_attn_with_kvcache", qv, (q_descale, k_descale, v_descale), attention_chunk, 1, sm_margin)
+    _refuse("flash_attn_with_kvcache", qv, attention_chunk, 1, sm_margin)
+    said = "a descale is given; flashtile.attention_cached(k_scale=, v_scale=) reads a cache of 8 bits, beside 16-bit queries"
+    refuse("flash_attn_with_kvcache", {said: any(d is not None for d in (q_descale, k_descale, v_descale))})
     cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
     out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap), num_splits, cu_seqlens_q)
@@ -167,11 +181,9 @@ def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None
                   (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
 
 
-def _refuse(name: str, qv: Any, descales: tuple[Any, ...], attention_chunk: int, num_splits: int, sm_margin: int) -> None:
-    fp8 = "a descale is given; there is no fp8 but in a cache, by flashtile.attention_cached(k_scale=, v_scale=)"
+def _refuse(name: str, qv: Any, attention_chunk: int, num_splits: int, sm_margin: int) -> None:
     refuse(name, {
         "qv is given; scores have one product of a query and a key": qv is not None,
-        fp8: any(d is not None for d in descales),
         f"attention_chunk is {attention_chunk}; use flashtile.attention with a Document mask": attention_chunk != 0,
         f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1),
         f"sm_margin is {sm_margin}; kernels use every multiprocessor": sm_margin != 0,

@@ -19,7 +19,8 @@ from flashtile.ops.position import rotary
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.tensors import check_kind, check_pools, int32
+from flashtile.torch.cache.tensors import check_pools, int32
+from flashtile.torch.call.stored import check_kind
 from flashtile.torch.execute.plain import is_traced
 
 Maybe = torch.Tensor | None

@@ -31,7 +31,7 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.tensors import check_kind
+from flashtile.torch.call.stored import check_kind
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",

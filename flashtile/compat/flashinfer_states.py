@@ -9,7 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.merge import merge
-from flashtile.torch.cache.tensors import check_kind
+from flashtile.torch.call.stored import check_kind
 
 LN2 = math.log(2.0)
 

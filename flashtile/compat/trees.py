@@ -44,6 +44,9 @@ VERSION_1 = (
     "flash_attn_func", "flash_attn_unpadded_func", "flash_attn_unpadded_kvpacked_func", "flash_attn_unpadded_qkvpacked_func",
     "flash_attn_unpadded_qkvpacked_split_func",
 )  # fmt: skip
+XFORMERS = (
+    "memory_efficient_attention", "memory_efficient_attention_forward", "memory_efficient_attention_forward_requires_grad",
+)  # fmt: skip
 XFORMERS_OPS = ("AttentionBias", "AttentionMask=AttentionBias", "LowerTriangularMask")
 XFORMERS_FMHA = (
     "AttentionBias",
@@ -125,8 +128,8 @@ TREES: dict[str, dict[str, Sources]] = {
     },
     "xformers": {
         "xformers": (),
-        "xformers.ops": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_OPS)),
-        "xformers.ops.fmha": (("xformers", ("memory_efficient_attention",)), ("xformers_bias", XFORMERS_FMHA),
+        "xformers.ops": (("xformers", XFORMERS), ("xformers_bias", XFORMERS_OPS)),
+        "xformers.ops.fmha": (("xformers", XFORMERS), ("xformers_bias", XFORMERS_FMHA),
                                ("xformers_paged", ("VARLEN_BIASES",))),
         "xformers.ops.fmha.attn_bias": (
             ("xformers_bias", XFORMERS_BIASES), ("xformers_paged", XFORMERS_PAGED), ("xformers_items", XFORMERS_ITEMS)

@@ -29,22 +29,57 @@ def memory_efficient_attention(
     attn_bias: a tensor (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1) that is added to the scores, with its gradient,
         or a bias of `xformers_bias`. p: dropout. op: which of xformers' kernels; None alone.
     """
-    refuse("memory_efficient_attention", {
+    return _attend("memory_efficient_attention", query, key, value, attn_bias, p, scale, op, output_dtype)[0]
+
+
+def memory_efficient_attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out of `memory_efficient_attention`, without gradients."""
+    with torch.no_grad():
+        return _attend("memory_efficient_attention_forward", query, key, value, attn_bias, p, scale, op, output_dtype)[0]
+
+
+def memory_efficient_attention_forward_requires_grad(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of `memory_efficient_attention`, without gradients. lse, float32: (batch, heads, seqlen_q), or (batch, groups,
+    heads, seqlen_q) of queries with groups, a natural logarithm, -inf where a query sees no key.
+    """
+    name = "memory_efficient_attention_forward_requires_grad"
+    with torch.no_grad():
+        out, lse = _attend(name, query, key, value, attn_bias, p, scale, op, output_dtype, return_lse=True)
+    return out, lse.unflatten(1, query.shape[2:4]) if query.dim() == 5 else lse
+
+
+def _attend(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any, p: float, scale: float | None,
+    op: Any, output_dtype: torch.dtype | None, return_lse: bool = False,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """(out as query has its axes, lse (batch, heads, seqlen_q) or None)."""
+    refuse(name, {
         "op is given; it names one of xformers' kernels": op is not None,
         f"output_dtype is {output_dtype}; out has query's dtype": output_dtype not in (None, query.dtype),
+        "attn_bias is one of pages, of which there is no lse": return_lse and isinstance(attn_bias, Paged),
     })  # fmt: skip
     if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, from three to five.")
     how: dict[str, Any] = dict(scale=scale, dropout=Dropout(p) if p else None, options=options())
+    shape = (*query.shape[:-1], value.shape[-1])
     if isinstance(attn_bias, Paged):
-        return _paged(query, key, value, attn_bias, how).reshape(*query.shape[:-1], value.shape[-1])
+        return _paged(query, key, value, attn_bias, how).reshape(shape), None
+    how["return_lse"] = return_lse
     q, k, v = (_four(t) for t in (query, key, value))
     if isinstance(attn_bias, ItemsMask):
-        out = _items(q, k, v, attn_bias, how)
+        made = _items(q, k, v, attn_bias, how)
+        made = tuple(t[None] for t in made) if return_lse else made[None]
     else:
-        out = attention(q, k, v, **how, **_mask(attn_bias, query.dim(), q.shape[1], k.shape[1]))
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+        made = attention(q, k, v, **how, **_mask(attn_bias, query.dim(), q.shape[1], k.shape[1]))
+    out, lse = made if return_lse else (made, None)
+    return out.reshape(shape), lse
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +132,8 @@ def _paged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Pa
         raise renamed(error, {"page_table": "block_tables", "k_cache": "key", "v_cache": "value", "q": "query"}) from None
 
 
-def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, how: dict[str, Any]) -> torch.Tensor:
+def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, how: dict[str, Any]) -> Any:
+    """What `attention_varlen` gives."""
     if q.shape[0] != 1 or k.shape[0] != 1:
         raise InvalidProblem(f"query has batch {q.shape[0]} and key {k.shape[0]}; with a block-diagonal mask both must be 1.")
     for name, tensor, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):
@@ -114,4 +150,4 @@ def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, h
         if first := k_info.seqstart_py[0]:  # read where they lie, from the first item's first key on
             k, v, starts_k = k[:, first:], v[:, first:], starts_k - first
     most = dict(max_seqlen_q=q_info.widest, max_seqlen_k=k_info.widest)
-    return attention_varlen(q[0], k[0], v[0], starts_q, starts_k, seqused_k=used, mask=bias.mask(), **most, **how)[None]
+    return attention_varlen(q[0], k[0], v[0], starts_q, starts_k, seqused_k=used, mask=bias.mask(), **most, **how)

@@ -35,14 +35,15 @@ from flashtile.jax.arrays import promotes
 from flashtile.jax.derivatives import Call
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
+from flashtile.jax.stored import numbers_of
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.buffers import input_buffers
 from flashtile.problem.attention import AttentionProblem, Precision
 from flashtile.problem.describe import Wanted, describe
-from flashtile.problem.dropout import Dropout
+from flashtile.problem.dropout import Dropout, no_dropout
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
-from flashtile.problem.mask import FULL, Band, Joined
+from flashtile.problem.mask import FULL, Band, Joined, no_mask
 from flashtile.problem.options import VARIANTS, Delta, Options
 from flashtile.problem.predicate import PredicateSpec, normal_form
 from flashtile.problem.score import Score, ScoreSpec
@@ -73,6 +74,8 @@ class Extras(TypedDict, total=False):
     backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
     deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
     delta: "exact" lets what cancels in a 16-bit row cancel, see `flashtile.Options`.
+    k_scale, v_scale: of key and value in float8_e4m3fn, float8_e5m2 or int8, float32 () for all, or a number; (K,); (B, K); or
+        of each token, as key without its last axis. They become numbers of query's dtype first, in memory.
     """
 
     softcap: float | None
@@ -85,6 +88,8 @@ class Extras(TypedDict, total=False):
     deterministic: bool
     precision: Precision
     delta: Delta
+    k_scale: Any
+    v_scale: Any
 
 
 @promotes
@@ -126,6 +131,7 @@ def dot_product_attention(
     given = query
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
+    key, value = numbers_of(query, key, value, _scales(extras))
     check_operands(query, key, value)
     rest = _Rest(**extras)
     lengths = {
@@ -191,6 +197,10 @@ def dot_product_attention_varlen(
         if x is not None and jnp.ndim(x) != 3:
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    scales = _scales(extras)
+    if scales or key.dtype != query.dtype:
+        starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        key, value = numbers_of(query, key, value, scales, lengths_of("cu_seqlens_k", starts))
     check_operands(query, key, value)
     scale, query = scaled("scale", scale, query)
     band = make_band(is_causal, local_window_size)
@@ -253,6 +263,11 @@ def mha(
     return dot_product_attention(q, k, v, scale=sm_scale, is_causal=causal, backward=ways[backward_pass_impl])
 
 
+def _scales(extras: Any) -> dict[str, Any]:
+    """k_scale and v_scale, taken out of the options."""
+    return {name: extras.pop(name) for name in ("k_scale", "v_scale") if name in extras}
+
+
 def _check_names(function: str, extras: Any) -> None:
     """Raise TypeError for an option that the function does not take; of flax's it says where they are taken."""
     try:
@@ -287,12 +302,12 @@ class _Rest:
         if not isinstance(self.score, (tuple, list)) or not all(isinstance(s, Score) for s in self.score):
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as Alibi(slopes).")
         if not (self.dropout is None or isinstance(self.dropout, Dropout)):
-            raise InvalidProblem(f"dropout is {self.dropout!r}; it must be a flashtile.Dropout or None.")
+            raise no_dropout(self.dropout)
         if not isinstance(self.deterministic, bool):
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
         object.__setattr__(self, "options", Options(None, "auto", self.deterministic, self.precision, self.delta))
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
-            raise InvalidProblem(f"attend_to is a {type(self.attend_to).__name__}; it must be a flashtile mask such as Band.")
+            raise no_mask("attend_to", self.attend_to)
 
     def modifiers(self, bias: Bias | None) -> tuple[Score, ...]:
         first = () if bias is None else (bias,)

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.problem.dropout import LATTICE, MULTIPLIERS, ROUNDS, WEYL, WORD, Dropout, call_index, dither_index, threshold
 
 
 def seed_words(dropout: Dropout) -> Any:
     """The words of (seed, offset) as kernels read them, int32 (4,); the same as PyTorch's for the same int."""
     seed = dropout.seed
+    if dropout.origin is not None:
+        raise NotSupported("attention", {"jax": ["dropout with an origin, which is flashtile.distributed's"]})
     if seed is None:
         raise InvalidProblem("dropout seed is None; JAX draws nothing by itself: it must be an int or a jax.random key.")
     if isinstance(seed, int):

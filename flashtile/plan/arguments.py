@@ -44,7 +44,8 @@ def moved_args(p: AttentionProblem, moved: frozenset[str]) -> tuple[Any, ...]:
 def score_args(p: AttentionProblem) -> tuple[Any, ...]:
     """Per modifier its scalars, then pointer and strides of each captured tensor; after the modifiers those of dropout.
 
-    Those are the seed's pointer, p less 1/2 in units of 2^-32, and 1 / (1 - p).
+    Those are the seed's pointer, p less 1/2 in units of 2^-32, and 1 / (1 - p); where the problem has an origin, whose words
+    follow the seed's, a 1, by which kernels know it.
     """
     chained: list[tuple[Any, ...]] = []
     for i, spec in enumerate(p.score):
@@ -53,5 +54,6 @@ def score_args(p: AttentionProblem) -> tuple[Any, ...]:
             tensors += [Pointer(f"score.{i}.{j}"), Strides(f"score.{i}.{j}", captured.broadcast)]
         chained.append((*spec.scalars, *tensors))
     if p.dropout is not None:
-        chained.append((Pointer("seed"), threshold(p.dropout) - 2**31, 1.0 / (1.0 - p.dropout)))
+        asked = (Pointer("seed"), threshold(p.dropout) - 2**31, 1.0 / (1.0 - p.dropout))
+        chained.append(asked if p.origin is None else (*asked, 1))
     return tuple(chained)

@@ -9,6 +9,7 @@ from flashtile.plan.backend import Direction, Gradients
 from flashtile.plan.call import Buffer
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dropout import SEED_WORDS, Origin
 
 
 def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
@@ -23,8 +24,9 @@ def shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
-    """q, k, v; the captured tensors `score.I.J`; `sink`; `seed`, the words of dropout's (seed, offset); the tensors `mask.I.J`
-    of predicates, those of block lists, and those that hold the items' lengths.
+    """q, k, v; the captured tensors `score.I.J`; `sink`; `q_scale`, `k_scale`, `v_scale` of what is stored; `seed`, the words
+    of dropout's (seed, offset) and, if it has one, its Origin; the tensors `mask.I.J` of predicates, those of block lists, and
+    those that hold the items' lengths.
     """
     captured = [
         Buffer(f"score.{i}.{j}", tensor.shape, tensor.dtype, "input")
@@ -33,11 +35,36 @@ def input_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
     ]
     if p.sink is not None:
         captured.append(Buffer("sink", p.sink.shape, p.sink.dtype, "input"))
+    captured += [Buffer(f"{n}_scale", shape, "fp32", "input") for n, shape in scale_shapes(p).items()]
     if p.dropout is not None:
-        captured.append(Buffer("seed", (4,), "int32", "input"))
+        words = SEED_WORDS if p.origin is None else SEED_WORDS + len(Origin().words)
+        captured.append(Buffer("seed", (words,), "int32", "input"))
     blocks = [Buffer(name, shape, "int32", "input") for name, shape in block_shapes(p).items()]
     lengths = [Buffer(n, (p.batch + n.startswith("cu_"),), "int32", "input") for n in p.lengths.tensors]
-    return (*(Buffer(n, shapes(p)[n], p.dtype.value, "input") for n in "qkv"), *captured, *mask_buffers(p), *blocks, *lengths)
+    return (
+        *(Buffer(n, shapes(p)[n], input_dtype(p, n), "input") for n in "qkv"),
+        *captured,
+        *mask_buffers(p),
+        *blocks,
+        *lengths,
+    )
+
+
+def input_dtype(p: AttentionProblem, name: str) -> str:
+    """In which q, k or v comes."""
+    stored = p.stored
+    if stored is None or (name == "q" and stored.queries is None):
+        return p.dtype.value
+    return stored.buffer_dtype
+
+
+def scale_shapes(p: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """Of the scales that q, k and v have, by whose they are."""
+    rows = {"q": (p.span_q, p.heads_q), "k": (p.span_k, p.heads_kv), "v": (p.span_k, p.heads_kv)}
+    return {
+        side: (p.slabs, *rows[side]) if how == "token" else (p.batch, rows[side][1])
+        for side, how in ({} if p.stored is None else p.stored.scaled).items()
+    }
 
 
 def place_of(name: str) -> tuple[int, int]:

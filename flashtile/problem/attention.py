@@ -11,16 +11,17 @@ from typing import Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.blocks import BlockSpec
-from flashtile.problem.dropout import check_chance, threshold
+from flashtile.problem.dropout import ORIGINS, OriginKind, check_chance, threshold
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band
 from flashtile.problem.number import PLAIN, plain, told
 from flashtile.problem.predicate import PredicateSpec, Where, parse_where, spell_where
 from flashtile.problem.score import ScoreSpec, TensorSpec, broadcasts
+from flashtile.problem.stored import Stored
 
-Precision = Literal["tf32x3", "ieee", "tf32"]
-PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")
+Precision = Literal["tf32x3", "ieee", "tf32", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("tf32x3", "ieee", "tf32")  # of fp32
 MAX_HEAD_DIM = 512
 LENGTHS = tuple(ALIKE.__dataclass_fields__)
 FORMS = {  # how the parts of a spelling with a value are written
@@ -28,6 +29,8 @@ FORMS = {  # how the parts of a spelling with a value are written
     "score": "score=NAME(NUMBER;...;SHAPE:DTYPE;...)+...", "sink": "sink=HEADS:DTYPE, or with :grad behind it",
     "dropout": "dropout=NUMBER", "scale": "scale=NUMBER", "blocks": "blocks=QUERIESxKEYS", "varlen": "varlen=TOTAL_QxTOTAL_K",
     "where": "where=NAME(NUMBER;...;SHAPE:DTYPE;...)&...|...", "used": "used=q, used=k or used=qk",
+    "stored": "stored=DTYPE:K_SCALE:V_SCALE, with :Q_SCALE behind it where q is stored too",
+    "origin": "origin=aligned or origin=any",
 }  # fmt: skip
 DTYPES = tuple(dtype.value for dtype in DType)
 NUMBERS = (
@@ -50,8 +53,10 @@ class AttentionProblem:
     varlen tensors are (1, total, heads, head_dim), and lse is (1, heads_q, total_q).
     `returns_lse`: the caller sees lse; otherwise it serves the backward alone and need not be more exact than that takes.
     `sink`: a tensor (heads_q,) of logits, one more key per head whose value is zero. `dropout`: the chance that a
-    probability is dropped; None for 0. `exact_delta`: below float32's grade the backward forms delta of the probabilities
-    themselves, as `Options(delta="exact")` has it.
+    probability is dropped; None for 0. `origin`: the kind of the Origin by whose positions; None for the call's own.
+    `exact_delta`: below float32's grade the backward forms delta of the probabilities themselves, as
+    `Options(delta="exact")` has it. `stored`: k and v are of 8 bits, with scales; q too where it says so, and `dtype` is then
+    that of out alone. `precision` "fp8" multiplies them as they are stored, and nothing else has it.
     """
 
     batch: int
@@ -74,6 +79,8 @@ class AttentionProblem:
     where: Where = ()
     blocks: BlockSpec | None = None
     exact_delta: bool = False
+    origin: OriginKind | None = None
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -109,12 +116,24 @@ class AttentionProblem:
         if self.dropout is not None:
             check_chance(self.dropout)
             object.__setattr__(self, "dropout", float(self.dropout) if threshold(self.dropout) else None)
+        if self.origin not in (None, *ORIGINS):
+            raise InvalidProblem(f"origin is {self.origin!r}; it must be 'aligned', 'any' or None.")
+        if self.dropout is None:
+            object.__setattr__(self, "origin", None)
         for name in ("deterministic", "returns_lse", "exact_delta"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblem(f"{name} is {getattr(self, name)!r}; it must be True or False.")
-        if self.precision not in PRECISIONS:
+        if self.precision not in (*PRECISIONS, "fp8"):
             raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        if self.dtype is not DType.FP32:
+        if not (self.stored is None or isinstance(self.stored, Stored)):
+            raise InvalidProblem(f"stored is {self.stored!r}; it must be a Stored or None.")
+        if self.stored is not None and self.stored.queries is not None:
+            object.__setattr__(self, "precision", "fp8")
+            if not self.dtype.is_narrow:
+                raise InvalidProblem(f"q, k and v are stored and out is {self.dtype}; it must be fp16 or bf16.")
+        elif self.precision == "fp8":
+            raise InvalidProblem("precision is 'fp8' and q is not stored; it must be e4m3, as flashtile.quantize returns it.")
+        elif self.dtype is not DType.FP32:
             object.__setattr__(self, "precision", "tf32x3")
         if self.float32_grade:  # which has it by itself
             object.__setattr__(self, "exact_delta", False)
@@ -188,13 +207,20 @@ class AttentionProblem:
 
     @cached_property
     def listed(self) -> AttentionProblem:
-        """The same for kernels that walk the lists of blocks: without predicates, if they are the same all over a block."""
+        """The same for kernels that walk the lists of blocks: without predicates, if they are the same all over a block.
+
+        Where a bound cuts blocks anywhere but along their diagonal, some of a block's queries and keys see nothing of it, and
+        nothing at all where the next block is not listed: kernels find these, which may hold NaN, by the predicates.
+        """
         if self.blocks is None:
             return self
         block = self.blocks.block_q, self.blocks.block_k
         grains = [leaf.kind.grain(leaf.scalars) for leaf in self.leaves]
         whole = all(grain % size == 0 for some in grains for grain, size in zip(some, block, strict=True))
-        return replace(self, where=()) if whole else self
+        left, right = self.band.left, self.band.right
+        bounds = [self.shift + bound for bound in (None if left is None else -left, right) if bound is not None]
+        diagonal = not bounds or (block[0] == block[1] and all(bound % block[0] == 0 for bound in bounds))
+        return replace(self, where=()) if whole and diagonal else self
 
     @property
     def lone(self) -> bool:
@@ -208,6 +234,16 @@ class AttentionProblem:
         if left is not None and right is not None:
             most.append(left + right + 1)
         return min(most) <= 1 and self.sink is None
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether q, k and v are stored and multiplied so."""
+        return self.precision == "fp8"
+
+    @property
+    def dequantised(self) -> AttentionProblem:
+        """The same of q, k and v in `dtype`: what computes gradients."""
+        return self if self.stored is None else replace(self, stored=None, precision="tf32x3")
 
     @property
     def empty(self) -> bool:
@@ -233,6 +269,10 @@ class AttentionProblem:
         q = self.slabs * self.span_q * self.heads_q
         kv = self.slabs * self.span_k * self.heads_kv
         tensors = q * (self.head_dim + self.head_dim_v) + kv * (self.head_dim + self.head_dim_v)
+        if self.stored is not None and direction == "forward":  # bytes, and scales, which are left out
+            read = (kv + q if self.multiplies_fp8 else kv) * (self.head_dim + self.head_dim_v)
+            read -= q * self.head_dim_v if self.multiplies_fp8 else 0
+            return (tensors - read) * self.dtype.size_bytes + read + 4 * q
         if direction == "backward":  # reads q k v out dout lse, writes dq dk dv
             tensors = 2 * tensors + q * self.head_dim_v
         return tensors * self.dtype.size_bytes + 4 * q
@@ -255,6 +295,8 @@ class AttentionProblem:
             parts.append(f"sink={self.sink.spell()}")
         if self.dropout is not None:
             parts.append(f"dropout={self.dropout!r}")
+        if self.origin is not None:
+            parts.append(f"origin={self.origin}")
         if self.scale != 1.0 / math.sqrt(self.head_dim):
             parts.append(f"scale={self.scale!r}")
         if self.dtype is DType.FP32:
@@ -265,6 +307,7 @@ class AttentionProblem:
             parts.append("lse")
         if self.exact_delta:
             parts.append("exact_delta")
+        parts += [] if self.stored is None else [self.stored.spell()]
         parts += self.lengths.spell()
         if self.where:
             parts.append("where=" + spell_where(self.where))
@@ -318,6 +361,10 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         return dict(sink=TensorSpec.parse(value))
     if name == "dropout":
         return dict(dropout=float(value))
+    if name == "origin":
+        if value not in ORIGINS:
+            raise ValueError(value)
+        return dict(origin=value)
     if name == "scale":
         return dict(scale=float(value))
     if name == "blocks":
@@ -332,6 +379,8 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
         if value not in ("q", "k", "qk"):
             raise ValueError(value)
         return dict(used_q="q" in value, used_k="k" in value)
+    if name == "stored":
+        return dict(stored=Stored.parse(value))
     if name == "deterministic" and not value:
         return dict(deterministic=True)
     if name == "lse" and not value:

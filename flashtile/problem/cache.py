@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.number import told
+from flashtile.problem.stored import Scaling, Stored
 
 SPLIT_STEP = 128  # keys: every key tile divides it
 MOST_SPLITS = 4096
-STORED = ("e4m3", "e5m2", "int8")  # what a cache of 8 bits may hold
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}  # an append writes no larger one
-Scaling = Literal["", "head", "token"]
-SCALINGS: tuple[Scaling, ...] = ("", "head", "token")
 
 
 @dataclass(frozen=True)
@@ -81,33 +78,6 @@ def parts_of(split: int, pages: Pages) -> int:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A cache of 8 bits: a number is what is stored times its scale.
-
-    k_scale, v_scale: "head" for a float32 tensor (batch, heads_kv), "token" for (pages, page_size, heads_kv), "" for none, 1.
-    """
-
-    dtype: str
-    k_scale: Scaling = ""
-    v_scale: Scaling = ""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in STORED:
-            raise InvalidProblem(f"a cache stores {told(self.dtype)}; it must be one of {', '.join(STORED)}.")
-        for name in ("k_scale", "v_scale"):
-            if getattr(self, name) not in SCALINGS:
-                raise InvalidProblem(f"{name} is {told(getattr(self, name))}; it must be 'head', 'token' or ''.")
-
-    @property
-    def buffer_dtype(self) -> str:
-        """How plans name the bytes."""
-        return "int8" if self.dtype == "int8" else "uint8"
-
-    def spell(self) -> str:
-        return f"cache={self.dtype}:{self.k_scale}:{self.v_scale}"
-
-
-@dataclass(frozen=True)
 class CachedProblem:
     """Attention of new queries over keys that lie in pages; holds no tensor, is hashable, and is the key of every cache.
 
@@ -150,7 +120,7 @@ class CachedProblem:
         """One canonical string."""
         parts = [self.attention.spell(), self.pages.spell()]
         parts += [f"split={self.split}"] if self.split else []
-        parts += [self.stored.spell()] if self.stored is not None else []
+        parts += [self.stored.spell_cache()] if self.stored is not None else []
         parts += ["v<k"] if self.shared else []
         return f"cached({','.join(parts)})"
 
@@ -211,5 +181,5 @@ class AppendProblem:
     def spell(self) -> str:
         """One canonical string."""
         k, pool = "x".join(map(str, self.shapes()["k"])), "x".join(map(str, self.shapes()["k_cache"]))
-        stored = "" if self.stored is None else f",{self.stored.spell()}"
+        stored = "" if self.stored is None else f",{self.stored.spell_cache()}"
         return f"append(k={k},v={self.head_dim_v},{self.dtype.value},pool={pool}{stored}{',v<k' if self.shared else ''})"

@@ -8,12 +8,14 @@ from typing import Any
 
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
+from flashtile.problem.dropout import OriginKind
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import ALIKE, Lengths
 from flashtile.problem.mask import FULL, Band
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.predicate import Where, check_ends
 from flashtile.problem.score import ScoreSpec, TensorSpec
+from flashtile.problem.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Wanted:
     dropout: float | None = None
     returns_lse: bool = False
     options: Options = DEFAULT
+    origin: OriginKind | None = None
+    stored: Stored | None = None
 
 
 def describe(
@@ -56,4 +60,6 @@ def describe(
         dtype=dtype, mask=wanted.mask, score=wanted.score, scale=wanted.scale, precision=options.precision,
         deterministic=bool(options.deterministic), returns_lse=wanted.returns_lse, sink=wanted.sink, dropout=wanted.dropout,
         lengths=lengths, where=wanted.where, blocks=wanted.blocks, exact_delta=options.delta == "exact",
+        origin=wanted.origin,
+        stored=wanted.stored,
     )  # fmt: skip

@@ -18,8 +18,8 @@ Nothing else enters: not the backend, the tile, the direction, nor how many GPUs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.number import PLAIN, plain, told
@@ -29,6 +29,56 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 LATTICE = (0xD1B54A33, 0xABC98389, 0x8CB92BA7)  # of heads, queries, keys: the ratio's powers in units of 2^-32, odd
+SEED_WORDS = 4  # of a call's seed tensor, in front of those of an Origin
+GRAIN = 64  # queries and keys of a call of Philox, and of a dither, lie within so many: tiles and origins are multiples
+OriginKind = Literal["aligned", "any"]  # "aligned": queries and keys follow one another, from multiples of GRAIN
+ORIGINS: tuple[OriginKind, ...] = ("aligned", "any")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a call stands in a larger one, whose positions decide what is dropped; `flashtile.distributed` makes it.
+
+    head: its first head of q there; a batch entry further on counts as the larger call's heads more. heads, more: how many
+    heads of q this call has, and how many more the larger one. query, key: positions of its first ones there, and by how many
+    these go up from one to the next. The fields, in order, are the words that follow the seed's.
+    """
+
+    head: int = 0
+    heads: int = 1
+    more: int = 0
+    query: int = 0
+    key: int = 0
+    query_step: int = 1
+    key_step: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = int(name in ("heads", "query_step", "key_step"))
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+                raise InvalidProblem(f"dropout origin's {name} is {value!r}; it must be an int from {least} to 2^31 - 1.")
+
+    @property
+    def kind(self) -> OriginKind:
+        """What kernels must know of it."""
+        aligned = self.query % GRAIN == self.key % GRAIN == 0 and self.query_step == self.key_step == 1
+        return "aligned" if aligned else "any"
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        return astuple(self)
+
+
+def placed(words: Any, batch: Any, head: Any, row: Any, key: Any, heads_q: int) -> tuple[Any, Any, Any]:
+    """(batch * heads + head, row, key) in the larger call, of positions in this one. words: those of an Origin."""
+    first, _, more, query, start, query_step, key_step = words
+    return batch * (heads_q + more) + head + first, row * query_step + query, key * key_step + start
+
+
+def no_dropout(value: object) -> InvalidProblem:
+    """The error for what is no dropout, with what to write for it."""
+    remedy = " Dropout(p) drops with probability p." if isinstance(value, float) else ""
+    return InvalidProblem(f"dropout is {value!r}; it must be a flashtile.Dropout or None.{remedy}")
 
 
 @dataclass(frozen=True)
@@ -38,10 +88,12 @@ class Dropout:
     seed: None draws a new one from PyTorch's generator of the device at every call, so that a captured CUDA graph draws at
     every replay and checkpointing repeats it. An int gives the same mask at every call. A tensor, int64 (2,) on the
     device of q, is (seed, offset), read by the kernels. `flashtile.dropout_mask` shows what a seed keeps.
+    origin: where the call stands in a larger one, an Origin; None where it is the whole.
     """
 
     p: float
     seed: Any = None
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         for name in ("p", "seed"):
@@ -52,6 +104,8 @@ class Dropout:
             raise InvalidProblem(f"dropout seed is {self.seed!r}; it must be an int, an int64 tensor (2,) or None.")
         if isinstance(self.seed, int) and not -(2**63) <= self.seed < 2**63:
             raise InvalidProblem(f"dropout seed is {self.seed}; it must lie within 64 bits.")
+        if not (self.origin is None or isinstance(self.origin, Origin)):
+            raise InvalidProblem(f"dropout origin is a {type(self.origin).__name__}; it must be an Origin or None.")
 
 
 def check_chance(p: object) -> None:

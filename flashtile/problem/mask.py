@@ -240,6 +240,21 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
+def no_mask(name: str, value: object) -> InvalidProblem:
+    """The error for what is no mask, with what to write for it."""
+    remedy = ""
+    if isinstance(value, type):
+        remedy = f" Calling {value.__name__} makes one."
+    elif hasattr(value, "shape"):
+        remedy = (
+            " Booleans for every score go in as Stored(tensor), for every key of an item as KeyPadding(keep); "
+            "numbers that are added, as score=Bias(tensor)."
+        )
+    elif callable(value):
+        remedy = " A function of positions goes into flashtile.compat.flex.flex_attention, or becomes a Predicate."
+    return InvalidProblem(f"{name} is a {type(value).__name__}; it must be a flashtile mask such as Band.{remedy}")
+
+
 def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: Band | None) -> Band:
     """The band that `causal`, `window` and `mask` mean together. `window` distances must not be negative."""
     causal = plain(causal)
@@ -262,7 +277,7 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
         band = band & Band(*window)
     if mask is not None:
         if not isinstance(mask, Band):
-            raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be a flashtile mask such as Band.")
+            raise no_mask("mask", mask)
         band = band & mask
     return band
 

@@ -27,10 +27,12 @@ class Options:
         `torch.are_deterministic_algorithms_enabled()`.
     precision: how fp32 inputs are multiplied: "tf32x3" (three tensor-core products, float32-grade error),
         "ieee" (no tensor cores), "tf32" (TF32's error of about 1e-3 or less: one product, on sm90 three of bf16 parts,
-        which err by a few 1e-5; but the forward's q k^T as by default, so that lse keeps its error of 1e-5). Ignored for fp16
-        and bf16. On a CPU, where PyTorch's own attention computes the same, it is what runs, with its sums and errors, unless
-        "ieee" asks for stricter ones: few keys in float64, more in parts, at 2 to 5 times the time. `flashtile.explain`
-        says which.
+        which err by a few 1e-5; but the forward's q k^T as by default, so that lse keeps its error of 1e-5). These are ignored
+        for fp16 and bf16. On a CPU, where PyTorch's own attention computes the same, it is what runs, with its sums and errors,
+        unless "ieee" asks for stricter ones: few keys in float64, more in parts, at 2 to 5 times the time; `flashtile.explain`
+        says which. "fp8" is for q, k and v of float8_e4m3fn with scales (`quantize`), or of 16 bits, which are quantised first:
+        the forward multiplies e4m3 where there is such a product, which costs 2.6 % of out; a CPU multiplies float32. Gradients
+        are those of the quantised numbers in 16 bits, straight through.
     delta: of what a 16-bit backward forms delta, the mean that it takes from each row's gradients. "rounded": of out, whose 16
         bits then show where gradients should cancel: in rows that see few keys, or of what shifts all scores of a row.
         "exact": of the row's own probabilities, so that the gradients of a row's scores add up to less than 2^-12 of their
@@ -56,8 +58,8 @@ class Options:
             raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(VARIANTS)}.")
         if self.deterministic is not None and not isinstance(self.deterministic, bool):
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
-        if self.precision not in PRECISIONS:
-            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        if self.precision not in (*PRECISIONS, "fp8"):
+            raise InvalidProblem(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}, fp8.")
         if self.delta not in DELTAS:
             raise InvalidProblem(f"delta is {self.delta!r}; it must be one of {', '.join(DELTAS)}.")
 

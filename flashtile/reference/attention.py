@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtile.problem.dropout import Dropout
+from flashtile.problem.dropout import Dropout, placed
 from flashtile.problem.dropout import keep as dropout_keep
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.predicate import normal_form
@@ -16,6 +16,7 @@ from flashtile.problem.score import Position, Score
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Mask = tuple[Band, tuple[tuple[Any, ...], ...]]  # as `normal_form` has it
+SCALES = ("q_scale", "k_scale", "v_scale")
 Changes = tuple[Sequence[Score], float | None, torch.Tensor | None, Dropout | None]  # score, scale, sink, dropout
 
 
@@ -24,6 +25,7 @@ def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arg
 
     arguments: those of `attention_plain`, with the meaning that `flashtile.attention` gives them.
     """
+    arguments = {name: a.double() if name in SCALES and isinstance(a, torch.Tensor) else a for name, a in arguments.items()}
     return attention_plain(q.double(), k.double(), v.double(), **arguments)
 
 
@@ -39,10 +41,35 @@ def attention_plain(
     scale: float | None = None,
     sink: torch.Tensor | None = None,
     dropout: Dropout | None = None,
-    **lengths: torch.Tensor | None,
+    **lengths: Any,
 ) -> Pair:
-    """(out, lse) as a few lines of PyTorch compute them in the inputs' own dtype: what the accuracy rule measures against."""
+    """(out, lse) as a few lines of PyTorch compute them in the inputs' own dtype: what the accuracy rule measures against.
+
+    q_scale, k_scale, v_scale among the others: as `flashtile.attention` has them, of stored numbers, here in q's dtype.
+    """
+    scales = {name: lengths.pop(name) for name in SCALES if name in lengths}
+    q, k, v = (multiplied(t, scales.get(n), n[0], lengths) for t, n in zip((q, k, v), SCALES, strict=True))
     return _attend_items(q, k, v, normal_form(causal, window, mask), (score, scale, sink, dropout), lengths)
+
+
+def multiplied(x: torch.Tensor, scale: Any, side: str, lengths: Mapping[str, Any]) -> torch.Tensor:
+    """x, whose rows are (batch, seqlen) or, of varlen, (total,), times its scale: rounded once."""
+    if scale is None:
+        return x
+    scale = torch.as_tensor(scale, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    cu = lengths.get(f"cu_seqlens_{'q' if side == 'q' else 'k'}")
+    cu = lengths.get("cu_seqlens_q") if cu is None else cu
+    heads = x.shape[-2]
+    if scale.shape != x.shape[:-1]:
+        batch = x.shape[0] if cu is None else len(cu) - 1
+        scale = scale.expand(batch, heads)
+        if cu is None:
+            scale = scale[:, None]
+        else:  # rows of no item are looked at by nobody
+            count = (cu[1:] - cu[:-1]).long()
+            rows = scale.repeat_interleave(count, 0)
+            scale = torch.cat([rows, rows.new_ones(x.shape[0] - len(rows), heads)])
+    return (x.to(scale.dtype) * scale[..., None]).to(x.dtype)
 
 
 def items(q: torch.Tensor, k: torch.Tensor, lengths: Mapping[str, torch.Tensor | None]) -> list[Any]:
@@ -119,7 +146,10 @@ def attend_item(
         p, lse = torch.softmax(scores, -1).masked_fill(~keep, 0.0), lse.masked_fill(~sees, -math.inf)
     if dropout is not None:
         seed = dropout.seed if isinstance(dropout.seed, torch.Tensor) else torch.tensor([dropout.seed, 0])
-        kept = dropout_keep(dropout.p, at.batch, at.head, at.row, at.k, heads_q, seed.to(q.device))
+        where = at.batch * heads_q + at.head, at.row, at.k
+        if dropout.origin is not None:
+            where = placed(dropout.origin.words, at.batch, at.head, at.row, at.k, heads_q)
+        kept = dropout_keep(dropout.p, 0, *where, heads_q, seed.to(q.device))
         p = p * kept / (1.0 - dropout.p)
     return _product(p, v).transpose(1, 2), lse
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import counters, record
+from benchmarks import counters, experiment, processes, record
 from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.device import H100
@@ -74,9 +74,10 @@ def run(monkeypatch, tmp_path):
         output = tmp_path / "rows.csv"
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setattr(record, "STARTED", time.monotonic())
-        monkeypatch.setattr(counters, "need_gpu", lambda parser: None)
-        monkeypatch.setattr(counters, "machine", lambda device, commit: {"commit": commit})
-        monkeypatch.setattr(counters, "compile_ahead", lambda *given: None)
+        for module in (counters, experiment):
+            monkeypatch.setattr(module, "need_gpu", lambda parser: None)
+        monkeypatch.setattr(experiment, "machine", lambda device, commit: {"commit": commit})
+        monkeypatch.setattr(processes, "compile_ahead", lambda *given: None)
         monkeypatch.setattr(counters, "MOST_S", 2.0)
         monkeypatch.setattr(sys, "argv", ["counters", "--cell", *cells, "--output", str(output), "--commit", "told"])
         status = counters.main()

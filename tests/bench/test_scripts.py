@@ -24,7 +24,11 @@ from tests.bench import fake_gpu
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
 TINY_CACHES: dict[str, Any] = dict(PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured)
 SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("[!_]*.py") if '"__main__"' in p.read_text())
-NAMED: dict[str, list[str]] = {"exported": ["here.so"], "field_tests": ["tests"]}  # what a script does not begin without
+NAMED: dict[str, list[str]] = {
+    "exported": ["here.so"],
+    "field_tests": ["tests"],
+    "builds": ["--base", "."],
+}  # what a script does not begin without
 
 # Of a script: arguments, constants that are made small, and how many rows there are at least.
 RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
@@ -60,6 +64,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "cached --tiles": (
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
         dict(MODELS={"mla-tiny": (2, 1, 24, 16)}, **TINY_CACHES), 4,
+    ),
+    "fp8": (
+        ["--sections", "errors", "speed", "tiles", "simulated", "--shapes", "1x16x1x32", "--keys", "128", "--rounds", "1"],
+        dict(QUERIES=128, HEAD_DIM=32), 26,
     ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
     "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 6),
@@ -128,6 +136,21 @@ def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
         (name, window) for window in ("", "4") for name in ("ulysses", "allgather", "ring")
     ]
     assert all(float(row["ranks_ms"]) > 0 and float(row["error_dk"]) < 1e-6 for row in rows)
+
+
+def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
+    """This build beside itself, in processes of their own."""
+    root, path = Path(record.__file__).parent.parent, tmp_path / "rows.csv"
+    told = ["--base", str(root), "--cells", "host", "--rounds", "2", "--output", str(path), "--commit", "told"]
+    monkeypatch.setattr(record, "STARTED", time.monotonic())
+    monkeypatch.setattr(sys, "argv", ["builds", *told])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert importlib.import_module("benchmarks.builds").main() == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["cell"], row["pass"], row["unit"]) for row in rows] == [
+        ("host", "forward", "host_us"), ("host", "both", "host_us"),
+    ]  # fmt: skip
+    assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
 
 
 def raising(*_: Any) -> Any:
@@ -306,5 +329,9 @@ def test_tiles_are_listed_for_a_gpu_that_is_not_there(tmp_path, monkeypatch) -> 
     rows = list(csv.DictReader(output.open()))
     kernels = {row["kernel"] for row in rows}
     assert kernels == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
-    assert {row["features"] for row in rows} == set(tiles.IN_EVERY_MASK)
+    assert {row["features"] for row in rows} == set(tiles.OF_FP16)
+    assert {row["mask"] for row in rows if row["features"] == "plain"} == set(tiles.MASKS)
+    missing = ["tiles", "--list", "sm90", "--backend", "triton", "--dtype", "fp16", "--known", str(output)]
+    monkeypatch.setattr(sys, "argv", missing)
+    assert tiles.main() == 1  # rows that are listed are not rows that were run
     assert all(row["tile"].startswith("block_q=") and row["case"].startswith("q=") for row in rows)

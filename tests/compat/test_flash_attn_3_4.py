@@ -152,12 +152,37 @@ def test_sink(through: str, place: torch.device) -> None:
     agree(packs, out, plain * share.transpose(1, 2)[..., None])
 
 
+def test_descales(place: torch.device) -> None:
+    """q, k and v in e4m3, each head of keys with descales of its own, dense, packed and of items."""
+    if place.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
+        q, k, v = (torch.randn(2, 9, heads, 16, device=place).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
+        scales = [torch.rand(2, 2, device=place) + 0.5 for _ in "qkv"]
+        named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+        of_heads = (scales[0].repeat_interleave(2, 1), *scales[1:])
+        wide = [t.float() * s[:, None, :, None] for t, s in zip((q, k, v), of_heads, strict=True)]
+        true, true_lse, _ = attend(*wide, visible(9, 9, -1, 0))
+        out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **named)
+        assert out.dtype is torch.bfloat16
+        assert (out - true).norm() / true.norm() < 2.8e-2
+        assert (lse - true_lse).abs().max() < 2e-3
+        packed = torch.cat([q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)], 2).view(torch.float8_e4m3fn)
+        assert torch.equal(fa3.flash_attn_qkvpacked_func(packed, causal=True, num_heads_q=4, **named), out)
+        cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=place)
+        flat = [t.flatten(0, 1) for t in (q, k, v)]
+        items = fa3.flash_attn_varlen_func(*flat, cu, cu, 9, 9, causal=True, **named)
+        assert (items.unflatten(0, (2, 9)) - true).norm() / true.norm() < 2.8e-2
+        with pytest.raises(InvalidProblem, match="v_descale has shape"):
+            fa3.flash_attn_func(q, k, v, v_descale=torch.ones(3, device=place))
+        with pytest.raises(InvalidProblem, match="q_descale has shape"):
+            fa3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 4, device=place))
+
+
 def test_refusals(place: torch.device) -> None:
     q, k, v = (torch.randn(1, 5, 2, 16).to(place) for _ in range(3))
     cu = torch.tensor([0, 5], dtype=torch.int32, device=place)
     scale = torch.ones(1)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"qv": q}, "qv is given"), ({"q_descale": scale}, "there is no fp8"), ({"attention_chunk": 4}, "attention_chunk is 4"),
+        ({"qv": q}, "qv is given"), ({"attention_chunk": 4}, "attention_chunk is 4"),
         ({"num_splits": 3}, "num_splits is 3"), ({"sm_margin": 8}, "sm_margin is 8"),
     ]  # fmt: skip
     for arguments, reason in refused:
@@ -171,8 +196,12 @@ def test_refusals(place: torch.device) -> None:
     for call in (lambda: fa3._flash_attn_forward(q, k, v, cu_seqlens_q=cu), lambda: fa3._flash_attn_backward(*[q] * 6, cu)):
         with pytest.raises(NotSupported, match="queries and keys must lie alike"):
             call()
-    with pytest.raises(NotSupported, match="there is no fp8"):
+    with pytest.raises(InvalidProblem, match="v_descale is given and q is"):
         fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), v_descale=scale)
+    with pytest.raises(InvalidProblem, match="q_descale is given and q is"):
+        fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, q_descale=scale)
+    with pytest.raises(NotSupported, match=r"a descale is given; flashtile\.attention_cached"):
+        fa3.flash_attn_with_kvcache(q, k, v, k_descale=scale)
     with pytest.raises(NotSupported, match="attention_chunk is 4"):
         fa3.flash_attn_with_kvcache(q, k, v, attention_chunk=4)
     dense = ("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",

@@ -9,7 +9,11 @@ import torch
 
 from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import xformers_bias as xb
-from flashtile.compat.xformers import memory_efficient_attention
+from flashtile.compat.xformers import (
+    memory_efficient_attention,
+    memory_efficient_attention_forward,
+    memory_efficient_attention_forward_requires_grad,
+)
 from tests.compat.formula import attend, visible
 from tests.compat.test_flash_attn import agree, draw
 
@@ -153,3 +157,31 @@ def test_refusals() -> None:
             made([3, 4], [5])
     with pytest.raises(InvalidProblem, match="kv_seqlen holds 9 and kv_padding is 8"):
         xb.BlockDiagonalPaddedKeysMask.from_seqlens([3], 8, [9])
+
+
+@pytest.mark.parametrize("axes", [3, 4, 5])
+def test_out_and_lse_without_gradients(through: str, place: torch.device, axes: int) -> None:
+    """The names that give out and lse are xformers' forward alone."""
+    heads = {3: (), 4: (4,), 5: (2, 2)}[axes]
+    q, k, v = (torch.randn(2, n, *heads, 16).to(place).requires_grad_() for n in (6, 9, 9))
+    bias = xb.LowerTriangularMask()
+    out, lse = memory_efficient_attention_forward_requires_grad(q, k, v, bias, scale=0.3)
+    torch.testing.assert_close(out, memory_efficient_attention_forward(q, k, v, bias, scale=0.3), atol=1e-6, rtol=1e-5)
+    assert not out.requires_grad
+    scores = 0.3 * torch.einsum("bihd,bjhd->bhij", *(t.detach().double().reshape(2, t.shape[1], -1, 16) for t in (q, k)))
+    scores += bias.materialize((6, 9), dtype=torch.float32).to(place)
+    assert lse.shape == (2, *heads, 6) if heads else (2, 1, 6)
+    torch.testing.assert_close(lse.flatten(1, -2).double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(out, memory_efficient_attention(q, k, v, bias, scale=0.3), atol=1e-6, rtol=1e-5)
+
+
+def test_lse_of_items(place: torch.device) -> None:
+    q, k = (torch.randn(1, 9, 2, 16).to(place) for _ in range(2))
+    mask = xb.BlockDiagonalMask.from_seqlens([4, 5])
+    out, lse = memory_efficient_attention_forward_requires_grad(q, k, k, mask)
+    assert out.shape == q.shape
+    assert lse.shape == (1, 2, 9)
+    for first, last in ((0, 4), (4, 9)):
+        scores = torch.einsum("bihd,bjhd->bhij", q[:, first:last], k[:, first:last]) / 4
+        torch.testing.assert_close(lse[:, :, first:last], scores.logsumexp(-1), atol=1e-5, rtol=1e-5)

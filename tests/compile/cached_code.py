@@ -9,8 +9,9 @@ from flashtile.dispatch import backend_named
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, Stored
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
+from flashtile.problem.stored import Stored
 from flashtile.triton_glue.compile import compile_and_read
 
 STORED = Stored("e4m3", "head", "head")

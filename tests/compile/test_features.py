@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compile.conftest import Compiled
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "attention(q=2x4096x16x128,kv=4096x16x128,bf16"
 TF32 = "attention(q=6x4096x12x64,kv=4096x12x64,fp32,tf32"
 BIAS = "score=bias(1x16x4096x4096:bf16:grad)"
@@ -33,14 +29,8 @@ MOST = {
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, "-m", "tests.compile.feature_code", *MOST]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return {entry["spelling"]: entry for entry in found}
+def code(compiled: Compiled) -> dict[str, Any]:
+    return {entry["spelling"]: entry for entry in compiled("feature_code.py", *MOST)}
 
 
 def whole_loops(entry: dict[str, Any]) -> list[dict[str, Any]]:

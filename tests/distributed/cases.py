@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Dilated, Document, KeyPadding, Prefix, Softcap, TopLeft, distributed
+from flashtile import Alibi, Band, Bias, Dilated, Document, Dropout, KeyPadding, Prefix, Softcap, TopLeft, distributed
 from flashtile.distributed import Context, shard, unshard
 
 SEQLEN, HEADS = 32, 8  # 32 is a multiple of twice 4 ranks
@@ -74,6 +74,9 @@ FEATURES: dict[str, Told] = {
     "top left": lambda t, cut: {"mask": TopLeft(left=8)},
     "seqused": lambda t, cut: {"causal": True, "seqused_q": USED, "seqused_k": USED},
     "bias": lambda t, cut: {"causal": True, "score": (Bias(cut(t["bias"], 2)),)},
+    "dropout": lambda t, cut: {"causal": True, "sink": t["sink"], "dropout": Dropout(0.4, 77)},
+    "dropout of a window": lambda t, cut: {"window": (9, 3), "mask": KeyPadding(cut(KEEP, 1)), "dropout": Dropout(0.6, -5)},
+    "dropout and lengths": lambda t, cut: {"seqused_q": USED, "seqused_k": USED, "dropout": Dropout(0.4, torch.tensor([3, 9]))},
     "bias of keys": lambda t, cut: {"score": (Bias(t["bias"][:, :, :1]),)},
 }
 # Of `attention_varlen`: the documents of CU, or of PART, behind which there are tokens of none.
@@ -82,11 +85,12 @@ PACKED: dict[str, tuple[torch.Tensor, Told]] = {
     "packed": (CU, lambda t, cut: {}),
     "packed causal": (CU, lambda t, cut: {"causal": True, "sink": t["sink"]}),
     "packed window": (PART, lambda t, cut: {"causal": True, "window": (4, 0), "score": (Alibi(t["slopes"]), Softcap(3.0))}),
+    "packed dropout": (PART, lambda t, cut: {"causal": True, "sink": t["sink"], "dropout": Dropout(0.4, 77)}),
     "packed both sides": (PART, lambda t, cut: {"window": (5, 3), "score": (Softcap(2.0),)}),
 }
 WITHOUT = {
     ("ulysses", "bias"),
-    *((method, name) for method in ("allgather", "ring") for name in ("alibi of all", "dilated")),
+    *((method, name) for method in ("allgather", "ring") for name in ("alibi of all", "dilated", "packed dropout")),
 }  # refused, and tested as a refusal
 
 
@@ -122,7 +126,7 @@ def cases(ranks: int) -> Iterator[Case]:
     """Two ranks run all; more ranks all layouts of causal order, and what asks more of them than of two."""
     for case in all_cases():
         more = case.layout == "zigzag" and case.feature in OF_MORE and case.heads_kv != 8
-        if ranks == 2 or more or case.feature == "causal":
+        if ranks == 2 or more or case.feature in ("causal", "dropout"):
             yield case
 
 
@@ -132,7 +136,8 @@ def all_cases() -> Iterator[Case]:
             if (method, feature) not in WITHOUT and (method != "ulysses" or layout == "zigzag" or feature == "causal"):
                 yield Case(method, layout, feature)
         for layout, feature in product(layouts, PACKED):
-            yield Case(method, layout, feature)
+            if (method, feature) not in WITHOUT:
+                yield Case(method, layout, feature)
         yield Case(method, "zigzag", "packed causal", torch.bfloat16, lse=False)
         for heads_kv, feature in ((1, "causal"), (2, "documents"), (8, "window")):
             yield Case(method, "zigzag", feature, heads_kv=heads_kv, lse=False)
@@ -141,6 +146,7 @@ def all_cases() -> Iterator[Case]:
         for feature, heads_kv in product(("full", "causal", "window"), (1, 4)):
             yield Case(method, "zigzag", feature, torch.bfloat16, heads_kv=heads_kv, lse=False)
         yield Case(method, "zigzag", "sink", torch.bfloat16)
+        yield Case(method, "zigzag", "dropout", torch.bfloat16)
     yield Case("auto", "zigzag", "bias")
     yield Case("auto", "striped", "bias")
 

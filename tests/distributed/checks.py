@@ -24,6 +24,7 @@ from flashtile.distributed import (
     shard,
     unshard,
 )
+from flashtile.problem.dropout import Origin
 from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks
 
 METHODS: tuple[Any, ...] = ("ulysses", "allgather", "ring")
@@ -87,6 +88,8 @@ def tensors_that_differ_refuse_together() -> None:
         ({"sink": slopes}, {"sink": slopes + 1}, "what sink holds"),
         ({"sink": slopes}, {"sink": slopes.clone().requires_grad_()}, "sink is"),
         ({}, {"options": flashtile.Options(deterministic=True)}, "options is"),
+        ({"dropout": Dropout(0.1, 1)}, {"dropout": Dropout(0.1, 2)}, "dropout is p=0.1, seed=1 on rank 0 and p=0.1, seed=2"),
+        ({"dropout": Dropout(0.1, torch.arange(2))}, {"dropout": Dropout(0.1, torch.ones(2).long())}, "dropout.s seed holds"),
     ]  # fmt: skip
     for one, other, words in laws:
         batch = len(one["seqused_q"]) if "seqused_q" in one else 2
@@ -217,7 +220,7 @@ def what_is_not_done_is_refused() -> None:
     with pytest.raises(NotSupported, match=r"6 heads of q|9 heads of q"):
         attention(*shards(heads_q=9 if ranks == 2 else 6, heads_kv=3), context=Context(method="ulysses"))
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ("auto", {"dropout": Dropout(0.1)}, "dropout, whose bits"),
+        ("auto", {"dropout": Dropout(0.1, 0, Origin())}, "dropout with an origin"),
         ("ring", {"mask": Dilated(2)}, "predicate dilated"),
         ("allgather", {"score": (flashtile.Alibi(torch.ones(8)),)}, "alibi without causal order"),
         ("ulysses", {"score": (flashtile.Bias(torch.ones(4, 4 * ranks)),)}, "a bias with an axis of queries"),
@@ -304,6 +307,34 @@ def bits_repeat() -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def dropout_keeps_what_one_device_keeps() -> None:
+    """Bits of all methods and layouts, also without a seed, which all ranks then take of the first, and at every call anew."""
+    heads, n = 8, 64
+    whole = [torch.randn(2, n, heads, 16) for _ in range(2)] + [torch.eye(n)[None, :, None].expand(2, n, heads, n)]
+    dist.broadcast(whole[0], 0)
+    dist.broadcast(whole[1], 0)
+    expected = flashtile.dropout_mask(Dropout(0.5, 11), 2, heads, n, n).transpose(1, 2)
+    found: list[torch.Tensor] = []
+    for method in METHODS:
+        for layout in LAYOUTS:
+            if (method, layout) == ("allgather", "striped"):
+                continue
+            context = Context(method=method, layout=layout)
+            local = [shard(t, context) for t in whole]
+            kept = attention(*local, context=context, dropout=Dropout(0.5, 11)) > 0
+            assert torch.equal(unshard(kept, context), expected), (method, layout)
+            torch.manual_seed(dist.get_rank())
+            for _ in range(2):
+                found.append(unshard(attention(*local, context=context, dropout=Dropout(0.5)) > 0, context))
+            both = [torch.zeros(1) for _ in range(dist.get_world_size())]
+            dist.all_gather(both, torch.rand(1))  # what generators draw after it is as without ranks: each has its own
+            assert len({float(t) for t in both}) == len(both)
+    for one, other in zip(found[2::2], found[3::2], strict=True):
+        assert torch.equal(one, found[0])
+        assert torch.equal(other, found[1])
+        assert not torch.equal(one, other)
+
+
 def documents_that_cannot_be_are_refused() -> None:
     rank, total = dist.get_rank(), 4 * dist.get_world_size()
     given, cu = [t[0] for t in shards()], torch.tensor([0, 3, total], dtype=torch.int32)
@@ -316,11 +347,14 @@ def documents_that_cannot_be_are_refused() -> None:
         ((cu, cu[:2]), {}, "cu_seqlens_k that is not cu_seqlens_q"),
         ((cu,), {"mask": KeyPadding(torch.ones(1, 4, dtype=torch.bool))}, "a mask beside cu_seqlens"),
         ((cu,), {"score": (Bias(torch.ones(total)),)}, "score modifier bias beside cu_seqlens"),
-        ((cu,), {"dropout": Dropout(0.1)}, "dropout, whose bits"),
+        ((cu,), {"dropout": 0.1}, r"dropout is 0\.1; it must be a flashtile\.Dropout"),
     ]
     for starts, arguments, words in laws:
         with pytest.raises((InvalidProblem, NotSupported), match=words):
             attention_varlen(*given, *starts, context=Context(), **arguments)
+    for method in ("allgather", "ring"):
+        with pytest.raises(NotSupported, match="dropout of packed documents"):
+            attention_varlen(*given, cu, context=Context(method=method), dropout=Dropout(0.1))
     with pytest.raises((InvalidProblem, NotSupported), match=r"q has shape .* \(total / ranks, heads, head_dim\)"):
         attention_varlen(*shards(), cu, context=Context())
 
@@ -422,5 +456,5 @@ OF_FOUR = (
 CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
     the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning,
-    a_query_for_each_rank_has_its_own_bias,
+    a_query_for_each_rank_has_its_own_bias, dropout_keeps_what_one_device_keeps,
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flashtile
+import flashtile.torch.context.attention as attention_over_ranks
 from flashtile import Band, Dilated, InvalidProblem, NotSupported
 from flashtile.distributed import Context, attention, attention_varlen, shard
 from flashtile.integrations.diffusers import attention_forward
+from flashtile.torch.context.collectives import Gathering, Returning
+from flashtile.torch.execute.prepared import PreparedCall
 from tests.distributed.cases import Case, data, judge
 from tests.distributed.checks import shards
 
@@ -99,6 +102,56 @@ def counted() -> Generator[list[int]]:
         yield sent
 
 
+def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
+    """The same bits as at once; all groups' keys are sent first, and a group's gradients before those of the next are made."""
+    log: list[str] = []
+
+    def noted(home: Any, name: str, word: Callable[..., str]) -> Any:
+        plain = getattr(home, name)
+
+        def note(*args: Any, **named: Any) -> Any:
+            log.append(word(*args))
+            return plain(*args, **named)
+
+        return patch.object(home, name, note)
+
+    notes = (
+        noted(Gathering, "__init__", lambda *_: "begin"), noted(Gathering, "arrived", lambda *_: "here"),
+        noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
+        noted(Returning, "begin", lambda _, group, *__: f"return {group}"),
+        noted(Returning, "arrived", lambda _, group: f"sum {group}"),
+    )  # fmt: skip
+    context, d = Context(None, "allgather", "zigzag"), data(torch.bfloat16, 4)
+    local = [shard(t, context) for t in (d.q, d.k, d.v)]
+    made: dict[int, list[torch.Tensor]] = {}
+    for groups in (1, 2, 4):
+        with patch.object(attention_over_ranks, "head_groups", lambda *_, groups=groups: groups), ExitStack() as stack:
+            for note in notes:
+                stack.enter_context(note)
+            log.clear()
+            leaves = [t.detach().requires_grad_() for t in local]
+            out = attention(*leaves, context=context, causal=True)
+            forward = ["begin"] * groups + ["here", "attend", "attend"] * groups
+            assert log == forward, log
+            (alone,) = torch.autograd.grad(out.sum(), leaves[0], retain_graph=True)  # without the gradients of keys
+            for _ in range(2):
+                log.clear()
+                made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
+                assert torch.equal(made[groups][1], alone)
+        backward = [word for i in range(groups)[::-1] for word in ("differentiate", "differentiate", f"return {i}")]
+        assert log == backward + [f"sum {i}" for i in range(groups)], log
+        for one, other in zip(made[1], made[groups], strict=True):
+            assert torch.equal(one, other)
+    for feature in ("dropout", "alibi", "bias", "sink", "documents", "packed causal", "packed window"):
+        with patch.object(attention_over_ranks, "head_groups", lambda *_: 2):
+            assert not judge(Case("allgather", "zigzag", feature), context, 0), feature
+    laws = [(8192, 8, 2), (32768, 8, 4), (32768, 2, 2), (32768, 1, 1), (1024, 8, 1)]  # of 32 heads
+    for rows, heads_kv, groups in laws:
+        q, k = (torch.empty(1, rows, heads, 128, device="meta") for heads in (32, heads_kv))
+        assert attention_over_ranks.head_groups(q, k, context) == groups
+    assert attention_over_ranks.head_groups(d.q, d.k, context) == 1
+
+
 def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
     laws: list[tuple[Any, Any, str, torch.dtype, int]] = [
@@ -106,6 +159,7 @@ def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:
         ("usp", "zigzag", "causal", torch.bfloat16, 4), ("usp", "zigzag", "packed window", torch.float32, 4),
         ("usp", "zigzag", "alibi", torch.float32, 4), ("usp_ring", "zigzag", "seqused", torch.float32, 4),
         ("usp_ring", "contiguous", "sink", torch.float32, 8), ("usp_ring", "zigzag", "packed causal", torch.float32, 4),
+        ("usp", "zigzag", "dropout", torch.float32, 4), ("usp_ring", "contiguous", "dropout of a window", torch.float32, 4),
     ]  # fmt: skip
     for method, layout, feature, dtype, heads_kv in laws:
         found = judge(Case(method, layout, feature, dtype, heads_kv), Context(mesh, method, layout), 0)

@@ -21,11 +21,13 @@ import torch.distributed as dist
 from flashtile.distributed import Context, attention
 from tests.distributed.cases import cases, judge
 from tests.distributed.checks import CHECKS, OF_FOUR, OF_TWO
+from tests.distributed.drawn import drawn_calls_are_those_of_one_process
 from tests.distributed.ring_names import names_of_ring_flash_attn
 from tests.distributed.volumes import (
     a_window_fetches_its_halo_alone,
     degrees_of_diffusers,
     heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
+    keys_by_groups_of_heads_are_under_way_while_others_are_computed,
 )
 
 
@@ -43,7 +45,9 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             *CHECKS,
             a_window_fetches_its_halo_alone,
             names_of_ring_flash_attn,
+            drawn_calls_are_those_of_one_process,
             *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
+            *((keys_by_groups_of_heads_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
         )
     }

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript, with which torch exports, is not installed")
@@ -127,10 +128,26 @@ def ran(model: Any, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.from_numpy(ReferenceEvaluator(model).run(None, feeds)[0])
 
 
-@cache
-def model_of(name: str, opset: int = 23) -> Any:
-    function, _, dynamic = CALLS[name]
-    return exported(Call(function), calls(name)[0], (dynamic,), opset)
+ModelOf = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    """`model_of(name, opset=23)`: the model of one of CALLS, which one worker of a session exports for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "onnx"
+    shared.mkdir(exist_ok=True)
+
+    @cache
+    def model(name: str, opset: int = 23) -> Any:
+        place = shared / f"{name}-{opset}.onnx"
+        with FileLock(f"{place}.lock"):
+            if not place.exists():
+                function, _, dynamic = CALLS[name]
+                onnx.save(exported(Call(function), calls(name)[0], (dynamic,), opset), place)
+        return onnx.load(place)
+
+    return model
 
 
 def calls(name: str) -> list[tuple[torch.Tensor, ...]]:
@@ -155,7 +172,7 @@ def near(name: str, found: torch.Tensor, given: tuple[torch.Tensor, ...]) -> Non
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_exported_calls(name: str) -> None:
+def test_exported_calls(name: str, model_of: ModelOf) -> None:
     model = model_of(name)
     for given in calls(name):
         near(name, ran(model, given), given)
@@ -173,7 +190,7 @@ RUNTIMES = {"oldest": "1.20.0", "capping": "1.23.2", "newest": "1.32.0"}  # as t
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory, model_of: ModelOf) -> Path:
     """A folder with the model of each call, and of those that tell, in an opset of onnxruntime 1.20, and its inputs."""
     folder = tmp_path_factory.mktemp("models")
     for name, opset in MODELS:
@@ -206,7 +223,7 @@ def test_exported_calls_in_onnxruntime(runtime: str, models: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "opset"), [*(("causal", n) for n in (16, 17, 20, 22, 24, 25, 26)), ("window", 24)])
-def test_other_opsets(name: str, opset: int) -> None:
+def test_other_opsets(name: str, opset: int, model_of: ModelOf) -> None:
     """Torch converts to those before 18; Attention is that of ONNX in those that have one of the same meaning."""
     model = model_of(name, opset)
     for given in calls(name):

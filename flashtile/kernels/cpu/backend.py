@@ -95,6 +95,8 @@ class CpuBackend:
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
+        if problem.stored is not None and variant is not None:
+            reasons.append("k and v are of 8 bits and have no gradient; a call that wants others computes them of 16-bit ones")
         if variant == "fused":
             reasons.append("backward is 'fused'; the CPU has one backward, 'split'")
         for leaf in problem.leaves:
@@ -107,6 +109,10 @@ class CpuBackend:
 
     def forward(self, problem: AttentionProblem, device: Device) -> Plan:
         """The plan of one host call."""
+        if problem.stored is not None:
+            from flashtile.kernels.cpu.stored import plan_stored
+
+            return plan_stored(problem)
         module, note = _forward_way(problem)
         buffers, names = forward_buffers(problem), ["out", "lse"]
         if _keeps_low(problem):

@@ -9,9 +9,10 @@ import torch
 from flashtile.kernels.cpu import items
 from flashtile.plan.buffers import append_buffers, cached_buffers
 from flashtile.plan.call import HostCall, Plan
-from flashtile.problem.cache import LARGEST, AppendProblem, CachedProblem, Pages
+from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import Lengths
+from flashtile.problem.stored import LARGEST
 
 Tensors = dict[str, torch.Tensor]
 STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.problem import dropout
+from flashtile.problem.attention import AttentionProblem
 from flashtile.triton_glue.language import constexpr, jit, tl
 
 ROUNDS = constexpr(dropout.ROUNDS)
@@ -14,6 +15,13 @@ WHOLE = constexpr(2.0**32)
 WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 WORD = constexpr(dropout.WORD)
 HEADS_STEP, ROWS_STEP, KEYS_STEP = (constexpr(step) for step in dropout.LATTICE)
+
+
+def origin_refusals(p: AttentionProblem) -> list[str]:
+    """What kernels have against a call's place in a larger one."""
+    if p.origin != "any":
+        return []
+    return [f"dropout's origin is not aligned; queries and keys must follow one another, from multiples of {dropout.GRAIN}"]
 
 
 class Seed(NamedTuple):
@@ -30,13 +38,18 @@ class Seed(NamedTuple):
     above: tl.tensor  # or up
     factor: tl.tensor  # 1 / (1 - p)
     zero: tl.tensor
+    head: tl.tensor  # from here on the call's Origin, of steps that are 1
+    heads: tl.tensor
+    more: tl.tensor
+    query: tl.tensor
+    key: tl.tensor
 
 
 @jit
 def load_seed(score_args, T: tl.constexpr):
-    """The call's Seed; one of no meaning unless T.dropout."""
-    if T.dropout:
-        args = score_args[T.modifiers]
+    """The call's Seed; one of no meaning unless T.modifiers.dropout."""
+    if T.modifiers.dropout:
+        args = score_args[T.modifiers.count]
         low = tl.load(args[0]).to(tl.uint32, bitcast=True)
         high = tl.load(args[0] + 1).to(tl.uint32, bitcast=True)
         offset = tl.load(args[0] + 2).to(tl.uint32, bitcast=True)
@@ -52,9 +65,23 @@ def load_seed(score_args, T: tl.constexpr):
         factor = args[2]
         if T.wide:
             factor = WHOLE / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
-        return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2])
+        zero = args[2] - args[2]
+        if len(args) == 3:
+            return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, zero, 0, 1, 0, 0, 0)
+        else:
+            head, heads, more = tl.load(args[0] + 4), tl.load(args[0] + 5), tl.load(args[0] + 6)
+            query, first = tl.load(args[0] + 7), tl.load(args[0] + 8)
+            return Seed(
+                low, high, offset, dither, limit, rest, flip, below, above, factor, zero, head, heads, more, query, first
+            )
     else:
-        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
+        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0, 0, 1, 0, 0, 0)
+
+
+@jit
+def placed(seed, batch_head, row, key):
+    """The same positions in the larger call that the Seed's Origin says. Without one compilers fold this away."""
+    return batch_head + batch_head // seed.heads * seed.more + seed.head, row + seed.query, key + seed.key
 
 
 @jit
@@ -93,10 +120,11 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
     """Which scores of the tile from (row, key) are kept: queries by keys or, if BY_KEY, keys by queries.
 
     Tiles begin at multiples of their sizes. Of the scores that a call of Philox is for a thread that holds an accumulator's
-    elements holds half, and another lane the other half: both make the call, so that nothing is exchanged. Unless T.dropout
-    the answer is 0, unread.
+    elements holds half, and another lane the other half: both make the call, so that nothing is exchanged. Unless
+    T.modifiers.dropout the answer is 0, unread.
     """
-    if T.dropout:
+    if T.modifiers.dropout:
+        batch_head, row, key = placed(seed, batch_head, row, key)
         LINES: tl.constexpr = T.block_k if BY_KEY else T.block_q
         COLUMNS: tl.constexpr = T.block_q if BY_KEY else T.block_k
         line, column = tl.arange(0, LINES // 2), tl.arange(0, COLUMNS // 4)  # without bit 3; without bits 0 and 3
@@ -132,12 +160,12 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
 
 @jit
 def dropped(p, survives, seed, T: tl.constexpr):
-    """p where `survives` says so, 0 elsewhere; p as it is unless T.dropout.
+    """p where `survives` says so, 0 elsewhere; p as it is unless T.modifiers.dropout.
 
     The zero is one that LLVM does not know: with a constant it would draw the conversion to 16 bits that follows into the
     select, and take packed pairs apart and together again (1.2 instructions per score).
     """
-    if T.dropout:
+    if T.modifiers.dropout:
         return tl.where(survives, p, seed.zero)
     else:
         return p

@@ -34,6 +34,40 @@ def widened(x, KIND: tl.constexpr, STORED: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
+def operand_of(x, KIND: tl.constexpr, T: tl.constexpr):
+    """Stored numbers as products take them: in KIND, or where T.fp8 as they are."""
+    if T.fp8:
+        return x.to(tl.float8e4nv, bitcast=True)
+    else:
+        STORED: tl.constexpr = T.stored
+        NATIVE: tl.constexpr = T.native
+        return widened(x, KIND, STORED, NATIVE)
+
+
+@jit
+def as_e4m3(x):
+    """float32 from -448 to 448 as e4m3, the nearest; Triton's interpreter would cut off the bits that are left out."""
+    if BY_FLOAT32:
+        return narrowed(x, 448.0, "e4m3").to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)
+
+
+@jit
+def scale_of_head(ptr, strides, item, head):
+    """What everything of an item's head is to be multiplied by."""
+    return tl.load(ptr + item.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1])
+
+
+@jit
+def scales_of_rows(ptr, strides, slab, first, head, count, ROWS: tl.constexpr, begin):
+    """Of ROWS rows from `first` on those scales that begin <= row < count, 0 of others; strides of (slabs, span, heads)."""
+    row = tl.arange(0, ROWS)
+    at = ptr + slab.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    return tl.load(at + (first + row).to(tl.int64) * strides[1], mask=(row >= begin) & (row < count), other=0.0)
+
+
+@jit
 def by_float32(x, KIND: tl.constexpr):
     """fp16 as KIND. Triton 3.6.0 goes to bf16 by an instruction that an H100 issues at a quarter of these two's rate."""
     return x if KIND == tl.float16 else x.to(tl.float32).to(KIND)

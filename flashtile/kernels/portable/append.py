@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from flashtile.kernels.device.stored import narrowed
 from flashtile.plan.buffers import append_buffers
 from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
-from flashtile.problem.cache import LARGEST, AppendProblem
+from flashtile.problem.cache import AppendProblem
+from flashtile.problem.stored import LARGEST
 from flashtile.triton_glue.language import constexpr, jit, tl
 
 ELEMENTS = 4096  # that a program copies
@@ -17,7 +18,7 @@ LEAST_SCALE = constexpr(2.0**-126)  # of a token: one over it is finite
 @dataclass(frozen=True)
 class How:
     """What the compiler must know: rows of a page; heads; heads that a program writes; widths of rows and of their tiles; and
-    what is stored, as `problem.cache.Stored` has it, "" for what comes.
+    what is stored, as `problem.stored.Stored` has it, "" for what comes.
     """
 
     page: int

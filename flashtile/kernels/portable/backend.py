@@ -8,6 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from flashtile.kernels.device.available import NO_TRITON, unavailable
+from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import captures, chain, form_of, sums_in_queries, uneven_refusals
 from flashtile.kernels.device.sums import sum_partials
@@ -21,6 +22,7 @@ from flashtile.kernels.portable.directed import PASSES
 from flashtile.kernels.portable.forward import attention_forward
 from flashtile.kernels.portable.repair import repairing
 from flashtile.kernels.portable.rows import attention_delta
+from flashtile.kernels.portable.stored import converts, stored_refusals
 from flashtile.kernels.portable.tile import (
     Correction,
     Launch,
@@ -64,13 +66,15 @@ class TritonBackend:
                 reasons.append(f"{name} is {getattr(problem, name)}; supported up to {MAX_HEAD_DIM}")
         if device.kind != "cpu" and reasons in ([], [NO_TRITON]):
             reasons += _too_wide(problem, device, variant)
+        if problem.stored is not None:
+            reasons += stored_refusals(problem, problem.stored, device, variant)
         if variant == "fused" and problem.deterministic:
             reasons.append("the fused backward adds dq atomically and is not deterministic; use 'split'")
         if problem.blocks is not None and problem.lengths.ragged:
             reasons.append("the mask has block lists and items differ in length; lists are made for one length")
         if problem.dtype is DType.FP64:
             reasons.append("dtype is fp64; supported are fp16, bf16 and fp32 (fp64 runs on the CPU)")
-        reasons += uneven_refusals(problem)
+        reasons += uneven_refusals(problem) + origin_refusals(problem)
         for leaf in problem.leaves:
             if not hasattr(leaf.kind, "visible"):
                 reasons.append(f"predicate {leaf.kind.name} has no `visible`, its formula for kernels")
@@ -88,10 +92,11 @@ class TritonBackend:
         """The plan; `launches` overrides the tile of a pass."""
         p = problem.listed
         (launch, why), sink = _launch(p, device, "forward", launches), None if p.sink is None else "sink"
-        schedules = Schedules(p)
+        schedules, scales = Schedules(p), _scales(p)
         call = _call(
             attention_forward, p, device, launch, "forward",
-            (("q", "k", "v", sink), ("out", "lse", "stats" if p.float32_grade else None)), ("q", "k", "v", "out", sink or "q"),
+            (("q", "k", "v", sink, *scales), ("out", "lse", "stats" if p.float32_grade else None)),
+            ("q", "k", "v", "out", sink or "q", *(name or "q" for name in scales)),
             tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
         )  # fmt: skip
         buffers = (*_forward_buffers(p), *schedules.buffers)
@@ -259,6 +264,8 @@ def _call(
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
     tile = make_tile(p, launch, which, slots, correction)
+    if p.stored is not None:
+        tile = replace(tile, native=converts(p.stored, device))
     constants: tuple[tuple[str, Any], ...] = (("T", tile),)
     if score:
         constants += (("SCORE", chain(p, device, form_in(p, which))),)
@@ -277,6 +284,11 @@ def _call(
     contracts = not (p.float32_grade and p.score)
     grid = (_tiles(p, launch, which) * heads, 1, 1)
     return KernelCall(kernel, grid, args, constants, launch.num_warps, launch.num_stages, contracts)
+
+
+def _scales(p: AttentionProblem) -> tuple[str | None, ...]:
+    """The buffers of the scales of q, k and v; nothing where nothing is stored."""
+    return () if p.stored is None else tuple(f"{side}_scale" if side in p.stored.scaled else None for side in "qkv")
 
 
 def _region(p: AttentionProblem, schedule: Pointer | None, over_keys: bool = False) -> tuple[Any, ...]:

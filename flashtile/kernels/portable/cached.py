@@ -7,15 +7,16 @@ from dataclasses import replace
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
 from flashtile.kernels.portable.decode import Packing, decode_combine, decode_forward
+from flashtile.kernels.portable.stored import converts
 from flashtile.kernels.portable.tile import Launch, Products, form_in, make_tile, products
 from flashtile.plan.arguments import mask_args, score_args
 from flashtile.plan.buffers import cached_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.cache import CachedProblem, Stored
+from flashtile.problem.cache import CachedProblem
 from flashtile.problem.dtype import DType
-from flashtile.triton_glue.language import INTERPRETED
+from flashtile.problem.stored import Stored
 
 MOST_HEADS = 64  # that one tile packs
 ROOM_BYTES = 16 << 10  # of shared memory, beside the stages
@@ -38,12 +39,6 @@ def narrow(problem: CachedProblem) -> AttentionProblem:
     """The problem as tiles have it: where values are columns of the keys, with these columns alone."""
     p = problem.attention
     return replace(p, head_dim=p.head_dim_v) if problem.shared else p
-
-
-def converts(problem: CachedProblem, device: Device) -> bool:
-    """Whether Triton makes fp16 of the cache's fp8 well: of e4m3 not before Ada."""
-    e4m3 = problem.stored is not None and problem.stored.dtype == "e4m3"
-    return device.kind == "cuda" and not INTERPRETED and (device.arch >= 89 or not e4m3)
 
 
 def lowers(problem: CachedProblem) -> bool:
@@ -203,7 +198,8 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     rest = p.head_dim - p.head_dim_v if problem.shared else 0
     packing = ("PACK", Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early,
-        "" if stored is None else stored.dtype, *scaled, converts(problem, device), lowers(problem), problem.shared, rest,
+        "" if stored is None else stored.dtype, *scaled, stored is not None and converts(stored, device),
+        lowers(problem), problem.shared, rest,
         max(16, 1 << (rest - 1).bit_length()) if rest else 0,
     ))  # fmt: skip
     band = (p.band.left or 0, p.band.right or 0)

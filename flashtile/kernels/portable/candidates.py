@@ -33,6 +33,7 @@ def shared_bytes(problem: AttentionProblem, launch: Launch, which: Pass) -> int:
         # compiled kernels: Triton 3.6.0 takes it in the pass over keys alone)
         size, scratch = 6, 4 * rows * max(d, dv) if which in ("keys", "fused") else 0
     if which == "forward":
+        size = 1 if problem.multiplies_fp8 else size
         return size * (rows * d + launch.num_stages * columns * (d + dv)) + biased
     if which == "queries":
         if max(d, dv) > 256:  # a streamed tile goes from the layout of loads to that of operands (seen in compiled kernels)

@@ -118,6 +118,8 @@ def _choose(asked: Asked, fired: list[Reason]) -> Launch:
 def measured(problem: AttentionProblem, device: Device, which: Pass) -> Launch | None:
     """The tile that was tuned for such a problem; dropout takes the plain problem's if it has no own one and room there."""
     asked = Asked(problem, device, which, "unit")
+    if problem.stored is not None:
+        return None
     room = ROOMY.of(asked)
     if asked.scattered or (room and problem.where):
         return None

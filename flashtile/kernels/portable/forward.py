@@ -11,31 +11,50 @@ from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, 
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
 from flashtile.kernels.device.softmax import add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.stored import operand_of, scale_of_head, scales_of_rows
 from flashtile.kernels.device.varlen import slab, tile_of
-from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
+from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
+
+LIFT = constexpr(256.0)  # of probabilities in e4m3: from 2^-14 on they have all its bits
 
 
 @jit
-def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args,
+def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args, scales,
                  MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows.
 
     ends = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
-    the first of them, seed of dropout).
+    the first of them, seed of dropout). scales, where T.stored: (those of k, of v, slab, first key's row, key/value head, those
+    of the query rows).
     """
     BLOCK_K: tl.constexpr = T.block_k
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    if T.stored != "":
+        KIND: tl.constexpr = q[0].dtype
+        k = operand_of(k, KIND, T)
+        v = v if T.fp8 else operand_of(v, KIND, T)
+        if T.v_rows:
+            v_scale = scales_of_rows(scales[1], strides[7], scales[2], scales[3] + start, scales[4], end, BLOCK_K, first)
+            v = (v.to(tl.float32) * v_scale[:, None]).to(v.dtype)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         v = zero_unseen(v, keep, 0)
-    score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
-    return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE)
+    product = score_product(q, transposed(aligned_parts(k, T), T), T)
+    if T.q_rows:
+        product *= scales[5][:, None]
+    if T.k_rows:
+        k_scale = scales_of_rows(scales[0], strides[6], scales[2], scales[3] + start, scales[4], end, BLOCK_K, first)
+        product *= k_scale[None, :]
+    score = logits(product, at, scale, score_args, T, SCORE)
+    if T.fp8:
+        v = v.to(tl.float8e4nv, bitcast=True)
+    return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE, LIFT if T.fp8 else 1.0)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -51,9 +70,10 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
                  region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One query tile of one head, of all `tiles`.
 
-    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
+    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,); where T.stored
+    behind both q_scale, k_scale and v_scale.
 
-    region = (the schedule where T.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
+    region = (the schedule where T.items.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
 
     Where T.repairs out and lse are another forward's, of which rows are computed again whose lse is beyond FAR, or not finite.
     lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
@@ -65,7 +85,9 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
 
     index, per_head = row + tl.arange(0, BLOCK_Q), (batch * heads + head).to(tl.int64)
     lse_tile, far = out_ptrs[1] + per_head * seqlen_q + item.first_q + index, index < item.span_q
@@ -75,45 +97,62 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     v_head = in_ptrs[2] + head_offset(batch, head // group, strides[2]) + row_offset(item.first_k, strides[2])
-    q = aligned_parts(load_tile(q_head, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
+    q = load_tile(q_head, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True)
+    scales = None
+    if T.stored != "":
+        first_k, head_kv, of_rows = item.first_k, head // group, None
+        if T.fp8:
+            q = q.to(tl.float8e4nv, bitcast=True)
+        if T.q_rows:
+            of_rows = scales_of_rows(in_ptrs[4], strides[5], batch, item.first_q + row, head, item.q - row, BLOCK_Q, 0)
+        if T.q_head:
+            scale = scale * scale_of_head(in_ptrs[4], strides[5], item.batch, head)
+        if T.k_head:
+            scale = scale * scale_of_head(in_ptrs[5], strides[6], item.batch, head_kv)
+        scales = (in_ptrs[5], in_ptrs[6], batch, first_k, head_kv, of_rows)
+    q = aligned_parts(q, T)
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v, T)
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
+    if T.mask.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
+        PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
                                 True, T, SCORE, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
                                 False, T, SCORE, MASK)  # fmt: skip
     else:
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
-                                    True, T, SCORE, MASK)  # fmt: skip
+                                    scales, True, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
                                 False, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_hi, hi, BLOCK_K):
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
+            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
                                 True, T, SCORE, MASK)  # fmt: skip
 
     rows = scored(rows, T)
-    if T.sink:
+    if T.modifiers.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
         rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)
     out, lse = finish(rows, T)
-    if T.dropout:
+    if T.modifiers.dropout:
         out *= seed.factor
+    if T.fp8:
+        out *= 1.0 / LIFT
+    if T.v_head:
+        out *= scale_of_head(in_ptrs[6], strides[7], item.batch, head // group)
     top, total = rows.top, rows.total
     if T.wide:
         top = rows.top.to(tl.float32)
         total = total * exp(tl.where(rows.top == float("-inf"), 0.0, rows.top - top), T)
-    if T.ragged:  # rows that belong to an item, but do not count
+    if T.items.ragged:  # rows that belong to an item, but do not count
         counts = index < item.q
         out = tl.where(counts[:, None], out, 0.0)
         lse = tl.where(counts, lse, float("-inf"))

@@ -169,6 +169,18 @@ ROOMY = Table(
     COUNTED,
     settled=True,
 )
+EIGHT = Table(
+    ("16bit",),
+    lambda a: a.sm90 and a.problem.stored is not None,
+    {
+        ("forward", 64): (Launch(128, 64, 8, 3, 8),),
+        ("forward", 128): (Launch(128, 64, 8, 3, 8),),
+        ("forward", 256): (Launch(64, 64, 8, 2, 8),),
+    },
+    "keys and values are of 8 bits: nothing spills but 32 bytes a thread of 256 columns that are converted; the 16-bit tile of "
+    "256 columns would spill 836 where e4m3 is multiplied",
+    COUNTED,
+)
 SCATTERED = Table(
     ("16bit",),
     lambda a: a.sm90 and a.scattered and not (a.problem.where or a.problem.score or a.drops),
@@ -363,7 +375,7 @@ FP32 = Table(
 )
 # The first that holds. A tile that was tuned on the device comes before them (`choose.measured`).
 TABLES = (
-    ROOMY, SCATTERED, UNEQUAL, BIASED, LINED, SCORED, SIXTEEN_BIT,
+    EIGHT, ROOMY, SCATTERED, UNEQUAL, BIASED, LINED, SCORED, SIXTEEN_BIT,
     FLOAT64_NARROW, FLOAT64, PARTS, SHORT, IEEE_QUERIES, IEEE, FP32,
 )  # fmt: skip
 

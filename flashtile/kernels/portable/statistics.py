@@ -54,7 +54,7 @@ def spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_head + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     y = tile_stages(q, transposed(aligned_parts(k, T), T), at, scale, args, T, SCORE)[len(SCORE) // 2]
     if MASKED:
@@ -86,7 +86,9 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
     index = row + tl.arange(0, BLOCK_Q)
     q = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     q = aligned_parts(load_tile(q, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
@@ -94,7 +96,7 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     place = (item.batch, head, index[:, None])
     none = tl.zeros([BLOCK_Q], WIDE)
     rows = Spread(tl.full([BLOCK_Q], float("-inf"), WIDE), none, none)
-    if T.left:
+    if T.mask.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
             rows = spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE, MASK)
     for start in tl.range(full_lo, full_hi, BLOCK_K):
@@ -107,7 +109,7 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
         tl.store(out_ptrs[0] + at_rows, tl.where(counts, rows.top, float("-inf")), mask=here)
     if out_ptrs[1] is not None:
         total, mean = rows.total, rows.mean
-        if T.sink:
+        if T.modifiers.sink:
             sink = tl.load(in_ptrs[2] + head.to(tl.int64) * strides[2][0]).to(WIDE)
             top = tl.maximum(rows.top, sink)
             pivot = finite(top)
@@ -132,7 +134,7 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
     tile, head, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads, BLOCK_K, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column = tile * BLOCK_K
-    lo, _, _, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
+    lo, _, _, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T)
     key = column + tl.arange(0, BLOCK_K)[:, None]
     k = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k + column, strides[1])
     k = aligned_parts(load_tile(k, strides[1], 0, item.k - column, T.head_dim, BLOCK_K, T.columns, True), T)
@@ -148,7 +150,7 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
         q = q_head + row_offset(start, strides[0])
         q = load_tile(q, strides[0], ends[0] - start, ends[1] - start, T.head_dim, BLOCK_Q, T.columns, True)
         index = start + tl.arange(0, BLOCK_Q)
-        at = locate(item.batch, head, index[None, :], key, sizes, T.pads_keys)
+        at = locate(item.batch, head, index[None, :], key, sizes, T.mask.pads_keys)
         keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
         lse = tl.load(lse_head + index, mask=(index < item.q) & (index >= first_row), other=float("inf")).to(WIDE)
         y = tile_stages(k, transposed(aligned_parts(q, T), T), at, scale, args, T, SCORE)[len(SCORE) // 2]
@@ -176,9 +178,9 @@ def entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start,
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(k_head + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
     scores = tile_stages(q, transposed(k, T), at, scale, args, T, SCORE)
@@ -203,7 +205,9 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
     index, row_q = row + tl.arange(0, BLOCK_Q), item.first_q + row
     q = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
     q = aligned_parts(load_tile(q, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
@@ -213,7 +217,7 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
     place = (item.batch, head, index[:, None])
     if out_ptrs[0] is not None:
         dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
                                         True, T, SCORE, MASK)  # fmt: skip
@@ -223,7 +227,7 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
         for start in tl.range(full_hi, hi, BLOCK_K):
             dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
                                     True, T, SCORE, MASK)  # fmt: skip
-        if T.ragged:  # rows that do not count may have met an infinite key
+        if T.items.ragged:  # rows that do not count may have met an infinite key
             dq = tl.where((index < item.q)[:, None], dq, 0.0)
         dq_tile = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
         store_tile(dq_tile, strides[3], dq * scale, item.span_q - row, T.head_dim, BLOCK_Q, T.columns)
@@ -243,9 +247,9 @@ def entropy_key_step(dk, k, key, in_ptrs, strides, sizes, ends, place, start, sp
     q = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     q = load_tile(q, strides[0], ends[0] - start, ends[1] - start, T.head_dim, BLOCK_Q, T.columns, True)
     index = start + tl.arange(0, BLOCK_Q)
-    at = locate(place[0], head, index[None, :], key, sizes, T.pads_keys)
+    at = locate(place[0], head, index[None, :], key, sizes, T.mask.pads_keys)
     keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
-    if T.predicate:
+    if T.mask.predicate:
         q = zero_unseen(q, keep, 0)
     q = aligned_parts(q, T)
     known = load_entropies(in_ptrs, head.to(tl.int64) * span + index, index < sizes.q, T)
@@ -267,12 +271,12 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * BLOCK_K, item.k - item.q
-    lo, _, _, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
+    lo, _, _, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T)
     keys_here, column_k = item.k - column, item.first_k + column
     key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
-    if T.left:
+    if T.mask.left:
         key_first = tl.maximum(shift - left - column, 0)
-    if T.right:
+    if T.mask.right:
         key_end = tl.minimum(keys_here, keys_here + right)
     k = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
     k = aligned_parts(load_tile(k, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True), T)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from flashtile.problem.statistics import Mass
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.nested import attend_jagged, is_jagged
 from flashtile.torch.api.statistics import attend_with
+from flashtile.torch.api.stored import SCALES, attend_stored, is_stored, refuse_statistics
 from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
@@ -42,7 +43,7 @@ def attention(
     return_lse: bool = False,
     options: Options | None = None,
     returns: Sequence[str | Mass] | str | Mass = (),
-    **unknown: NoReturn,
+    **scales: torch.Tensor | float | None,
 ) -> Any:
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
 
@@ -64,15 +65,19 @@ def attention(
         positions (causal, window, score, dropout) count them alone. `KeyPadding` hides keys where they stand instead.
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q); float64
         beside float64.
-    options: backend, backward variant, determinism, fp32 precision (`Options`).
+    options: backend, backward variant, determinism, fp32 precision, fp8 products (`Options`).
     returns: statistics to return beside out: "lse", "max_logit", "entropy", and `Mass(last=64)`, each key's probability.
         `Statistics` says what they are. All but lse take passes of their own behind the call.
+    scales: k and v may both be of 8 bits: float8_e4m3fn, float8_e5m2 or int8, beside a q of 16. k_scale, v_scale: what a stored
+        number is multiplied by, float32 () for all, or a number; (heads_kv,); (batch, heads_kv); or of each token
+        (batch, seqlen_k, heads_kv). None is 1. q_scale: likewise, of a q that is float8_e4m3fn, with
+        Options(precision="fp8"). What is stored has no gradient; the others have those of 16-bit k and v.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse), or with `returns`
-    (out, `Statistics`). A query that sees
-    no key gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it
-    reaches nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from
-    which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
+    (out, `Statistics`). A query that sees no key gives out 0 and, without a sink, lse -inf. What no query of its item sees,
+    and padding, may hold NaN or Inf: it reaches nothing. One at a key that some query sees reaches that query, and may reach
+    others of its item and head from which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their
+    gradients alone.
 
     Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
     here can run; both before any launch. Tangents (forward mode) and second derivatives are computed too, in O(seqlen)
@@ -80,18 +85,22 @@ def attention(
 
     FlashAttention (arXiv 2205.14135, 2307.08691).
     """
-    if unknown:
-        check_names("attention", unknown, EVERY)
+    if scales:
+        check_names("attention", scales, SCALES, EVERY)
+    eight = is_stored(k, options, scales)
     if returns != ():
+        refuse_statistics(eight)
         q, k, v = autocast(q, k, v) if autocasts() else (q, k, v)
         arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
-        lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        lengths: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k}
         for name, tensor in lengths.items():
             if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
                 raise NotSupported(f"statistics with {name} of bool", {"torch": ["give lengths, or hide keys by KeyPadding"]})
         attend_alone = lambda asked: attention(q, k, v, **asked.named(**lengths))  # noqa: E731
         return attend_with(returns, attend_alone, (q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments)
     given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
+    if eight:
+        return attend_stored((q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments, scales)
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:

@@ -12,6 +12,7 @@ from flashtile.problem.number import plain, told
 from flashtile.problem.statistics import Mass
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.statistics import attend_with
+from flashtile.torch.api.stored import SCALES, attend_stored, is_stored, refuse_statistics
 from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, arguments_of
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
@@ -46,14 +47,15 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k: no item is longer, as far as the caller knows; a hint, which `explain` counts by.
     seqused_q, seqused_k: how many of an item's tokens count, int32 (batch,); all by default.
     returns: statistics, as of `attention`: (out, `Statistics`) is then returned.
-    arguments: those of `attention`, with the same meaning, each item by itself.
+    arguments: those of `attention`, with the same meaning, each item by itself; scales of tokens are (total, heads).
 
     Returns out (total_q, heads_q, head_dim_v) or (out, lse) with lse float32 (heads_q, total_q). Tokens of no item, past
     cu_seqlens[-1], and those beyond seqused are never looked at; out is 0 there, lse -inf, and gradients are 0.
     The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
     what the tensors of lengths hold is checked on the CPU alone.
     """
-    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS, "returns"))
+    beside = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS, "returns")
+    check_names("attention_varlen", arguments, (*NAMES, *SCALES), beside)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
@@ -63,10 +65,15 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    scales = {name: arguments.pop(name) for name in SCALES if name in arguments}
+    eight = is_stored(k, arguments.get("options"), scales)
     if returns != ():
+        refuse_statistics(eight)
         q, k, v = autocast(q, k, v)
         alone = lambda asked: _attend_packed(APART, (q, k, v), given, asked)  # noqa: E731
         return attend_with(returns, alone, (q, k, v), given, arguments_of(arguments))
+    if eight:
+        return attend_stored((q, k, v), given, arguments_of(arguments), scales)
     return _attend_packed(APART, (q, k, v), given, arguments_of(arguments))
 
 

@@ -9,16 +9,14 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.torch.cache.operator import append_rows
-from flashtile.torch.cache.stored import Maybe, Scales, is_shared, scaling_of
 from flashtile.torch.cache.tensors import (
-    check_kind,
     check_pools,
-    check_scale,
     check_starts,
     check_table,
     int32,
     refuse_transforms,
 )
+from flashtile.torch.call.stored import Maybe, Scales, check_kind, check_scale, is_shared, scaling_of
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.ops.run import run
 

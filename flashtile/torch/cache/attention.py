@@ -15,12 +15,10 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
-from flashtile.torch.cache.stored import Scales
 from flashtile.torch.cache.tensors import (
     CALLED,
     check_lengths,
     check_pools,
-    check_scale,
     check_table,
     int32,
     refuse_transforms,
@@ -29,6 +27,7 @@ from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
+from flashtile.torch.call.stored import Scales, check_scale
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.execute.plain import is_watched
 from flashtile.torch.routes.request import write

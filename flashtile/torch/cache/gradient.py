@@ -13,8 +13,8 @@ from flashtile.problem.cache import Pages
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.append import New
-from flashtile.torch.cache.stored import STORED, Scales
 from flashtile.torch.cache.tensors import gather
+from flashtile.torch.call.stored import STORED, Scales
 
 
 def attend_gathered(

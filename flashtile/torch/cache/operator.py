@@ -20,8 +20,8 @@ from flashtile.errors import InvalidProblem, renamed
 from flashtile.memory import Memory
 from flashtile.plan.buffers import cached_buffers
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default_split
-from flashtile.torch.cache.stored import Maybe, Scales, bytes_of, is_shared, scaling_of, stored_of
 from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
+from flashtile.torch.call.stored import Maybe, Scales, bytes_of, is_shared, scaling_of, stored_of
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
 from flashtile.torch.execute.plain import is_watched
 from flashtile.torch.routes.library import define

@@ -10,8 +10,8 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.cache.stored import Scales
-from flashtile.torch.cache.tensors import check_lengths, check_pools, check_scale, check_table, gather, int32
+from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
+from flashtile.torch.call.stored import Scales, check_scale
 from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_traced
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages, contiguous
-from flashtile.problem.number import plain, told
-from flashtile.torch.cache.stored import STORED, Maybe, Scales, bytes_of, number_of
 from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
 from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
-SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # of scales
 CALLED = {"k": "k_cache", "v": "v_cache"}  # what errors of the dense problem call them
 
 
@@ -73,55 +70,6 @@ def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
         raise NotSupported(f"{what} within torch.func", {"torch": [reason]})
     if is_dual_level():
         refuse_tangents(what, "autograd", tensors.items())
-
-
-def check_kind(name: str, tensor: Any) -> None:
-    """Raise InvalidProblem for what is no dense tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
-
-
-def check_scale(name: str, scale: Any, pool: torch.Tensor, batch: int) -> Maybe:
-    """The scale as float32 (batch, heads_kv), or (pages, page_size, heads_kv); None where there is none.
-
-    InvalidProblem for what is no scale, and, on the CPU, where looking costs nothing, for one of 0, NaN or infinity.
-    """
-    if scale is None:
-        return None
-    if pool.dtype not in STORED:
-        raise InvalidProblem(
-            f"{name} is given and the cache is {pool.dtype}; scales belong to caches of float8_e4m3fn, float8_e5m2 or int8. "
-            f"Leave {name} out."
-        )
-    heads = pool.shape[2]
-    if not isinstance(scale, torch.Tensor):
-        number = plain(scale)
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise InvalidProblem(f"{name} is a {type(scale).__name__}; it must be a float32 tensor, a number or None.")
-        if not SMALLEST <= number <= LARGEST:
-            positive = "positive and finite" if not 0 < number < math.inf else "positive and finite in float32"
-            raise InvalidProblem(f"{name} is {told(number)}; it must be {positive}.")
-        return torch.full((), number, dtype=torch.float32, device=pool.device).expand(batch, heads)
-    check_kind(name, scale)
-    if scale.dtype is not torch.float32:
-        raise InvalidProblem(f"{name} is {scale.dtype}; it must be float32: {name}.float().")
-    if scale.device != pool.device:
-        raise InvalidProblem(f"{name} is on {scale.device} and the cache is on {pool.device}; they must be on one device.")
-    shape, token = tuple(scale.shape), tuple(pool.shape[:3])
-    if shape == token:
-        return scale
-    if shape not in ((), (1,), (heads,), (batch, heads)):
-        raise InvalidProblem(
-            f"{name} has shape {shape}; it must be () for a scale of all, ({heads},) for one of each head, ({batch}, {heads}) "
-            f"of each item's head, or {token} of each token's, which are the cache's (pages, page_size, heads_kv)."
-        )
-    if scale.device.type == "cpu" and not is_traced(scale):
-        wrong = ~((scale > 0) & scale.isfinite())
-        if bool(wrong.any()):
-            raise InvalidProblem(f"{name} holds {float(scale[wrong][0])}; it must be positive and finite.")
-    return scale.expand(batch, heads)
 
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:

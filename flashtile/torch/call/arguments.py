@@ -11,6 +11,7 @@ from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
+from flashtile.problem.stored import Stored
 
 
 class Keywords(TypedDict, total=False):
@@ -25,6 +26,19 @@ class Keywords(TypedDict, total=False):
     dropout: Dropout | None
     return_lse: bool
     options: Options | None
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Scaled(NamedTuple):
+    """That k and v, or q too, are bytes, and what they are multiplied by: `torch/call/stored.py` makes it.
+
+    tensors: those scales that there are, of q, k and v.
+    """
+
+    kind: Stored
+    tensors: tuple[torch.Tensor, ...]
 
 
 class Arguments(NamedTuple):
@@ -42,13 +56,14 @@ class Arguments(NamedTuple):
     dropout: Any = None
     return_lse: Any = False
     options: Any = None
+    stored: Scaled | None = None
 
     def named(self, **changes: Any) -> dict[str, Any]:
         """By name, for a public function, with some of them changed."""
-        return {**dict(zip(NAMES, self, strict=True)), **changes}
+        return {**dict(zip(NAMES, self, strict=False)), **changes}
 
 
-NAMES = Arguments._fields
+NAMES = Arguments._fields[:-1]  # which a caller has
 EVERY = ("q", "k", "v", *NAMES[:-2], "seqused_q", "seqused_k", *NAMES[-2:])  # of `attention`, in its order
 
 

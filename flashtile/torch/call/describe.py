@@ -10,6 +10,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.describe import Wanted, describe
+from flashtile.problem.dropout import Dropout, OriginKind
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.mask import Joined, make_mask
 from flashtile.problem.number import plain
@@ -25,11 +26,11 @@ from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
 
 def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | None = None) -> tuple[AttentionProblem, Options]:
     """Validate a call. Raises InvalidProblem naming the argument, its value, and what it must be."""
-    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
+    causal, window, mask, score, scale, sink, dropout, return_lse, options, stored = arguments
     options = DEFAULT if options is None else options
     score = modifiers(score)
     check_arguments(score, scale, options, return_lse)
-    check_tensors(q, k, v, given)
+    check_tensors(q, k, v, given, stored is not None)
     batch, lengths, longest = q.shape[0], ALIKE, (None, None)
     if given is not None:
         given.check(q)
@@ -43,9 +44,15 @@ def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | No
         predicates.check(q.device)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
     wanted = Wanted(
-        band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options
-    )
-    return describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], wanted, batch, lengths, longest), options
+        band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options,
+        origin_kind(dropout), None if stored is None else stored.kind,
+    )  # fmt: skip
+    return describe((q.shape, k.shape, v.shape), DTYPES[out_dtype(q)], wanted, batch, lengths, longest), options
+
+
+def out_dtype(q: torch.Tensor) -> torch.dtype:
+    """That of out: q's own, or bfloat16 where q is stored."""
+    return torch.bfloat16 if q.dtype is torch.uint8 else q.dtype
 
 
 def rows_of(q: torch.Tensor, given: Given | None) -> tuple[int, int]:
@@ -78,6 +85,10 @@ def _chance(dropout: Any, q: torch.Tensor) -> float | None:
         return None
     check_dropout(dropout, q.device)
     return dropout.p
+
+
+def origin_kind(dropout: Dropout | None) -> OriginKind | None:
+    return None if dropout is None or dropout.origin is None else dropout.origin.kind
 
 
 def seed_key(seed: Any) -> Any:

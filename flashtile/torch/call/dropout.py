@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.dropout import Dropout, keep
+from flashtile.problem.dropout import SEED_WORDS, Dropout, keep, no_dropout, placed
 from flashtile.problem.number import plain, told
 
 
@@ -30,14 +30,35 @@ def dropout_mask(
         check_seed(dropout.seed, dropout.seed.device)
     if device is None:
         device = dropout.seed.device if isinstance(dropout.seed, torch.Tensor) else torch.device("cpu")
-    seed = draw_seed(dropout, torch.device(device)).view(torch.int64)
+    seed = draw_seed(dropout, torch.device(device))
     sizes = (batch, heads_q, seqlen_q, seqlen_k)
     b, h, i, j = (torch.arange(n, device=device).view(-1, *(1,) * (3 - axis)) for axis, n in enumerate(sizes))
-    return keep(dropout.p, b, h, i, j, heads_q, seed)
+    return kept(dropout.p, b, h, i, j, heads_q, seed)
+
+
+def kept(p: float, batch: Any, head: Any, row: Any, key: Any, heads_q: int, words: torch.Tensor) -> torch.Tensor:
+    """Boolean: whether the probabilities at these int64 positions of a call, which broadcast, are kept; of its seed's words."""
+    seed = words[:SEED_WORDS].view(torch.int64)
+    if len(words) == SEED_WORDS:
+        return keep(p, batch, head, row, key, heads_q, seed)
+    head, row, key = placed(words[SEED_WORDS:].long(), batch, head, row, key, heads_q)
+    return keep(p, 0, head, row, key, heads_q, seed)
 
 
 def draw_seed(dropout: Dropout, device: torch.device) -> torch.Tensor:
-    """The words of (seed, offset) for one call, int32 (4,): a copy, so that the backward finds what the forward used."""
+    """The words of (seed, offset) for one call, int32 (4,), and behind them those of its origin, if it has one: a copy, so that
+    the backward finds what the forward used.
+    """
+    if dropout.origin is None:
+        return _seed_words(dropout, device)
+    origin = torch.zeros(len(dropout.origin.words), dtype=torch.int32, device=device)
+    for i, word in enumerate(dropout.origin.words):  # by launches: a copy from the host would wait, and no graph records it
+        if word:
+            origin[i] = word
+    return torch.cat([_seed_words(dropout, device), origin])
+
+
+def _seed_words(dropout: Dropout, device: torch.device) -> torch.Tensor:
     if dropout.seed is None:
         return random_words(device)
     if isinstance(dropout.seed, torch.Tensor):
@@ -56,7 +77,7 @@ def random_words(device: torch.device) -> torch.Tensor:
 def check_dropout(dropout: Any, device: torch.device) -> None:
     """Raise InvalidProblem unless it is a Dropout, of a seed for this device."""
     if not isinstance(dropout, Dropout):
-        raise InvalidProblem(f"dropout is {dropout!r}; it must be a flashtile.Dropout or None.")
+        raise no_dropout(dropout)
     if not (dropout.seed is None or isinstance(dropout.seed, int)):
         check_seed(dropout.seed, device)
 

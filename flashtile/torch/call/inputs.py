@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.number import is_scalar, plain, told
+from flashtile.problem.number import plain, told
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.call.lengths import Given
@@ -26,12 +26,17 @@ def check_arguments(score: Any, scale: Any, options: Any, return_lse: Any = Fals
         raise InvalidProblem(f"options is a {type(options).__name__}; it must be a flashtile.Options.")
     if scale is not None and not _is_number(scale):
         remedy = " A scale that is learned, or traced, multiplies q: attention(q * scale, k, v, scale=1.0)."
-        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.{remedy if is_scalar(scale) else ''}")
+        raise InvalidProblem(f"scale is {told(scale)}; it must be a number or None.{remedy if hasattr(scale, 'shape') else ''}")
     if not isinstance(plain(return_lse), bool):
         raise InvalidProblem(f"return_lse is {told(return_lse)}; it must be True or False.")
     score = modifiers(score)
     if not isinstance(score, (tuple, list)):
-        raise InvalidProblem(f"score is {told(score)}; it must be a sequence of score modifiers, such as (Softcap(30.0),).")
+        remedy = " A tensor that is added goes in as Bias(tensor)." if getattr(score, "shape", ()) else ""
+        if callable(score):
+            score, remedy = getattr(score, "__name__", score), " A score_mod goes into flashtile.compat.flex.flex_attention."
+        raise InvalidProblem(
+            f"score is {told(score)}; it must be a sequence of score modifiers, such as (Softcap(30.0),).{remedy}"
+        )
     for modifier in score:
         if not isinstance(modifier, Score):
             raise InvalidProblem(
@@ -74,8 +79,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
-def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
-    """Raise InvalidProblem unless these are tensors that fit together; of varlen (1, total, heads, head_dim)."""
+def check_tensors(q: Any, k: Any, v: Any, given: Given | None, stored: bool = False) -> None:
+    """Raise InvalidProblem unless these are tensors that fit together; of varlen (1, total, heads, head_dim).
+
+    stored: some are bytes, of whose dtypes `torch/call/stored.py` has seen to it.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
@@ -89,11 +97,11 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None) -> None:
             size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
             shape = tuple(tensor.shape[given is not None and given.varlen :])
             raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
-        if tensor.dtype not in DTYPES:
+        if not stored and tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
         if tensor.device.type not in DEVICES:
             raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
-        if tensor.dtype != q.dtype:
+        if not stored and tensor.dtype != q.dtype:
             raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
         if tensor.device != q.device:
             raise InvalidProblem(f"{name} is on {tensor.device} and q is on {q.device}; q, k and v must be on one device.")

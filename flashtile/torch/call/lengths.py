@@ -60,7 +60,10 @@ class Given:
         for key, tensor in self.tensors.items():
             name = self.called(key)
             if not isinstance(tensor, torch.Tensor):
-                raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+                raise InvalidProblem(
+                    f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor, as "
+                    f"torch.tensor({name}, dtype=torch.int32, device=q.device) makes of numbers."
+                )
             if tensor.dtype is torch.bool and key.startswith("seqused"):
                 raise InvalidProblem(
                     f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from flashtile.features.masks.prefix import Prefix
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.options import DEFAULT, Options
+from flashtile.problem.predicate import normal_form
 from flashtile.problem.score import Score
 from flashtile.torch.call.arguments import EVERY
 from flashtile.torch.call.dropout import check_dropout
@@ -20,19 +22,22 @@ from flashtile.torch.call.inputs import check_arguments, check_tensors, modifier
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
-from flashtile.torch.context.collectives import Exchange, Fetch, Gather, dealt, ordered
+from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered
 from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
-from flashtile.torch.context.wanted import Wanted, against, wanted
+from flashtile.torch.context.wanted import Wanted, against, against_dropout, wanted
 from flashtile.torch.execute.plain import is_distributed, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
 from flashtile.torch.routes.local import attention as attend
 from flashtile.torch.routes.traced import autocast
+
+MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
+ROWS, TILES = 128, 512  # queries of a tile; tiles that fill the 132 processors of an H100 about four times
 
 
 @eagerly
@@ -63,11 +68,13 @@ def attention(
     keys, in their own order. What all ranks have alike (slopes, sink, bias without queries) gets this rank's part of its
     gradient; their sum over ranks is the whole's, as of a model's parameters.
     seqused_q, seqused_k: of the whole, on every rank; both, and alike, unless the method is "ulysses".
+    dropout: keeps what one device's call with the same seed keeps, however many ranks there are, in any layout. Without a seed
+    all ranks take what the first one draws. On a GPU ranks' positions must begin at multiples of 64, unless by "ulysses".
 
     Every rank must call it alike, the backward included. Raises InvalidProblem and NotSupported, on every rank and before
-    anything of q, k or v is sent, for what one call or the calls together cannot mean, for dropout, and where ranks differ in
-    arguments, shapes, dtypes, options, or in what a tensor that they have alike holds; the latter on the CPU alone. A
-    gradient cannot be differentiated again.
+    anything of q, k or v is sent, for what one call or the calls together cannot mean, and where ranks differ in arguments,
+    shapes, dtypes, options, or in what a tensor that they have alike holds; the latter on the CPU alone. A gradient cannot be
+    differentiated again.
     """
     check_context(context)
     with refused_together(context):
@@ -82,6 +89,7 @@ def attention(
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     told = described(want, method=method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
     agree(context, told, values=lambda: numbers(want, q.shape[1], **lengths))
+    want = want.with_seed(context, q.device)
     if method == "ulysses":
         lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
         made = by_heads(q, k, v, context, want, return_lse, lengths)
@@ -104,7 +112,8 @@ def by_positions(
             for t in (q, k)
         )
         q, k, v = (t.where(there[..., None, None], 0.0) for t, there in ((q, rows), (k, keys), (v, keys)))
-        want = wanted(False, None, want.joined(want.band) & Prefix(used), want.score, want.scale, want.sink, want.options)
+        band, terms = normal_form(False, None, want.joined(want.band) & Prefix(used))
+        want = replace(want, band=band, terms=terms)
     want = want.with_keys(context)
     seqlen_q, seqlen_k = q.shape[1] * context.ranks, k.shape[1] * context.ranks
     if method == "ring":
@@ -120,15 +129,60 @@ def by_positions(
 def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
     """(out, lse or None): a call for each run of queries, beside the first keys of all, or those of its window."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
-    there, have = gathered_keys(q, k, v, context, want.band)
+    band = want.band if want.dropout is None else Band(None, want.band.right)  # a halo's keys begin anywhere
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
-    made: list[Any] = []
-    for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
-        arguments = want.piece(piece, shift)
-        made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
-    if not return_lse:
-        return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
-    return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+
+    def attend_group(q: torch.Tensor, there: Keys, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+        made: list[Any] = []
+        for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
+            arguments = want.piece(piece, shift)
+            made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
+        if not return_lse:
+            return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
+        return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+
+    return by_groups(q, k, v, context, want, band, attend_group)
+
+
+def by_groups(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
+    attend_group: Callable[[torch.Tensor, Keys, Fetched, Wanted], tuple[torch.Tensor, Any]],
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """(out, lse or None) of `attend_group` with the keys that a rank's queries need (`gathered_keys`).
+
+    Where it pays, group by group of heads: all groups' keys are under way before the first is attended, and in the backward the
+    gradients of one group's keys are, while the group before is computed. Every head's numbers are as in one call.
+    """
+    groups = head_groups(q, k, context)
+    lengths = q.shape[1] * context.ranks, k.shape[1] * context.ranks
+    have = fetched(context.layout, lengths, context.ranks, band)[context.rank]
+    if have.halo or groups == 1:
+        return attend_group(q, *gathered_keys(q, k, v, context, band), want)
+    widths, heads = (k.shape[3], v.shape[3]), q.shape[2] // groups
+    returning = Returning()
+    parts = Grouped.apply(torch.cat([k, v], -1), groups, returning)  # pyright: ignore[reportGeneralTypeIssues]
+    coming = [Gathering(part, context) for part in parts]
+    made: list[tuple[torch.Tensor, Any]] = []
+    for i, part in enumerate(parts):
+        whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
+        there, some = Keys(*whole.split(widths, -1), *sums.split(widths, -1)), slice(i * heads, (i + 1) * heads)
+        made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
+    out = torch.cat([out for out, _ in made], 2)
+    return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
+
+
+def head_groups(q: torch.Tensor, k: torch.Tensor, context: Context) -> int:
+    """In how many groups of heads keys are gathered: a power of two that divides those of k; 1 where nothing would be hidden.
+
+    A call of a group has at least TILES tiles, so that a GPU is busy with it. Transport on a CPU takes the same cores.
+    """
+    if q.device.type == "cpu" or context.ranks == 1:
+        return 1
+    rows = q.shape[1] // (2 if context.layout == "zigzag" else 1)
+    tiles, groups = q.shape[0] * q.shape[2] * (rows // ROWS), 1
+    while groups < MOST_GROUPS and k.shape[2] % (2 * groups) == 0 and tiles // (2 * groups) >= TILES:
+        groups *= 2
+    return groups
 
 
 def over_mesh(
@@ -227,19 +281,24 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
     """What is asked for, and the method that does it. given: the other arguments of `attention`."""
     check_tensors(q, k, v, None)
     score, mask, ranks = modifiers(given.pop("score")), given.pop("mask"), context.ranks
-    alone, _ = prepare(q, k, v, **{**given, "dropout": None})  # whatever backends have against it
+    dropout, packed = given.pop("dropout"), given.pop("packed", False)
+    if dropout is not None:
+        check_dropout(dropout, q.device)
+    trial = None if dropout is None else Dropout(dropout.p, 0)  # which draws nothing
+    alone, _ = prepare(q, k, v, dropout=trial, **given)  # whatever backends have against it
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         alone.require_backward()
     check_arguments(score, None, DEFAULT)
     for name, tensor in (("seqlen_q", q), ("seqlen_k", k)):
         check_length(context.layout, ranks, tensor.shape[1] * ranks, f"the whole's {name}")
     reasons: list[str] = []
-    if given["dropout"] is not None:
-        check_dropout(given["dropout"], q.device)
-        reasons.append("dropout, whose bits depend on positions that kernels count from a call's own first query and head")
+    if dropout is not None and dropout.origin is not None:
+        reasons.append("dropout with an origin, which ranks give their calls themselves")
     if isinstance(mask, Joined) and mask.spec is not None:
         reasons.append("a mask with blocks, whose lists are of the whole; give it without")
     want = wanted(given["causal"], given["window"], mask, score, given["scale"], given["sink"], given["options"])
+    drops = dropout if alone.problem.dropout is not None else None
+    want = replace(want, dropout=drops)
     _check_shapes(want, q, k, ranks)
     seqlens, layout = (q.shape[1] * ranks, k.shape[1] * ranks), context.layout
     methods = candidates(context, layout != "striped" and fetched(layout, seqlens, ranks, want.band)[0].halo)
@@ -247,6 +306,7 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
         m: [
             *refusals(m, layout, q.shape[2], k.shape[2], context.inner if m in TWO_AXES else ranks),
             *against(want, m, q.shape[1]),
+            *([] if drops is None else against_dropout(m, layout, seqlens, ranks // context.inner, q.device.type, packed)),
         ]
         for m in methods
     }

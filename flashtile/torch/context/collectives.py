@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,17 +16,71 @@ from flashtile.torch.routes.derivatives import first_derivatives
 WHAT = "attention over ranks"
 
 
-class Gather(torch.autograd.Function):
-    """The whole sequence of (batch, seqlen / ranks, ...), in its own order, and a float32 tensor of its shape that takes no
-    memory and stands for it in autograd: so gradients are summed in float32, on this rank and over ranks.
+class Gathering:
+    """All ranks' tensors on their way here. Both buffers live until they are: the transport works beside the current stream."""
+
+    def __init__(self, tensor: torch.Tensor, context: Context):
+        self.sent = tensor.detach().contiguous()
+        self.parts = self.sent.new_empty((context.ranks, *tensor.shape))
+        self.work = gather_into(self.parts.flatten(0, 1), self.sent, context, begin=True)
+
+    def arrived(self) -> torch.Tensor:
+        """(ranks, ...): what the current stream does from here on waits for it."""
+        self.work.wait()
+        return self.parts
+
+
+@dataclass
+class Returning:
+    """Gradients of groups of heads on their way to the ranks that hold the keys: what of each is sent, received and awaited."""
+
+    by_group: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
+
+    def begin(self, group: int, sent: torch.Tensor, context: Context) -> None:
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group, async_op=True)
+        self.by_group[group] = sent, received, work
+
+    def arrived(self, group: int) -> torch.Tensor:
+        """The sum of all ranks' parts, in their order."""
+        _, received, work = self.by_group.pop(group)
+        work.wait()
+        return received.sum(0)
+
+
+class Grouped(torch.autograd.Function):
+    """Groups of heads of (batch, seqlen, heads, d), each by itself. Their gradients are what is `returning` by then: `Gather`
+    sends one as soon as it is there, while those of the groups before are computed.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.context, ctx.dtype = context, tensor.dtype
+    def forward(ctx: Any, tensor: torch.Tensor, groups: int, returning: Returning) -> Any:
+        ctx.returning, ctx.dtype = returning, tensor.dtype
         ctx.set_materialize_grads(False)
-        parts = tensor.new_empty((context.ranks, *tensor.shape))
-        gather_into(parts.flatten(0, 1), tensor.contiguous(), context)
+        return tuple(part.contiguous() for part in tensor.chunk(groups, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        sums = torch.cat([ctx.returning.arrived(group) for group in range(len(grads))], 2)
+        return *first_derivatives(WHAT, "torch", (sums.to(ctx.dtype),), grads), None, None
+
+
+class Gather(torch.autograd.Function):
+    """The whole sequence of (batch, seqlen / ranks, ...), in its own order, and a float32 tensor of its shape that takes no
+    memory and stands for it in autograd: so gradients are summed in float32, on this rank and over ranks.
+
+    coming: what is under way already. returning: whom the group's gradient is left to; what autograd gets is then a zero that
+    stands for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, context: Context, coming: Gathering | None = None, returning: Returning | None = None,
+        group: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        ctx.context, ctx.dtype, ctx.shape, ctx.returning, ctx.group = context, tensor.dtype, tensor.shape, returning, group
+        ctx.set_materialize_grads(False)
+        parts = (Gathering(tensor, context) if coming is None else coming).arrived()
         whole = parts.transpose(0, 1).flatten(1, 2)
         at = order(whole.shape[1], context.layout, context.ranks, tensor.device)
         whole = whole if at is None else torch.empty_like(whole).index_copy_(1, at, whole)
@@ -38,9 +93,13 @@ class Gather(torch.autograd.Function):
         at = order(grad.shape[1], context.layout, context.ranks, grad.device)
         parts = grad if at is None else grad.index_select(1, at)
         sent = parts.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group)
-        return *first_derivatives(WHAT, "torch", (received.sum(0).to(ctx.dtype),), grads), None
+        returning = Returning() if ctx.returning is None else ctx.returning
+        returning.begin(ctx.group, sent, context)
+        if ctx.returning is None:
+            found = returning.arrived(ctx.group).to(ctx.dtype)
+        else:
+            found = sent.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        return *first_derivatives(WHAT, "torch", (found,), grads), None, None, None, None
 
 
 class Fetch(torch.autograd.Function):

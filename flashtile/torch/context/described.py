@@ -19,6 +19,7 @@ def described(want: Wanted, **given: Any) -> Told:
     found["the mask"] = str((want.band, [[_object(leaf) for leaf in term] for term in want.terms]))
     found["score"] = str([_object(modifier) for modifier in want.score])
     found["scale"], found["sink"] = str(want.scale), _said(want.sink)
+    found["dropout"] = "None" if want.dropout is None else f"p={want.dropout.p}, seed={_said(want.dropout.seed)}"
     found["options"] = str(DEFAULT if want.options is None else want.options)
     return found
 
@@ -31,6 +32,7 @@ def numbers(want: Wanted, rows: int, **given: Any) -> Told:
     """
     found = {f"what {name} holds": tensor for name, tensor in given.items()}
     found["what sink holds"] = want.sink
+    found["what dropout's seed holds"] = None if want.dropout is None else want.dropout.seed
     for i, leaf in enumerate(want.leaves):
         if not getattr(leaf, "along", ()):
             found |= {f"what {name} of mask {_name(leaf)} {i} holds": t for name, t in _tensors(leaf)}

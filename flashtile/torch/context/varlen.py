@@ -15,12 +15,21 @@ from flashtile.problem.mask import FULL, Band
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.context.agree import agree, refused_together
-from flashtile.torch.context.attention import by_heads, by_positions, check_context, checked, gathered_keys, over_mesh, plain
-from flashtile.torch.context.calls import call
+from flashtile.torch.context.attention import (
+    by_groups,
+    by_heads,
+    by_positions,
+    check_context,
+    checked,
+    gathered_keys,
+    over_mesh,
+    plain,
+)
+from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
-from flashtile.torch.context.layout import Run, runs, seen_keys
+from flashtile.torch.context.layout import Fetched, Run, runs, seen_keys
 from flashtile.torch.context.shards import document_ids
 from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
 
@@ -65,7 +74,7 @@ def attention_varlen(
             if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total / ranks, heads, head_dim).")
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
-        want, method = checked(q, k, v, context, **{**DEFAULTS, **arguments})
+        want, method = checked(q, k, v, context, packed=True, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
         given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse = bool(arguments.get("return_lse", False))
@@ -74,6 +83,7 @@ def attention_varlen(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     agree(context, {"varlen": "yes", **told}, values=lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
+    want = want.with_seed(context, q.device)
     if method == "ulysses":
         lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
@@ -98,6 +108,8 @@ def attention_of_items(
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
         want, _ = checked(q, k, v, context, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
+        if want.dropout is not None:
+            raise NotSupported("attention over ranks", {"torch": ["dropout of items that the caller has worked out"]})
         given = given_lengths(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most)
         assert given is not None
         given.check(q)
@@ -138,22 +150,26 @@ def _allgather(
     stands at its last key, as in the whole. Of a window they may begin where the run's first query sees its first.
     """
     band = Band(want.band.left, None if want.band == FULL else 0)
-    there, have = gathered_keys(q, k, v, context, band)
     total = k.shape[1] * context.ranks
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
-    how = {**want.banded(), **most}
-    made: list[Any] = []
-    row = 0
-    for run in runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank):
-        end = run.start + run.count
-        key = seen_keys(run, 0, total, band, have.halo) if total else Run(0, 0)
-        here = {
-            "cu_seqlens_q": starts.clamp(run.start, end) - run.start,
-            "cu_seqlens_k": starts.clamp(key.start, key.start + key.count) - key.start,
-        }
-        made.append(call(q[:, row : row + run.count], there.part(have.place(key)), True, **how, **here))
-        row += run.count
-    return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
+    own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
+
+    def attend_group(q: torch.Tensor, there: Keys, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+        made: list[Any] = []
+        row = 0
+        for run in own:
+            end = run.start + run.count
+            key = seen_keys(run, 0, total, band, have.halo) if total else Run(0, 0)
+            here = {
+                "cu_seqlens_q": starts.clamp(run.start, end) - run.start,
+                "cu_seqlens_k": starts.clamp(key.start, key.start + key.count) - key.start,
+            }
+            rows = slice(row, row + run.count)
+            made.append(call(q[:, rows], there.part(have.place(key)), True, **want.banded(), **most, **here))
+            row += run.count
+        return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
+
+    return by_groups(q, k, v, context, want, band, attend_group)
 
 
 def _cuts_off(want: Wanted) -> bool:

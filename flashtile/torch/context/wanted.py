@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashtile.features.masks.dilated import Dilated
 from flashtile.features.masks.document import Document
@@ -17,10 +18,12 @@ from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.dropout import GRAIN, Dropout, Origin
 from flashtile.problem.mask import FULL, Band, Joined, Predicate
 from flashtile.problem.predicate import normal_form
+from flashtile.torch.call.dropout import random_words
 from flashtile.torch.context.context import TWO_AXES, Context
-from flashtile.torch.context.layout import Piece
+from flashtile.torch.context.layout import Piece, runs
 from flashtile.torch.context.shards import gathered
 
 PIECEWISE_MASKS = (Band, Document, KeyPadding, Prefix, TopLeft)
@@ -38,6 +41,7 @@ class Wanted:
     scale: float | None
     sink: Any
     options: Any
+    dropout: Dropout | None = None
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -62,7 +66,8 @@ class Wanted:
 
     def banded(self) -> dict[str, Any]:
         """The arguments of a call of items, whose mask is the band."""
-        return {"mask": self.band, "score": self.score, "scale": self.scale, "sink": self.sink, "options": self.options}
+        told = {"mask": self.band, "score": self.score, "scale": self.scale, "sink": self.sink, "options": self.options}
+        return told if self.dropout is None else told | {"dropout": self.dropout}
 
     def arguments(self) -> dict[str, Any]:
         """Those of a call with all keys and queries."""
@@ -77,6 +82,14 @@ class Wanted:
                 return Document(queries, queries if leaf.keys is leaf.queries else gathered(leaf.keys, context, -1))
             return KeyPadding(gathered(leaf.keep, context, -1)) if isinstance(leaf, KeyPadding) else leaf
 
+        return self.leafwise(entire).of_group(heads, (heads.stop - heads.start) * context.ranks)
+
+    def of_group(self, heads: slice, of: int) -> Wanted:
+        """The same of some heads of q, of so many; masks are those of all heads."""
+        count = heads.stop - heads.start
+        if count == of:
+            return self
+
         def part(modifier: Any) -> Any:
             if isinstance(modifier, (Alibi, Relative)):
                 return type(modifier)(modifier.slopes[..., heads])
@@ -84,8 +97,20 @@ class Wanted:
                 return Bias(modifier.bias[..., heads, :, :])
             return modifier
 
-        sink = None if self.sink is None else self.sink[heads]
-        return replace(self.leafwise(entire), score=tuple(map(part, self.score)), sink=sink)
+        sink, dropout = None if self.sink is None else self.sink[heads], self.dropout
+        if dropout is not None:
+            there = dropout.origin or Origin()
+            origin = replace(there, head=there.head + heads.start, heads=count, more=there.more + of - count)
+            dropout = replace(dropout, origin=origin)
+        return replace(self, score=tuple(map(part, self.score)), sink=sink, dropout=dropout)
+
+    def with_seed(self, context: Context, device: torch.device) -> Wanted:
+        """The same with one seed of all ranks: the first one's where each would draw its own."""
+        if self.dropout is None or self.dropout.seed is not None:
+            return self
+        words = random_words(device)
+        dist.broadcast(words, dist.get_global_rank(context.group, 0), group=context.group)
+        return replace(self, dropout=replace(self.dropout, seed=words.view(torch.int64)))
 
     def with_keys(self, context: Context) -> Wanted:
         """The same, with what predicates know of keys gathered: `Document`'s queries stay this rank's."""
@@ -101,7 +126,14 @@ class Wanted:
         """The arguments of one local call, but for the sink. Predicates know all keys (`with_keys`)."""
         moved = self.leafwise(lambda leaf: _placed(leaf, piece, shift))
         score = tuple(part for modifier in self.score for part in _scored(modifier, piece, shift, self.band))
-        return {"mask": moved.joined(piece.band(self.band)), "score": score, "scale": self.scale, "options": self.options}
+        told = {"mask": moved.joined(piece.band(self.band)), "score": score, "scale": self.scale, "options": self.options}
+        if self.dropout is None:
+            return told
+        query, key = piece.query, piece.key
+        origin = replace(
+            self.dropout.origin or Origin(), query=query.start - shift, query_step=query.step, key=key.start, key_step=key.step
+        )
+        return told | {"dropout": replace(self.dropout, origin=origin)}
 
 
 def wanted(causal: Any, window: Any, mask: Any, score: Sequence[Any], scale: Any, sink: Any, options: Any) -> Wanted:
@@ -178,3 +210,22 @@ def against(want: Wanted, method: str, rows: int) -> list[str]:
         elif method == "ulysses" and has_rows(modifier, rows):
             reasons.append("a bias with an axis of queries, of which each rank has its rows; method 'allgather' does it")
     return reasons
+
+
+def against_dropout(method: str, layout: str, lengths: tuple[int, int], ranks: int, device: str, packed: bool) -> list[str]:
+    """Why a method cannot drop by positions of the whole. lengths: of its queries and keys; device: a type; packed: whether
+    positions are those in documents.
+    """
+    if method == "ulysses":
+        return []
+    if packed:
+        return ["dropout of packed documents, which counts positions in each; method 'ulysses' does it"]
+    if device == "cpu":
+        return []
+    if layout == "striped":
+        return ["dropout in layout 'striped' on a GPU, whose kernels count positions one by one; 'zigzag' or 'ulysses' does it"]
+    counted = lengths if "ring" in method else lengths[:1]  # keys of all ranks begin at 0
+    begins = [run.start for length in counted for rank in range(ranks) for run in runs(layout, length, ranks, rank)]
+    if any(begin % GRAIN for begin in begins):
+        return [f"dropout on a GPU where ranks' positions do not begin at multiples of {GRAIN}; pad the sequence, or 'ulysses'"]
+    return []

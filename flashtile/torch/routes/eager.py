@@ -16,6 +16,7 @@ from flashtile.torch.call.describe import (
     exactly,
     layout_of,
     make_problem,
+    origin_kind,
     rows_of,
     seed_key,
     wants_grad,
@@ -46,7 +47,7 @@ def prepare_call(
 
     Everything is validated at first sight of a layout.
     """
-    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
+    causal, window, mask, score, scale, sink, dropout, return_lse, options, stored = arguments
     captured: tuple[torch.Tensor, ...] = ()
     if given is not None:
         mask = mask_of_call(mask, q, k, True)
@@ -69,8 +70,12 @@ def prepare_call(
         if sink is not None:
             captured += (sink,)
             key += ("sink", sink.shape, layout_of(sink), sink.dtype, sink.device, wants_grad(sink), sink.is_neg())
+        if stored is not None:
+            captured += stored.tensors
+            key += ("stored", stored.kind, *((t.shape, layout_of(t), t.dtype, t.device, t.is_neg()) for t in stored.tensors))
         if dropout is not None:
-            key += ("dropout", dropout.p, type(dropout), dropout.seed is None or seed_key(dropout.seed))
+            seed = dropout.seed is None or seed_key(dropout.seed)
+            key += ("dropout", dropout.p, type(dropout), seed, origin_kind(dropout))
         if given is not None:
             key += given.key()
         call = _CALLS.get(key)
@@ -86,6 +91,7 @@ def prepare_call(
         score = modifiers(score)
         captured, _ = capture(score, *rows_of(q, given))
         captured += () if sink is None else (sink,)
+        captured += () if stored is None else stored.tensors
         if any(isinstance(number, torch.Tensor) for modifier in score for number in modifier.scalars()):
             key = None
         call = PreparedCall(problem, options, q.device)

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.memory import Memory
+from flashtile.torch.call.describe import out_dtype
 from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
@@ -175,7 +176,7 @@ def layout_of_call(
 def check(named: Named, request: Request, packs: tuple[torch.Tensor, ...]) -> None:
     """Raise InvalidProblem unless the tensors fit together."""
     parts = named.packing.unpack(_slabs(request, packs))
-    check_tensors(parts["q"], parts["k"], parts["v"], named.given)
+    check_tensors(parts["q"], parts["k"], parts["v"], named.given, request.stored is not None)
 
 
 def _slabs(request: Request, packs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -247,7 +248,7 @@ def fake_forward(
     rows = (*shape[:-3], shape[-2], shape[-3])
     lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
     residual = q.new_empty(residual_shape(rows, q.dtype), dtype=torch.float32)
-    return q.new_empty_strided(shape, dense_strides(shape, like)), lse, residual
+    return q.new_empty_strided(shape, dense_strides(shape, like), dtype=out_dtype(q)), lse, residual
 
 
 def fake_backward(

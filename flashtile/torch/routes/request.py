@@ -16,14 +16,16 @@ from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.describe import Wanted, describe
-from flashtile.problem.dropout import threshold
+from flashtile.problem.dropout import ORIGINS, threshold
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.mask import PREDICATES, Band, Joined, make_mask
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.problem.predicate import PredicateSpec
 from flashtile.problem.score import SCORES, ScoreSpec, TensorSpec
+from flashtile.problem.stored import Stored
 from flashtile.torch.call.arguments import Arguments
+from flashtile.torch.call.describe import out_dtype
 from flashtile.torch.call.dropout import check_dropout, draw_seed
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, modifiers
 from flashtile.torch.call.lengths import Given
@@ -43,7 +45,7 @@ def write(
 
     q: the queries, (batch, seqlen_q, heads_q, head_dim), (1, total, ...) of varlen; only its sizes and device are looked at.
     """
-    causal, window, mask, score, scale, sink, dropout, return_lse, options = arguments
+    causal, window, mask, score, scale, sink, dropout, return_lse, options, stored = arguments
     options = DEFAULT if options is None else options
     score, scale, return_lse = modifiers(score), plain(scale), plain(return_lse)
     check_arguments(score, scale, options, return_lse)  # errors within the operator would say its arguments
@@ -82,10 +84,15 @@ def write(
         check_sink(sink, q)
         parts.append("sink")
         captured.append(sink)
+    if stored is not None:
+        parts.append(stored.kind.spell())
+        others += stored.tensors
     if dropout is not None:
         check_dropout(dropout, q.device)
     if dropout is not None and threshold(dropout.p):
         parts.append("dropout")
+        if dropout.origin is not None:
+            parts.append(f"origin={dropout.origin.kind}")
         floats.append(dropout.p)
         others.append(draw_seed(dropout, q.device))
     if isinstance(mask, Joined):
@@ -147,6 +154,7 @@ class Request:
         self.where = [[_counted(leaf) for leaf in term.split("&")] for term in terms]
         self.lengths = parts["lengths"].split(",") if "lengths" in parts else []
         self.varlen = "cu_seqlens_q" in self.lengths
+        self.stored = Stored.parse(parts["stored"]) if "stored" in parts else None
 
     def packing(self, ints: list[int]) -> Packing:
         """How q, k and v lie."""
@@ -178,6 +186,8 @@ class Request:
             for name, scalars, captured in self.score
         )  # fmt: skip
         sink = _tensor_spec(*next(tensors), wanted) if "sink" in self.parts else None
+        for _ in () if self.stored is None else self.stored.scaled:
+            next(tensors)
         dropout = next(numbers) if "dropout" in self.parts else None
         if dropout is not None:
             next(tensors)
@@ -209,8 +219,10 @@ class Request:
             given = Given(some, *most, alike=packing not in (APART, KV))
             given.check(q)
             batch, lengths, longest = given.batch(q), given.lengths(q.shape[1], k.shape[1]), given.longest
-        asked = Wanted(band, where, blocks, score, scale, sink, dropout, self.parts["lse"] == "1", self.options)
-        problem = describe((q.shape, k.shape, v.shape), DTYPES[q.dtype], asked, batch, lengths, longest)
+        origin = {str(kind): kind for kind in ORIGINS}.get(self.parts.get("origin", ""))
+        returns = self.parts["lse"] == "1"
+        asked = Wanted(band, where, blocks, score, scale, sink, dropout, returns, self.options, origin, self.stored)
+        problem = describe((q.shape, k.shape, v.shape), DTYPES[out_dtype(q)], asked, batch, lengths, longest)
         return Named(problem, self.options, packing, given)
 
 

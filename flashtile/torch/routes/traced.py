@@ -43,9 +43,10 @@ def attend_traced(packing: Packing, packs: tuple[torch.Tensor, ...], given: Give
     """What `attention` and its kin return."""
     varlen = given is not None and given.varlen
     parts = packing.unpack(tuple(t[None] for t in packs) if varlen else packs)
-    check_tensors(parts["q"], parts["k"], parts["v"], given)
+    check_tensors(parts["q"], parts["k"], parts["v"], given, arguments.stored is not None)
     if given is not None:
-        arguments = Arguments(**arguments.named(mask=mask_of_call(arguments.mask, parts["q"], parts["k"], True)))
+        mask = mask_of_call(arguments.mask, parts["q"], parts["k"], True)
+        arguments = Arguments(**arguments.named(mask=mask, stored=arguments.stored))
     text, floats, ints, captured, others = write(packing, parts["q"], given, arguments)
     transformed, wanted = not is_compiling() and (transforms() or is_dual_level()), 0
     if torch.is_grad_enabled():

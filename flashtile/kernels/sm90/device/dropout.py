@@ -1,6 +1,6 @@
 """Dropout in the registers of a warpgroup; `lib/dropout.py` has the portable form, `problem/dropout.py` says which bits."""
 
-from flashtile.kernels.device.dropout import Seed, philox, rounds_up
+from flashtile.kernels.device.dropout import Seed, philox, placed, rounds_up
 from flashtile.kernels.sm90.device.layouts import call_layout, matrix_layout, operand_layout, word_layout
 from flashtile.triton_glue.gluon import choose_bytes, gl, gluon, keep_pairs, keep_singles, pack, uniform
 
@@ -11,6 +11,7 @@ def steady(seed):
     return Seed(
         steady_word(seed.low), steady_word(seed.high), steady_word(seed.offset), steady_word(seed.dither),
         steady_word(seed.limit), steady_word(seed.rest), steady_word(seed.flip), seed.below, seed.above, seed.factor, seed.zero,
+        seed.head, seed.heads, seed.more, seed.query, seed.key,
     )  # fmt: skip
 
 
@@ -39,6 +40,10 @@ def draw_words(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.
     """
     CALLS: gl.constexpr = call_layout(COLUMNS)
     WORDS: gl.constexpr = word_layout(COLUMNS)
+    if BY_KEY:
+        batch_head, column, row = placed(seed, batch_head, column, row)
+    else:
+        batch_head, row, column = placed(seed, batch_head, row, column)
     rows = (row // 4 + gl.arange(0, 16, gl.SliceLayout(1, CALLS))).to(gl.uint32)[:, None]
     columns = (column // 4 + gl.arange(0, COLUMNS // 4, gl.SliceLayout(0, CALLS))).to(gl.uint32)[None, :]
     if BY_KEY:
@@ -100,8 +105,8 @@ def halves(x):
 
 @gluon.jit
 def as_weights(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
-    """Probabilities as the product with values takes them or, where T.dropout, `packed`."""
-    if T.dropout:
+    """Probabilities as the product with values takes them or, where T.modifiers.dropout, `packed`."""
+    if T.modifiers.dropout:
         return packed(p, drawn, seed, DTYPE)
     else:
         return gl.convert_layout(pack(p, DTYPE), operand_layout(T.columns_v))

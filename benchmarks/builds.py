@@ -1,0 +1,140 @@
+"""Two builds of the library beside each other: processes of either in turns, on one GPU.
+
+    python -m benchmarks builds --base FOLDER [--cells host varlen ...] [--rounds 12] [--budget SECONDS] [--output FILE]
+
+FOLDER is another checkout, the base. Each cell's kernels are compiled first, all at once. `of_base` is this build's median over
+the base's; `spread` how far the base's rounds lie apart, the larger half of them over the smaller. `host` is time of the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.build_worker import SHAPES
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.record import Record, at_least_one
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = ROOT / "benchmarks" / "build_worker.py"
+BURST_MS = 10.0  # of calls that are timed at once
+HOST_CALLS = 300
+
+
+class Build:
+    """A process that has loaded one build."""
+
+    def __init__(self, root: Path, cells: list[str]):
+        command = [sys.executable, "-P", "-c", WORKER.read_text() + "\nsys.exit(main())\n", *cells]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.root = root
+
+    def begin(self) -> None:
+        """Wait until it has called everything once."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().split()
+        if not said or not Path(said[1]).resolve().is_relative_to(self.root):
+            raise RuntimeError(f"the build in {self.root} does not run: it said {' '.join(said)!r}")
+
+    def time(self, cell: str, which: str, calls: int) -> tuple[float, float]:
+        """Milliseconds of a call, and microseconds of the host."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{cell} {which} {calls}\n")
+        self.process.stdin.flush()
+        ms, host_us = self.process.stdout.readline().split()
+        return float(ms), float(host_us)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Builds(Experiment[tuple[str, str]]):
+    """A cell is a problem and a pass."""
+
+    output, budget_s, gpu = "bench-output/builds.csv", 240, False  # a CPU compares builds too
+    builds: dict[str, Build]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--base", type=Path, required=True, help="another checkout")
+        parser.add_argument("--cells", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+        parser.add_argument("--rounds", type=at_least_one, default=12)
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if not (chosen.base / "flashtile" / "__init__.py").exists():
+            parser.error(f"--base {chosen.base} is no checkout of the library")
+        return None
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def cells(self) -> list[tuple[str, str]]:
+        passes = {cell: ("forward", "both") if cell == "host" else ("forward", "backward") for cell in self.chosen.cells}
+        return [(cell, which) for cell, some in passes.items() for which in some]
+
+    def place(self, cell: tuple[str, str]) -> dict[str, Any]:
+        return {"cell": cell[0], "pass": cell[1]}
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        roots = {"this": ROOT, "base": self.chosen.base.resolve()}
+        if self.device().type == "cuda":
+            ahead = [Build(root, [cell]) for cell in self.chosen.cells for root in roots.values()]
+            try:
+                for build in ahead:
+                    build.begin()
+            finally:
+                for build in ahead:
+                    build.end()
+        self.builds = {name: Build(root, self.chosen.cells) for name, root in roots.items()}
+        try:
+            for build in self.builds.values():
+                build.begin()
+            yield
+        finally:
+            for build in self.builds.values():
+                build.end()
+
+    def measure(self, cell: tuple[str, str], record: Record, until: float) -> None:
+        column = 1 if cell[0] == "host" else 0
+        calls = HOST_CALLS if column else max(1, round(BURST_MS / self.builds["base"].time(*cell, 2)[0]))
+        if self.device().type == "cpu":
+            calls = 1
+        times: dict[str, list[float]] = {name: [] for name in self.builds}
+        for turn in range(self.chosen.rounds):
+            for name in list(self.builds) if turn % 2 == 0 else reversed(list(self.builds)):
+                times[name].append(self.builds[name].time(*cell, calls)[column])
+        this, base = median(times["this"]), median(times["base"])
+        ordered, half = sorted(times["base"]), (self.chosen.rounds + 1) // 2
+        row = dict(
+            **self.place(cell), unit="host_us" if column else "ms", this=round(this, 4), base=round(base, 4),
+            of_base=round(this / base, 4), spread=round(median(ordered[-half:]) / median(ordered[:half]), 4),
+            rounds=self.chosen.rounds, calls=calls,
+        )  # fmt: skip
+        record.add(row)
+        print(*row.values(), flush=True)
+
+
+def main() -> int:
+    return main_of(Builds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""quantize: what it stores, what it leaves alone, and what its methods are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import Options, quantize
+from flashtile.reference.attention import attention_reference
+
+FP8 = Options(precision="fp8")
+
+
+def inputs(offset: float = 0.0, outliers: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 90, heads, 64, generator=generator) for heads in (4, 2, 2))
+    k = k + offset * torch.randn(1, 1, 2, 64, generator=generator)
+    if outliers:  # FlashAttention-3's: one number in a thousand is ten times as large
+        for t in (q, k):
+            t += 10.0 * torch.randn(t.shape, generator=generator) * (torch.rand(t.shape, generator=generator) < 0.001)
+    return [t.bfloat16() for t in (q, k, v)]
+
+
+def error(given: list[torch.Tensor], method: str) -> float:
+    """What q and k stored by this method cost: of out, relative RMS."""
+    z = quantize(*given, method=method)
+    q, k = (t.double() * s[:, None, :, None] for t, s in ((z.q, z.q_scale), (z.k, z.k_scale)))
+    exact, made = attention_reference(*given)[0], attention_reference(q, k, given[2])[0]
+    return ((made - exact).norm() / exact.norm()).item()
+
+
+def test_a_head_spans_the_range() -> None:
+    z = quantize(*inputs())
+    for stored in z.tensors:
+        assert stored.dtype is torch.float8_e4m3fn
+        assert (stored.float().abs().amax((1, 3)) == 448.0).all()
+    assert z.q_scale.shape == (2, 4)
+    assert z.k_scale.shape == z.v_scale.shape == (2, 2)
+    assert z.shift is None
+
+
+def test_methods_help_where_they_should() -> None:
+    assert error(inputs(offset=20.0), "mean") < 0.3 * error(inputs(offset=20.0), "amax")
+    assert error(inputs(outliers=True), "hadamard") < 0.97 * error(inputs(outliers=True), "amax")
+    assert error(inputs(), "amax") < 4e-2
+
+
+@pytest.mark.parametrize("method", ["mean", "hadamard", "mean+hadamard"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_out_and_lse_of_the_original(method: str, varlen: bool) -> None:
+    """lse with `shift` is that of the scores with k's mean in them."""
+    function: Any = flashtile.attention
+    given, lengths = inputs(offset=3.0), dict[str, Any]()
+    if varlen:
+        given = [t.flatten(0, 1) for t in given]
+        starts = torch.tensor([0, 50, 50, 170], dtype=torch.int32)
+        lengths, function = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}, flashtile.attention_varlen
+    z = quantize(*given, method=method, **lengths)
+    out, lse = function(*z.tensors, **z.scales, **lengths, causal=True, return_lse=True, options=FP8)
+    exact, exact_lse = attention_reference(*given, causal=True, **lengths)
+    rows = slice(0, 170) if varlen else slice(None)
+    assert ((out - exact)[rows].norm() / exact[rows].norm()).item() < (5e-2 if "mean" in method else 9e-2)
+    there = exact_lse.isfinite()
+    assert (z.lse(lse)[there] - exact_lse[there]).abs().mean() < 0.1
+
+
+def test_padding_decides_no_scale() -> None:
+    q, k, v = inputs()
+    used = torch.tensor([40, 90], dtype=torch.int32)
+    clean = quantize(q, k, v, seqused_k=used, method="mean")
+    k[0, 40:], v[0, 40:] = 1e4, float("nan")
+    noisy = quantize(q, k, v, seqused_k=used, method="mean")
+    for name in ("q_scale", "k_scale", "v_scale", "shift"):
+        assert torch.equal(getattr(clean, name), getattr(noisy, name)), name
+    assert torch.equal(clean.k[0, :40].view(torch.uint8), noisy.k[0, :40].view(torch.uint8))
+    outs = [flashtile.attention(*z.tensors, **z.scales, seqused_k=used, options=FP8) for z in (clean, noisy)]
+    assert torch.equal(*outs)
+
+
+def test_zeros_and_nothing() -> None:
+    q, k, v = (torch.zeros_like(t) for t in inputs())
+    z = quantize(q, k, v)
+    assert (z.q_scale == 1.0).all()
+    assert not flashtile.attention(*z.tensors, **z.scales, options=FP8).any()
+    none = quantize(q[:, :0], k[:, :0], v[:, :0], method="mean+hadamard")
+    assert none.q.shape == (2, 0, 4, 64)
+    assert quantize(q[:0], k[:0], v[:0], method="mean").k_scale.shape == (0, 2)
+
+
+def test_bad_requests_are_named() -> None:
+    q, k, v = inputs()
+    with pytest.raises(flashtile.InvalidProblem, match="method is 'max'; it must be one of amax, mean"):
+        quantize(q, k, v, method="max")
+    with pytest.raises(flashtile.InvalidProblem, match=r"k is torch\.float32; it must be float16 or bfloat16"):
+        quantize(q, k.float(), v)
+    with pytest.raises(flashtile.InvalidProblem, match="head_dim is 48 and method has 'hadamard'"):
+        quantize(q[..., :48], k[..., :48], v, method="hadamard")
