@@ -22,6 +22,13 @@ def starts(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
 
 
+def lognormal_lengths(count: int = 64, mean: float = 1024.0, most: int = 16384, seed: int = 0) -> list[int]:
+    """Lengths whose logarithm is normal with standard deviation 1, scaled to the mean and cut at the most."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.exp(torch.randn(count, generator=generator, dtype=torch.float64))
+    return [max(1, min(most, round(n))) for n in (raw / raw.mean() * mean).tolist()]
+
+
 def one_poisoned(kind: str, seed: int, backend: str | None) -> bool:
     """Whether the results of a poisoned case differ in any bit from those of the clean one."""
     torch.manual_seed(seed)

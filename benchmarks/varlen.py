@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
 from benchmarks.experiment import Experiment, main_of
-from benchmarks.poisoned import DEVICE, KINDS, one_poisoned, starts, tokens
+from benchmarks.poisoned import DEVICE, KINDS, lognormal_lengths, one_poisoned, starts, tokens
 from benchmarks.processes import Failure, compile_ahead, in_processes
 from benchmarks.record import Record, at_least_one, is_lost
 from flashtile import Blocks, Document, Options
@@ -84,20 +84,10 @@ class Run:
         return self.backend or "chosen"
 
 
-def lognormal_lengths(count: int = 64, mean: float = 1024.0, most: int = 16384, seed: int = 0) -> list[int]:
-    """Lengths whose logarithm is normal with standard deviation 1, scaled to the mean and cut at the most."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.exp(torch.randn(count, generator=generator, dtype=torch.float64))
-    return [max(1, min(most, round(n))) for n in (raw / raw.mean() * mean).tolist()]
-
-
 def flops(lengths: list[int], causal: bool, backward: bool) -> float:
     """Matrix FLOPs on visible scores: 2 products forward, 5 backward."""
     pairs = sum(n * (n + 1) / 2 if causal else n * n for n in lengths)
     return 2.0 * pairs * HEADS * HEAD_DIM * (5 if backward else 2)
-
-
-# -- timing -----------------------------------------------------------------------------------------------------------
 
 
 def timed(calls: dict[str, Callable[[], Any]], run: Run) -> dict[str, float]:

@@ -74,8 +74,8 @@ def _attend(
     how["return_lse"] = return_lse
     q, k, v = (_four(t) for t in (query, key, value))
     if isinstance(attn_bias, ItemsMask):
-        made = _items(q, k, v, attn_bias, how)
-        made = tuple(t[None] for t in made) if return_lse else made[None]
+        items: Any = _items(q, k, v, attn_bias, how)
+        made: Any = tuple(t[None] for t in items) if return_lse else items[None]
     else:
         made = attention(q, k, v, **how, **_mask(attn_bias, query.dim(), q.shape[1], k.shape[1]))
     out, lse = made if return_lse else (made, None)

@@ -138,7 +138,7 @@ class Counts:
 def fuzz(request: Request, output: Path, console: Console) -> Counts:
     """Draw, run and judge cases until the budget is spent. Failures are printed and written to `output` as they are found."""
     before = sessions_of(request.summary)
-    prepare_output(output, *[request.summary] * (request.summary is not None))
+    prepare_output(*filter(None, (output, request.summary)))
     backends, counts, begun = request.backends_here, Counts(), time.monotonic()
     order = Order(request.seed, means_of(backends[0]), request.setup, request.without, request.shrinking_s, request.cases)
     numbers = islice(count(), request.variants)

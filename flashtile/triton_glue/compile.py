@@ -134,7 +134,7 @@ def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
         call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
     )
     target = gpu_target(device)
-    backend = make_backend(target)
+    backend: Any = make_backend(target)
     with compiling(device.kind):
         options = backend.parse_options({**source.parse_options(), **call.options})
         context = ir.context()
