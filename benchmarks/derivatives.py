@@ -5,7 +5,8 @@
 
 A cell is a shape (batch x seqlen x heads x head_dim), full and causal, in bf16. Its passes take turns: our forward, the tangent
 pass of all inputs and of q alone (out, lse and their tangents in one launch), the same by torch.func.jvp from end to end, our
-backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v and dout); plain PyTorch where its scores fit, and
+backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v and dout), the passes of statistics
+alone; plain PyTorch where its scores fit, and
 jvp_flash_attention where it is installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every
 result is checked first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in
 bf16 is, or 2 units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in
@@ -39,7 +40,7 @@ from flashtile.plan.backend import Direction
 from flashtile.plan.call import KernelCall
 from flashtile.reference.attention import attention_plain
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.directed import tangents
+from flashtile.torch.execute.directed import statistics, tangents
 from flashtile.torch.routes.eager import prepare
 
 SHAPES = ("1x8192x32x64", "1x16384x16x64", "1x16384x16x128")
@@ -47,6 +48,7 @@ ROUNDS = 10
 MATH_MOST_BYTES = 2 << 30  # of one matrix of all scores in bf16, of which plain PyTorch's passes hold a dozen
 EXACT = 8192  # tokens up to which one head's truth is float64's
 ULP = 2.0**-8
+STATISTICS = {"max_logit": ("peak", 0), "entropy": ("entropy", 0), "Mass(last=64)": ("mass", 64)}  # their buffers, queries
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Sequence[torch.Tensor]]
 
@@ -70,16 +72,19 @@ CANDIDATES: dict[Pass, dict[int, tuple[Launch, ...]]] = {
 class Cell:
     """One problem's tensors, and its passes as calls."""
 
-    def __init__(self, shape: str, causal: bool, device: torch.device):
+    def __init__(self, shape: str, causal: bool, device: torch.device, only: Sequence[str] | None = None):
         batch, seqlen, heads, head_dim = (int(n) for n in shape.split("x"))
-        self.size, self.causal = (batch, seqlen, heads, head_dim), causal
+        self.size, self.causal, self.only = (batch, seqlen, heads, head_dim), causal, only
         generator = torch.Generator(device).manual_seed(0)
         made = [torch.randn(self.size, generator=generator, device=device).to(torch.bfloat16) for _ in range(8)]
         self.inputs, self.moved, self.dout, self.ddout = tuple(made[:3]), tuple(made[3:6]), made[6], made[7]
         q, k, v = self.inputs
         self.prepared, _ = prepare(q, k, v, causal)
+        self.lse = flashtile.attention(q, k, v, causal=causal, return_lse=True)[1]
         self.leaves = tuple(t.detach().requires_grad_() for t in (*self.inputs, self.dout))
         *qkv, dout = self.leaves
+        if only is not None and not any("backward" in what for what in only):
+            return
         self.out = flashtile.attention(*qkv, causal=causal)
         self.first = torch.autograd.grad(self.out, qkv, dout, create_graph=True)
 
@@ -99,6 +104,12 @@ class Cell:
 
     def double_backward(self) -> Sequence[torch.Tensor]:
         return torch.autograd.grad(self.first, self.leaves, self.moved, retain_graph=True)
+
+    def statistics(self, what: str) -> Sequence[torch.Tensor]:
+        """The pass alone, behind a forward; (batch, seqlen, heads, 1)."""
+        name, last = STATISTICS[what]
+        made = statistics(self.prepared, self.inputs, (), self.lse, frozenset({name}), last)[name]
+        return (made.transpose(1, 2)[..., None],)
 
     def math_jvp(self) -> Sequence[torch.Tensor]:
         return torch.func.jvp(self._plain(), self.inputs, self.moved)
@@ -120,6 +131,15 @@ class Cell:
         dout = self.dout[:1, :, :1].to(dtype)
         if what == "forward":
             return (self._plain()(*x),)
+        if what in STATISTICS:
+            name, last = STATISTICS[what]
+            scores = x[0][0, :, 0] @ x[1][0, :, 0].T * self.size[3] ** -0.5
+            if self.causal:
+                scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+            p = scores.softmax(-1)
+            made = {"peak": scores.amax(-1), "mass": p[-last:].sum(0)}
+            found = made[name] if name in made else -torch.special.xlogy(p, p).sum(-1)
+            return (found[None, :, None, None],)
         if what == "tangent of q":
             moved = [moved[0], *map(torch.zeros_like, moved[1:])]
         if "tangent" in what or "jvp" in what:
@@ -136,13 +156,14 @@ class Cell:
         made: dict[str, Call] = {
             "forward": self.forward, "tangent": self.tangent, "tangent of q": partial(self.tangent, "q"), "jvp": self.jvp,
             "backward": self.backward, "double backward": self.double_backward,
+            **{name: partial(self.statistics, name) for name in STATISTICS},
         }  # fmt: skip
         batch, seqlen, heads, _ = self.size
         if 2 * batch * heads * seqlen * seqlen <= MATH_MOST_BYTES:
             made["jvp of plain PyTorch"] = self.math_jvp
         if importlib.util.find_spec("jvp_flash_attention") is not None:
             made["jvp_flash_attention"] = self.peer
-        return made
+        return {what: call for what, call in made.items() if self.only is None or what in ("forward", *self.only)}
 
 
 def errors(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> list[float]:
@@ -242,6 +263,7 @@ class Derivatives(Experiment[tuple[str, bool]]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
         parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
+        parser.add_argument("--only", nargs="+", help="of a cell's passes these, beside our forward")
         parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
 
     def cells(self) -> list[tuple[str, bool]]:
@@ -252,7 +274,7 @@ class Derivatives(Experiment[tuple[str, bool]]):
 
     def measure(self, cell: tuple[str, bool], record: Record, until: float) -> None:
         how = tiles if self.chosen.tiles else measure
-        how(Cell(*cell, self.device()), record, self.chosen.rounds, self.device(), self.place(cell))
+        how(Cell(*cell, self.device(), self.chosen.only), record, self.chosen.rounds, self.device(), self.place(cell))
 
 
 def main() -> int:

@@ -46,6 +46,12 @@ def test_packed_documents() -> None:
     assert apart < 1e-4
 
 
+def test_mean_flow() -> None:
+    """Which compares every loss with plain attention's."""
+    text = printed("mean_flow", "--steps", "2")
+    assert (text.count("mean flow flashtile"), text.count("penalty   flashtile")) == (2, 2)
+
+
 def test_context_parallel() -> None:
     text = printed("context_parallel")
     (apart,) = numbers(r"largest difference of the loss in 50 steps: (\S+)", text)

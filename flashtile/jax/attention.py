@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from flashtile.errors import InvalidProblem, check_names
 from flashtile.features.masks.prefix import Prefix
@@ -16,6 +15,7 @@ from flashtile.features.masks.stored import Stored
 from flashtile.features.masks.within import Within
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
+from flashtile.jax import derivatives
 from flashtile.jax.arguments import (
     array,
     check_operands,
@@ -32,14 +32,11 @@ from flashtile.jax.arguments import (
     wide,
 )
 from flashtile.jax.arrays import promotes
-from flashtile.jax.batching import run_mapped
+from flashtile.jax.derivatives import Call
 from flashtile.jax.dropout import seed_words
 from flashtile.jax.run import NAMES, varying_like
-from flashtile.jax.saved import Saved, under_names
-from flashtile.jax.step import Backward, Forward
 from flashtile.jax.stored import numbers_of
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
-from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.problem.attention import AttentionProblem, Precision
 from flashtile.problem.describe import Wanted, describe
@@ -57,8 +54,6 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = (None, "triton", "hopper", "xla")
 BACKWARDS = (*VARIANTS, "xla")
 ALIGNMENTS = ("top-left", "bottom-right")
-LOWEST = float(jnp.finfo(jnp.float32).min)
-OUT_AND_LSE = ("flashtile_out", "flashtile_lse")  # names for policies of jax.checkpoint
 
 FLAX = {"broadcast_dropout", "dropout_rate", "dropout_rng", "mask", "bias", "deterministic"}
 FOR_FLAX = "the attention_fn of flax's modules must be flashtile.jax.flax.dot_product_attention"
@@ -319,16 +314,6 @@ class _Rest:
         return (*first, *(() if self.softcap is None else (Softcap(self.softcap),)), *self.score)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What is static of one call."""
-
-    problem: AttentionProblem
-    implementation: str | None
-    backward: str
-    debugs: bool = False  # whether JAX searches results for infinities, and the lse that is kept must have none
-
-
 def attend(
     q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
     implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
@@ -406,66 +391,8 @@ def _both(mask: Any, other: Any) -> Any:
     return other if mask is None else mask & other
 
 
-# -- differentiation ------------------------------------------------------------------------------------------------------
+def _out_and_lse(call: Call, *given: Any) -> tuple[Any, Any]:
+    return derivatives.attend(call, *given)[:2]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, *given: Any) -> tuple[Any, Any]:
-    return _marked(call, _forward(call, given))[:2]
-
-
-def _forward(call: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    named = None if call.implementation == "xla" else call.implementation
-    return run_mapped(Forward(call.problem, named), call.implementation, *given)
-
-
-def _marked(call: Call, made: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a forward made, out first; where JAX searches it for infinities, LOWEST stands for -inf in the rest."""
-    return (made[0], *(jnp.where(x == -jnp.inf, LOWEST, x) for x in made[1:])) if call.debugs else made
-
-
-@promotes
-def _save(call: Call, *primals: Any) -> Any:
-    made = under_names(OUT_AND_LSE, _marked(call, _forward(call, tuple(primal.value for primal in primals))))
-    if call.backward == "xla":  # of kernels' rows that knows nothing
-        made = made[:2]
-    return made[:2], Saved.of(primals, made)
-
-
-@promotes
-def _pull(call: Call, saved: Saved, arriving: tuple[Any, Any]) -> tuple[Any, ...]:
-    dout, dlse = (None if isinstance(grad, SymbolicZero) else grad for grad in arriving)
-    names = [b.name for b in input_buffers(call.problem)]
-    perturbed = {name for name, flag in zip(names, saved.perturbed, strict=True) if flag}
-    if not perturbed or (dout is None and dlse is None):
-        return (None,) * len(names)
-    problem = _wanting(call.problem, perturbed)
-    gradients = Gradients(frozenset("qkv") & perturbed, dlse is not None)
-    out, *kept = saved.made
-    if call.debugs:
-        kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
-    if dout is None:
-        dout = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
-    plain = "xla" in (call.implementation, call.backward)
-    backward = "auto" if call.backward == "xla" else call.backward
-    keeps = call.backward != "xla"
-    step = Backward(problem, gradients, None if plain else call.implementation, backward, keeps)  # pyright: ignore[reportArgumentType]
-    known = dict(zip(names, saved.given, strict=True), out=out, lse=kept[0], dout=dout, dlse=dlse)
-    known |= dict(zip(("stats",), kept[1:], strict=False))
-    made = run_mapped(step, "xla" if plain else call.implementation, *(known[b.name] for b in step.inputs()))
-    found = dict(zip((b.name for b in step.outputs()), made, strict=True))
-    grads = (found.get(f"d{name}") for name in names)
-    return tuple(None if g is None else g.astype(x.dtype) for g, x in zip(grads, saved.given, strict=True))
-
-
-def _wanting(p: AttentionProblem, perturbed: set[str]) -> AttentionProblem:
-    """The problem, told which captured tensors want a gradient."""
-    score = tuple(
-        replace(s, tensors=tuple(replace(t, grad=f"score.{i}.{j}" in perturbed) for j, t in enumerate(s.tensors)))
-        for i, s in enumerate(p.score)
-    )
-    return replace(p, score=score, sink=None if p.sink is None else replace(p.sink, grad="sink" in perturbed))
-
-
-_attend.defvjp(_save, _pull, symbolic_zeros=True)
-_compiled = jax.jit(_attend, static_argnums=0)  # one program where a call stands outside of jit
+_compiled = jax.jit(_out_and_lse, static_argnums=0)  # one program where a call stands outside of jit

@@ -11,13 +11,12 @@ from jax.custom_batching import custom_vmap
 
 from flashtile.errors import NotSupported
 from flashtile.jax.explicit import automatically
-from flashtile.jax.partition import run_partitioned
-from flashtile.jax.step import Backward, Forward
+from flashtile.jax.partition import Step, primal, run_partitioned
 from flashtile.plan.buffers import place_of
 from flashtile.plan.call import Buffer
 
 
-def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
+def run_mapped(step: Step, implementation: str | None, *given: Any) -> tuple[Any, ...]:
     """The step's outputs; under `vmap` those of every element, one by one the same as without."""
 
     @custom_vmap
@@ -39,18 +38,21 @@ def run_mapped(step: Forward | Backward, implementation: str | None, *given: Any
     named = dict(zip((b.name for b in step.inputs()), given, strict=True))
     batch, seqlen, heads, _ = jax.typeof(named["q"]).sharding.spec
     specs = {"out": (batch, seqlen, heads), "lse": (batch, heads, seqlen), "stats": (batch, heads, None, seqlen)}
+    specs |= {f"t{name}": specs[name] for name in ("out", "lse")}
     made = tuple(b.name for b in step.outputs())
-    return automatically(undifferentiated(step.problem.spell(), call), named, made, specs)
+    return automatically(undifferentiated(step.problem.spell(), call, "third"), named, made, specs)
 
 
-def undifferentiated(what: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def undifferentiated(
+    what: str, function: Callable[..., tuple[Any, ...]], order: str = "second"
+) -> Callable[..., tuple[Any, ...]]:
     """The function of arrays, a pass of `what`; it raises NotSupported where autodiff comes by once more."""
     call = jax.custom_jvp(function)
 
     @call.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         raise NotSupported(
-            f"second derivatives of {what}", {"jax": ["passes that were differentiated once have no derivative"]}
+            f"{order} derivatives of {what}", {"jax": ["passes that differentiate have no derivative of their own"]}
         )
 
     return call
@@ -70,21 +72,21 @@ def one_by_one(call: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     return rule
 
 
-def joins_batch(step: Forward | Backward, batched: set[str]) -> bool:
+def joins_batch(step: Step, batched: set[str]) -> bool:
     """Whether the mapped axis may join the batch: nothing depends on an item's place in it, nor is summed over it."""
     p = step.problem
     captured = [c for spec in p.score for c in spec.kind.captured]
     if p.lengths.varlen or p.dropout is not None or p.where or any(c.index is not None for c in captured):
         return False
-    return p.sink is None or ("sink" not in batched and not p.sink.grad)
+    return p.sink is None or (batched.isdisjoint(("sink", "tsink")) and not p.sink.grad)
 
 
-def _joined(step: Forward | Backward, name: str, x: Any, batched: bool, size: int) -> Any:
+def _joined(step: Step, name: str, x: Any, batched: bool, size: int) -> Any:
     """An input of all elements: (size * batch, ...), or as it is where it has no batch."""
     p = step.problem
-    if name == "sink":
+    if primal(name) == "sink":
         return x
-    if name.startswith("score."):
+    if primal(name).startswith("score."):
         i, j = place_of(name)
         if p.score[i].kind.captured[j].broadcast:
             if not batched and x.shape[0] == 1 and not p.score[i].tensors[j].grad:
@@ -95,7 +97,7 @@ def _joined(step: Forward | Backward, name: str, x: Any, batched: bool, size: in
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def _parted(step: Forward | Backward, output: Buffer, x: Any, size: int) -> Any:
+def _parted(step: Step, output: Buffer, x: Any, size: int) -> Any:
     """An output of every element, as the step of one element has it."""
     if output.name.startswith("dscore.") and output.shape[0] == 1:
         return x.reshape(size, step.problem.batch, *x.shape[1:]).sum(1, keepdims=True)

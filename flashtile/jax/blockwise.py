@@ -47,6 +47,43 @@ def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arr
     return _computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
 
 
+def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays:
+    """out, lse and their tangents, by forward mode through the pass; names: the inputs, that of x is moved by tx."""
+
+    def along(given: Arrays, dtype: Any) -> Arrays:
+        made, tangents = _along(lambda x: _forward(p, x, dtype), given, names)
+        return {**made, **{f"t{n}": t for n, t in tangents.items()}}
+
+    return _computed(along, arrays, _few_keys(p))
+
+
+def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: Sequence[str]) -> Arrays:
+    """How the gradients of `outputs` change along a direction, and the tangents of out and lse, by forward mode likewise.
+
+    names: the inputs, dout and dlse.
+    """
+    inputs = [n for n in names if n not in ("dout", "dlse")]
+
+    def along(given: Arrays, dtype: Any) -> Arrays:
+        def gradients(x: Arrays) -> Arrays:
+            found = _forward(p, {n: x[n] for n in inputs}, dtype)
+            return {**found, **_backward(p, {**x, **found}, outputs, dtype)}
+
+        _, tangents = _along(gradients, given, names)
+        return {**{n: tangents[n] for n in outputs}, "tout": tangents["out"], "tlse": tangents["lse"]}
+
+    return _computed(along, arrays, _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
+
+
+def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+    """(what the function makes of the named arrays, how that changes as those move that have a tangent)."""
+    moved = [n for n in names if f"t{n}" in arrays]
+    rest = {n: arrays[n] for n in names if n not in moved}
+    tangents = tuple(arrays[f"t{n}"].astype(arrays[n].dtype) for n in moved)
+    given = tuple(arrays[n] for n in moved)
+    return jax.jvp(lambda *x: function({**rest, **dict(zip(moved, x, strict=True))}), given, tangents)
+
+
 def _few_keys(p: AttentionProblem) -> bool:
     """Whether errors are those of few roundings, of which the largest decides: 1.5 times plain JAX's is then a matter of luck.
 

@@ -11,12 +11,13 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flashtile.jax.run import run
-from flashtile.jax.step import Backward, Forward
+from flashtile.jax.step import Along, Backward, Forward
 from flashtile.plan.buffers import place_of
 from flashtile.problem.attention import AttentionProblem
 
 HEADS = "heads"  # the axis of query heads, which are groups of those that share keys
 Roles = tuple[str, ...]
+Step = Forward | Backward | Along
 
 # What the axes of a buffer are: batch, heads, kv (heads of keys), or, by any other name, nothing that is ever cut.
 ROLES: dict[str, Roles] = {
@@ -31,7 +32,7 @@ PREDICATES: dict[str, tuple[Roles, ...]] = {
 }  # fmt: skip
 
 
-def run_partitioned(step: Forward | Backward, implementation: str | None, *given: Any) -> tuple[Any, ...]:
+def run_partitioned(step: Step, implementation: str | None, *given: Any) -> tuple[Any, ...]:
     """The step's outputs; in a program over several devices those of each device's part of batch and heads."""
 
     @custom_partitioning
@@ -61,7 +62,7 @@ def run_partitioned(step: Forward | Backward, implementation: str | None, *given
 
 def roles(p: AttentionProblem, name: str, shape: tuple[int, ...]) -> Roles:
     """What the axes of a buffer are; axes of one element that stand for many are nothing."""
-    kind = name.removeprefix("d")
+    kind = primal(name)
     if kind in ROLES:
         return ROLES[kind]
     found: Roles = ()
@@ -79,6 +80,11 @@ def roles(p: AttentionProblem, name: str, shape: tuple[int, ...]) -> Roles:
     return tuple(
         role if size == sizes[role] else f"{name}.{axis}" for axis, (role, size) in enumerate(zip(found, shape, strict=True))
     )
+
+
+def primal(name: str) -> str:
+    """What a gradient, a tangent, or the tangent of a gradient is of, by name."""
+    return name.removeprefix("t").removeprefix("d")
 
 
 def cuts_nothing(p: AttentionProblem) -> bool:
@@ -123,9 +129,9 @@ def sharding_rule(
     return text, {"group": p.group} if split else {}, tuple(numbers.values())
 
 
-def _summed(step: Forward | Backward, axes: dict[str, Any], name: str, own: Roles, x: Any) -> Any:
+def _summed(step: Step, axes: dict[str, Any], name: str, own: Roles, x: Any) -> Any:
     """An output of which each device holds a part of the sum, as the sum."""
-    if not isinstance(step, Backward):
+    if isinstance(step, Forward):
         return x
     over: list[str] = []
     if "batch" not in own:

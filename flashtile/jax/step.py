@@ -12,8 +12,8 @@ from flashtile.errors import NotSupported
 from flashtile.jax import blockwise
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.symbolic import predicate_of, resized
-from flashtile.plan.backend import Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers
+from flashtile.plan.backend import Direction, Gradients
+from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers, second_buffers, tangent_buffers
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
@@ -90,6 +90,53 @@ class Backward:
         return replace(self, problem=fitted(self.problem, dict(zip((b.name for b in self.inputs()), given, strict=True))))
 
 
+@dataclass(frozen=True)
+class Along:
+    """A pass along a direction: "tangent" makes out, lse and their tangents, "second" how gradients change, or both."""
+
+    name: str
+    problem: AttentionProblem
+    direction: Direction
+    backend: str | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.problem.spell()}"
+
+    def _buffers(self) -> tuple[Buffer, ...]:
+        return (tangent_buffers if self.name == "tangent" else second_buffers)(self.problem, self.direction)
+
+    def inputs(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self._buffers() if b.role == "input")
+
+    def outputs(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self._buffers() if b.role == "output")
+
+    def plan(self, device: Device) -> Plan:
+        from flashtile.jax.launch import refusals
+
+        plan = dispatch.plan_pass(self.name, self.problem, device, self.direction, self.backend)
+        reasons = refusals(plan)
+        if reasons:
+            raise NotSupported(f"{self!r} on {device.target}", {plan.backend: reasons})
+        return plan
+
+    def plain_refusals(self) -> list[str]:
+        return blockwise.unsupported(self.problem)
+
+    def plain(self, arrays: Arrays) -> Arrays:
+        """By forward mode through the plain passes, block by block as these are."""
+        given = [b.name for b in input_buffers(self.problem)]
+        if self.name == "tangent":
+            return blockwise.tangent(self.problem, arrays, given)
+        rows = {b.name: jnp.zeros(b.shape, JAX_DTYPES[b.dtype]) for b in forward_buffers(self.problem) if b.role == "output"}
+        there = {f"d{n}": arrays.get(f"d{n}", zero) for n, zero in rows.items()}
+        wanted = [b.name for b in self.outputs() if b.name not in ("tout", "tlse")]
+        return blockwise.second(self.problem, {**arrays, **there}, [*given, *there], wanted)
+
+    def fit(self, given: tuple[Any, ...]) -> Along:
+        return replace(self, problem=fitted(self.problem, dict(zip((b.name for b in self.inputs()), given, strict=True))))
+
+
 def _first_plan(
     p: AttentionProblem, device: Device, backend: str | None, variant: Variant | None, gradients: Gradients
 ) -> Plan:
@@ -128,4 +175,4 @@ def _placed(leaf: Any, i: int, arrays: Arrays) -> Any:
     return predicate_of(leaf.kind, leaf.scalars, tensors)
 
 
-__all__ = ["Backward", "Forward", "fitted", "kept"]
+__all__ = ["Along", "Backward", "Forward", "fitted", "kept"]

@@ -238,3 +238,15 @@ def test_a_jvp_that_is_compiled_refuses_or_is_right(engine: str) -> None:
         assert re.search("forward-mode differentiation|jvp", str(error)), error  # noqa: PT017
         return
     torch.testing.assert_close(found, step(q))
+
+
+def test_batches_of_tangents_in_the_old_way_and_products_by_a_third_derivative_refuse_by_name() -> None:
+    q, k, v, t = (torch.randn(1, 4, 1, 4) for _ in range(4))
+    function = lambda q: flashtile.attention(q, k, v).square().sum()  # noqa: E731
+    functional = torch.autograd.functional
+    with pytest.raises(NotSupported, match=r"(?s)a batch of tangents.*torch.func.jacfwd"):
+        functional.jacobian(function, q, vectorize=True, strategy="forward-mode")
+    with pytest.raises(NotSupported, match=r"(?s)third derivative.*functional.vhp"):
+        functional.hvp(function, q, t)
+    expected = torch.func.jvp(torch.func.grad(function), (q,), (t,))[1]
+    torch.testing.assert_close(functional.vhp(function, q, t)[1], expected)

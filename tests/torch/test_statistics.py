@@ -104,7 +104,7 @@ def test_as_defined(name: str, dtype: torch.dtype, backend: str, device: torch.d
     there = moved(given, place)
     out, found = flashtile.attention(*leaves, **there, returns=ALL, options=Options(backend=backend))
     assert torch.equal(out, flashtile.attention(*leaves, **there, return_lse=True, options=Options(backend=backend))[0])
-    wide = [t.double().requires_grad_() for t in (q, k)]
+    wide: Any = [t.double().requires_grad_() for t in (q, k)]
     exact = defined(
         attention_scores(*wide, **{n: x for n, x in given.items() if n not in ("sink", "dropout")}), given.get("sink"), 3
     )
@@ -125,8 +125,8 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
     q, k, v = (t[0].to(place) for t in sizes())
     ends = [(0, 0), (9, 20), (9, 21), (30, 40)]  # the second item has no queries, and tokens are left
     cu_q, cu_k = (torch.tensor(some, dtype=torch.int32, device=place) for some in zip(*ends, strict=True))
-    leaves = [t.requires_grad_() for t in (q, k)]
-    out, found = flashtile.attention_varlen(*leaves, v, cu_q, cu_k, causal=True, returns=ALL, options=options)
+    leaves: Any = [t.requires_grad_() for t in (q, k)]
+    out, found = flashtile.attention_varlen(q, k, v, cu_q, cu_k, causal=True, returns=ALL, options=options)
     total = found.entropy.square().sum()
     grads = torch.autograd.grad(total, leaves)
     assert (out.shape, found.max_logit.shape, found.mass.shape) == (q.shape, (3, 4), (4, 45))
@@ -136,8 +136,8 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
             assert (found.max_logit[i] == -torch.inf).all()
             assert not found.mass[:, c:d].any()
             continue
-        some = [q[None, a:b].detach().requires_grad_(), k[None, c:d].detach().requires_grad_()]
-        _, alone = flashtile.attention(*some, v[None, c:d], causal=True, returns=ALL, options=options)
+        some: Any = [q[None, a:b].detach().requires_grad_(), k[None, c:d].detach().requires_grad_()]
+        _, alone = flashtile.attention(some[0], some[1], v[None, c:d], causal=True, returns=ALL, options=options)
         close(found.max_logit[i], alone.max_logit[0], 1e-6)
         close(found.entropy[:, a:b], alone.entropy[0], 1e-5)
         close(found.mass[:, c:d], alone.mass[0], 1e-5)
@@ -155,7 +155,7 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
 def test_used_lengths(backend: str, device: torch.device) -> None:
     place, options = place_of(backend, device), Options(backend=backend)
     q, k, v = (t.to(place) for t in sizes())
-    used = {
+    used: dict[str, Any] = {
         "seqused_q": torch.tensor([30, 37], dtype=torch.int32, device=place),
         "seqused_k": torch.tensor([45, 11], dtype=torch.int32, device=place),
     }

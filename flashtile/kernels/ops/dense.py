@@ -368,6 +368,7 @@ def kept(p: Dense, wanted: frozenset[str]) -> tuple[str, ...]:
     names += ["pre"] if below or (p.recompute and "weight2" in wanted) else []
     names += ["act"] if "weight2" in wanted and not p.recompute else []
     names += ["weight1"] if "x" in wanted or ("weight1" in wanted and p["x"].dtype == "fp32") else []
+    names += ["bias1"] if below and p.has("bias1") else []  # for second derivatives, which make pre again
     return (*names, *(("x",) if "weight1" in wanted else ()))
 
 

@@ -282,9 +282,9 @@ def host_forward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dic
 def host_backward(p: Softmax, t: dict[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
     y = t["y"].float()
     dy = t["dy"].float().masked_fill(y == 0.0, 0.0)
-    dy -= (y * dy).sum(-1, keepdim=True)
+    dy = dy - (y * dy).sum(-1, keepdim=True)
     if p["x"].dtype == "fp32":  # as the kernel's T.exact
-        dy -= (y * dy).sum(-1, keepdim=True)
+        dy = dy - (y * dy).sum(-1, keepdim=True)
     dx = p.scale * y * dy
     return {"dx": dx.masked_fill(t["mask"] != 0, 0.0) if p.shows else dx}
 

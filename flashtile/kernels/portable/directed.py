@@ -160,7 +160,7 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
 ROWS, KEYS = "tangent", "second_keys"
 LIGHT: dict[tuple[Pass, int], Launch] = {
     (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
-    (KEYS, 64): Launch(64, 128, 4, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
+    (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
 
 

@@ -219,14 +219,14 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
         dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, True, T,
-                                        SCORE, MASK)  # fmt: skip
+                dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
+                                        True, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, False, T,
-                                    SCORE, MASK)  # fmt: skip
+            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
+                                    False, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_hi, hi, BLOCK_K):
-            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE,
-                                    MASK)  # fmt: skip
+            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
+                                    True, T, SCORE, MASK)  # fmt: skip
         if T.items.ragged:  # rows that do not count may have met an infinite key
             dq = tl.where((index < item.q)[:, None], dq, 0.0)
         dq_tile = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])

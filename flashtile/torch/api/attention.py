@@ -97,7 +97,7 @@ def attention(
             if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
                 raise NotSupported(f"statistics with {name} of bool", {"torch": ["give lengths, or hide keys by KeyPadding"]})
         attend_alone = lambda asked: attention(q, k, v, **asked.named(**lengths))  # noqa: E731
-        return attend_with(returns, attend_alone, (q, k, v), given_lengths(**lengths), arguments)
+        return attend_with(returns, attend_alone, (q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments)
     given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
     if eight:
         return attend_stored((q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments, scales)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.ops.catalogue import OPS
 from flashtile.torch.execute.bound import DEVICES
 from flashtile.torch.execute.plain import autocasts, is_compiling, is_distributed, is_traced, is_wrapped
+from flashtile.torch.ops import formula
 from flashtile.torch.ops.call import (
     AS_IT_IS,
     NAMES,
@@ -44,6 +46,10 @@ def run(
     called: the caller's names of tensors and options, where they are not the op's, which errors say.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if formula.goes_beyond():
+        made = _by_formula(op, tensors, options, called)
+        if made is not None:
+            return made
     if is_traced(*tensors.values()):
         check_tensors(tensors, called)
         if any(t.dtype not in NAMES for t in tensors.values()):
@@ -57,6 +63,16 @@ def run(
     for source in call.overwritten.values():  # launches tell nobody what they write
         torch.autograd.graph.increment_version(tensors[source])
     return tuple([made[name] for name in call.public])
+
+
+def _by_formula(
+    op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], called: Mapping[str, str]
+) -> tuple[torch.Tensor, ...] | None:
+    """What `run` returns, of tensors that may have tangents; None where none has, or where there is no formula."""
+    if not any(is_wrapped(t) or forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
+        return None
+    check_tensors(tensors, called)
+    return formula.forward(OPS[op], make_problem(op, tensors, options, called), tensors)
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -123,6 +139,13 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
         call: Call = ctx.call
+        if torch.is_grad_enabled() or is_dual_level():  # create_graph, or forward mode
+            saved = dict(zip(call.kept, ctx.saved_tensors, strict=False))
+            arriving = dict[str, torch.Tensor]()
+            arrive(arriving, call.arrivals, grads, call.device)
+            found = None if is_mapped(grads) else formula.gradients(call.op, call.problem, saved, arriving, call.wanted)
+            if found is not None:
+                return None, *(None if name is None else found[name] for name in call.gradients)
         if is_dual_level():
             refuse_tangents(call.problem, call.backend, zip(call.public, grads, strict=False))
         if is_mapped(grads):

@@ -132,6 +132,9 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
     if makes_duals():
         duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
         if any(tangent is not None for _, tangent in duals):
+            if not transforms() and is_mapped(tangent for _, tangent in duals):
+                reason = "vectorize maps in torch's old way; use torch.func.jacfwd, or torch.func.vmap of torch.func.jvp"
+                raise _refuse("a batch of tangents", runs, reason)
             runs.duals = () if transforms() else given
             made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
             out, lse, tout, tlse = made
@@ -349,11 +352,16 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise _refuse("the third derivative", ctx.runs, "derivatives of second derivatives are not implemented")
+        raise _third(ctx.runs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse("the third derivative", ctx.runs, "derivatives of second derivatives are not implemented")
+        raise _third(ctx.runs)
+
+
+def _third(runs: Any) -> NotSupported:
+    reason = "derivatives of second derivatives are not implemented; for a product with a Hessian use "
+    return _refuse("the third derivative", runs, reason + "torch.autograd.functional.vhp, or torch.func.jvp of torch.func.grad")
 
 
 # -- vmap -----------------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def run_entropy(
 ) -> list[torch.Tensor]:  # fmt: skip
     with torch.no_grad():
         layout, packs, rest = layout_of_call((q, k, v), others, *asked)
-        rows = tuple(t[None] if layout.varlen else t for t in (lse, entropy, arriving))
-        found = entropy_gradients(layout.call, layout.slabs(packs), rest, *rows, layout.needs)
+        lse, entropy, arriving = (t[None] if layout.varlen else t for t in (lse, entropy, arriving))
+        found = entropy_gradients(layout.call, layout.slabs(packs), rest, lse, entropy, arriving, layout.needs)
         made: list[torch.Tensor] = []
         for i, grad in enumerate(found):
             if grad is not None:
