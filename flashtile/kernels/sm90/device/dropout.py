@@ -11,7 +11,7 @@ def steady(seed):
     return Seed(
         steady_word(seed.low), steady_word(seed.high), steady_word(seed.offset), steady_word(seed.dither),
         steady_word(seed.limit), steady_word(seed.rest), steady_word(seed.flip), seed.below, seed.above, seed.factor, seed.zero,
-        seed.head, seed.heads, seed.more, seed.query, seed.key,
+        seed.origin,
     )  # fmt: skip
 
 
