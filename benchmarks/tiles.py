@@ -1,15 +1,18 @@
 """Every tile that the planner can choose, in every pass and beside every feature, once on a GPU against float64.
 
-    python benchmarks/tiles.py [--list sm90 [--check CSV ...]] [--backend triton hopper] [--dtype bf16 ...] [--together]
+    python benchmarks/tiles.py [--list sm90] [--known CSV ...] [--backend triton hopper] [--dtype bf16 ...] [--together]
                                [--only TEXT] [--part 1/4] [--budget 1200] [--output benchmarks/results/tiles.csv]
 
 Problems of every dtype, precision, pair of padded head dims, size class and feature, alone and in the pairs that rules ask
-about, are planned for the GPU at hand, and the first one that meets a new (pass, tile, class of features) is run: so the list
-comes from the planner, and from its rules and tuned tables whatever they become. A row is such a meeting, with the line that
-`flashtile fuzz --repeat` runs again. Tiles that rules or tables have for this GPU and that no problem met are named at the end.
---list: only write the rows, for a GPU that need not be there. With --check nothing is written: what these files have not as
-run under the Triton that is installed is printed, and the exit status is 1 if there is any. --part: every fourth of the cases
-to run, from the first. The exit status is 1 if anything failed.
+about, are planned for the GPU at hand: so the list comes from the planner, and from its rules and tuned tables whatever they
+become. A row is a meeting of a pass in a tile with a class of features, with the line that `flashtile fuzz --repeat` runs
+again. What has to be run once is each tile beside each class of features, at the widest head dims that it is chosen for, and
+each tile at each of its head dims (`shows`): head dims times features would be 9,000 problems and 17,700 kernels. Tiles that
+rules or tables have for this GPU and that no problem met are named at the end.
+--list: only write the rows, for a GPU that need not be there. --known: what these files have as run and right under the
+Triton that is installed is left out; with --list nothing is written then, but what they lack is counted, and the exit status
+is 1 if there is a tile that no row has, with whatever features. --part: every fourth of the cases to run, from the first.
+Otherwise the exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import csv
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +85,8 @@ BACKWARDS: dict[str, dict[str, Any]] = {
     "split": dict(backward="split"), "fused": dict(backward="fused"), "deterministic": dict(deterministic=True),
 }  # fmt: skip
 KINDS = ("bf16", "fp16", "tf32x3", "tf32", "ieee")  # 16-bit dtypes, and fp32's precisions
-IN_EVERY_MASK = ("plain", "dropout", "predicate")
+IN_EVERY_MASK = ("plain",)
+OF_FP16 = ("plain", "dropout", "predicate")  # whose tiles are bf16's
 RUN = ("right", "close")  # close: beyond the rule by luck, and right with other seeds
 ROWS = ("attention_delta", "attention_convert", "attention_rows", "attention_dq")  # passes whose tile is not chosen
 
@@ -98,6 +102,21 @@ class Meeting:
     columns: str
     mask: str
     features: str
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The tile: of which pass, and of which operands its products are."""
+        return self.backend, self.kernel, self.tile, "16 bits" if self.kind in ("bf16", "fp16") else self.kind
+
+    @property
+    def shows(self) -> tuple[tuple[str, ...], ...]:
+        """What its run says something about: the tile beside these features, and the tile at these head dims."""
+        beside = self.features if self.mask == "causal" else f"{self.features}, {self.mask}"
+        return ("beside", *self.where, beside), ("at", *self.where, self.kind, self.columns)
+
+
+Meetings = dict[Case, list[Meeting]]
+Shown = set[tuple[str, ...]]
 
 
 def classes(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,7 +136,7 @@ def grid(backend: str, kind: str, dims: tuple[int, int], together: bool) -> Iter
     pairs = () if kind in PLAIN_KINDS else TOGETHER if together else MOST_ASKED
     for size in SIZES.values():
         for features, changes in classes(pairs):
-            if kind == "fp16" and features not in IN_EVERY_MASK:  # whose tiles are bf16's
+            if kind == "fp16" and features not in OF_FP16:
                 continue
             changes = {k: dtype if v == "dtype" else v for k, v in changes.items()}
             for mask in MASKS if features in IN_EVERY_MASK else ("causal",):
@@ -166,9 +185,7 @@ def listed(backend: str, kind: str, dims: tuple[int, int], device: Device, toget
     return made
 
 
-def chosen_cases(
-    backends: list[str], kinds: list[str], device: Device, ends: float, together: bool
-) -> dict[Case, list[Meeting]]:
+def chosen_cases(backends: list[str], kinds: list[str], device: Device, ends: float, together: bool) -> Meetings:
     """The same of all head dims, planned in parallel processes."""
     jobs = [
         (backend, kind, dims, device, together)
@@ -177,7 +194,7 @@ def chosen_cases(
         for dims in DIMS
         if backend != "hopper" or (kind in ("bf16", "fp16") and max(dims) <= 256)
     ]
-    made: dict[Case, list[Meeting]] = {}
+    made: Meetings = {}
     for job, found in in_processes(listed, jobs, ends):
         if isinstance(found, Failure):
             raise RuntimeError(f"{job}: {found.text}")
@@ -185,7 +202,7 @@ def chosen_cases(
     return made
 
 
-def unmet(made: dict[Case, list[Meeting]], device: Device) -> list[str]:
+def unmet(made: Meetings, device: Device) -> list[str]:
     """Tiles of the portable backend that a rule or a tuned table has for this device, and that no case was planned with."""
     known: set[tuple[str, str]] = set()
     wanted: set[tuple[str, str]] = set()
@@ -208,29 +225,47 @@ def _size(tile: str) -> str:
     return f"{words['block_q']}x{words['block_k']} warps={words['warps']} stages={words['stages']}"
 
 
-def never_run(made: dict[Case, list[Meeting]], files: Sequence[Path], triton: str) -> dict[Case, list[Meeting]]:
-    """The meetings, with a case of each, that no row of these files has as run with a right result under this Triton."""
+def shown_by(files: Sequence[Path], triton: str) -> Shown:
+    """What the rows of these files show that have a right result under this Triton."""
     names = [field.name for field in fields(Meeting)]
-    run: set[tuple[str, ...]] = set()
+    shown: Shown = set()
     for path in files:
         with path.open(newline="") as file:
-            rows = (row for row in csv.DictReader(file) if row["section"] == "tiles" and row["triton"] == triton)
-            run |= {tuple(row[name] for name in names) for row in rows if row["status"] in RUN}
-    missing = {case: [m for m in found if astuple(m) not in run] for case, found in made.items()}
-    return {case: found for case, found in missing.items() if found}
+            for row in csv.DictReader(file):
+                if row["section"] == "tiles" and row.get("triton") == triton and row.get("status") in RUN:
+                    shown |= set(Meeting(*(row[name] for name in names)).shows)
+    return shown
 
 
-def tell_never_run(missing: dict[Case, list[Meeting]], triton: str) -> int:
-    """Print them, tile by tile, and return the exit status."""
-    by_tile: dict[str, list[str]] = {}
-    for meeting in (meeting for found in missing.values() for meeting in found):
-        tile = f"{meeting.backend} {meeting.kernel} {meeting.tile} {meeting.kind} {meeting.columns}"
-        by_tile.setdefault(tile, []).append(f"{meeting.features} ({meeting.mask})")
-    for tile, features in sorted(by_tile.items()):
-        print(f"NEVER RUN {tile}: {', '.join(features)}")
-    count = sum(map(len, missing.values()))
-    print(f"{count} meetings in {len(missing)} cases were never run on a GPU under Triton {triton}")
-    return 1 if count else 0
+def needed(made: Meetings, shown: Shown) -> Meetings:
+    """The cases that show what is not shown: of each tile and its features that of the widest head dims.
+
+    Tiles of which nothing is shown come first, then head dims, then features.
+    """
+    shown = set(shown)
+    known = {key[1:5] for key in shown}
+    found: list[tuple[bool, Case]] = []
+    for case in sorted(made, key=lambda case: case.head_dim + case.head_dim_v, reverse=True):
+        new = {key for meeting in made[case] for key in meeting.shows} - shown
+        if new:
+            found.append((all(key[1:5] in known for key in new), case))
+            shown |= new
+            known |= {key[1:5] for key in new}
+    return {case: made[case] for _, case in sorted(found, key=lambda pair: pair[0])}
+
+
+def tell(made: Meetings, shown: Shown, triton: str) -> int:
+    """Print what is not shown, and return the exit status: 1 if there is a tile of which nothing is."""
+    wanted = {key for found in made.values() for meeting in found for key in meeting.shows}
+    missing, known = wanted - shown, {key[1:5] for key in shown}
+    never = sorted({key[1:5] for key in missing} - known)
+    for tile in never:
+        print(f"NEVER RUN {' '.join(tile)}")
+    for what, name in (("beside", "tiles beside features"), ("at", "tiles at head dims")):
+        of, left = (sum(key[0] == what for key in keys) for keys in (wanted, missing))
+        print(f"{of - left} of {of} {name} were run on a GPU under Triton {triton}, {left} were not")
+    print(f"{len(never)} tiles were never run there")
+    return 1 if never else 0
 
 
 def judged(line: str) -> tuple[str, str, float]:
@@ -254,11 +289,9 @@ def main() -> int:
     parser.add_argument("--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about")
     parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
     parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
-    parser.add_argument("--check", nargs="+", type=Path, metavar="CSV", help="with --list: which rows these files lack")
+    parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="CSV", help="rows of earlier runs, left out")
     options(parser, "benchmarks/results/tiles.csv", 1200)
     chosen = parser.parse_args()
-    if chosen.check and chosen.list is None:
-        parser.error("--check needs --list: the GPU that the files were measured on")
     part, _, parts = chosen.part.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         parser.error(f"--part is {chosen.part}; it must be like 1/4")
@@ -267,16 +300,18 @@ def main() -> int:
     device = device_of(torch.device("cuda", 0)) if chosen.list is None else named(chosen.list)
     about = machine(torch.device("cuda", 0), chosen.commit) if chosen.list is None else {"device": device.name}
     begun = time.monotonic()
-    if chosen.check:
-        made = chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together)
-        return tell_never_run(never_run(made, chosen.check, VERSION), VERSION)
+    shown = shown_by(chosen.known, VERSION)
+    if chosen.list is not None and chosen.known:
+        return tell(chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together), shown, VERSION)
     record = Record(chosen.output, chosen.budget, about)
     made = chosen_cases(chosen.backend, chosen.dtype, device, record.ends, chosen.together)
     print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
     missing = unmet(made, device)
     print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
     made = {case: [m for m in found if chosen.only in str(row_of(m, case))] for case, found in made.items()}
-    cases = [case for case, found in made.items() if found][int(part) - 1 :: int(parts)]
+    made = needed(made, shown)
+    cases = list(made)[int(part) - 1 :: int(parts)]
+    print(f"{sum(len(made[case]) for case in cases)} of them in {len(cases)} cases are to be run", flush=True)
     if chosen.list is not None:
         for case in cases:
             for meeting in made[case]:

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from flashtile.problem.mask import Band, Predicate
     from flashtile.problem.options import Options
     from flashtile.problem.score import Captured, Position, Score
+    from flashtile.problem.statistics import Mass, Statistics
     from flashtile.torch.api.attention import attention
     from flashtile.torch.api.blocks import Blocks
     from flashtile.torch.api.layouts import attention_kvpacked, attention_qkvpacked, attention_varlen
     from flashtile.torch.api.merge import merge
+    from flashtile.torch.api.statistics import qk_clip
     from flashtile.torch.cache.append import append_to_cache
     from flashtile.torch.cache.attention import attention_cached
     from flashtile.torch.cache.paged import PagedCache
@@ -53,6 +55,7 @@ _HOMES = {
     "Dropout": ".problem.dropout",
     "InvalidProblem": ".errors",
     "KeyPadding": ".features.masks.key_padding",
+    "Mass": ".problem.statistics",
     "NotSupported": ".errors",
     "Options": ".problem.options",
     "PagedCache": ".torch.cache.paged",
@@ -61,6 +64,7 @@ _HOMES = {
     "Prefix": ".features.masks.prefix",
     "Score": ".problem.score",
     "Softcap": ".features.scores.softcap",
+    "Statistics": ".problem.statistics",
     "Stored": ".features.masks.stored",
     "TopLeft": ".features.masks.top_left",
     "Tree": ".features.masks.tree",
@@ -75,6 +79,7 @@ _HOMES = {
     "dropout_mask": ".torch.call.dropout",
     "explain": ".explanation",
     "merge": ".torch.api.merge",
+    "qk_clip": ".torch.api.statistics",
     "use_tuning": ".kernels.portable.choose",
 }
 
@@ -90,6 +95,7 @@ __all__ = [
     "Dropout",
     "InvalidProblem",
     "KeyPadding",
+    "Mass",
     "NotSupported",
     "Options",
     "PagedCache",
@@ -98,6 +104,7 @@ __all__ = [
     "Prefix",
     "Score",
     "Softcap",
+    "Statistics",
     "Stored",
     "TopLeft",
     "Tree",
@@ -112,6 +119,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "merge",
+    "qk_clip",
     "use_tuning",
 ]
 

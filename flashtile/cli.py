@@ -122,24 +122,39 @@ def bench(ctx: typer.Context) -> None:
 
 @app.command()
 def fuzz(
-    budget: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Another seed draws other cases.")] = 0,
-    backend: Annotated[list[str], typer.Option(help="hopper, triton or cpu; may be repeated.")] = [],  # noqa: B006
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
-    variants: Annotated[int | None, typer.Option(min=1, help="End after so many, each of which is compiled once.")] = None,
-    cases: Annotated[int | None, typer.Option(min=1, help="Cases of each variant: as many as pay for compiling it.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds. On a GPU the first minute of a process goes into compiling.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same cases, another one others.")] = 0,
+    backend: Annotated[
+        list[str], typer.Option(help="hopper, triton or cpu; may be repeated. Default: all that run here.")
+    ] = [],  # noqa: B006
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core. They share the GPUs.")] = None,
+    variants: Annotated[
+        int | None, typer.Option(min=1, help="End after so many: problems that differ in sizes and data.")
+    ] = None,
+    cases: Annotated[
+        int | None, typer.Option(min=1, help="Sizes and data to try of each variant. Default: 300 on a GPU, 20 on a CPU.")
+    ] = None,
     without: Annotated[list[str], typer.Option(help="Leave out cases whose line holds this; may be repeated.")] = [],  # noqa: B006
-    repeat: Annotated[list[str], typer.Option(help="Run this one case and no other; may be repeated.")] = [],  # noqa: B006
+    repeat: Annotated[
+        list[str], typer.Option(help="Run this one case, a line that was printed, and draw none; may be repeated.")
+    ] = [],  # noqa: B006
     replay: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Run the cases of such a file.")] = None,
     setup: Annotated[str, typer.Option(help="MODULE:FUNCTION that every process calls first.")] = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines, one for each failure.")] = Path(
-        "fuzz-output/failures.jsonl"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Failures are added to it as they are found, a line of JSON each.")
+    ] = Path("fuzz-output/failures.jsonl"),
+    summary: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON of counts and kernels; a later session adds to it.")
+    ] = None,
 ) -> None:
-    """Is flashtile right here? Draw whole problems and judge every result against float64; exit code 1 if one is wrong."""
+    """Is flashtile right here? Draw whole problems and judge every result against float64.
+
+    The exit code is 1 if one is wrong, or if none ran.
+    """
     main, console = import_module("flashtile.fuzz.main"), Console()
     lines = [*repeat, *(main.lines_of(replay) if replay is not None else ())]
     if lines or replay is not None:
         raise typer.Exit(1 if main.repeat(lines, console, backend[0] if backend else "", setup) else 0)
-    request = main.Request(budget, seed, tuple(backend), jobs, variants, cases, tuple(without), setup)
-    raise typer.Exit(1 if main.fuzz(request, output, console).wrong else 0)
+    request = main.Request(budget, seed, tuple(backend), jobs, variants, cases, tuple(without), setup, summary=summary)
+    counts = main.fuzz(request, output, console)
+    raise typer.Exit(1 if counts.wrong or not counts.judged else 0)

@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         hasten()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, by marker. Tests that compile and emulate for a minute come first: begun last, they
     leave other cores idle, and what tests of a file share is made again by a worker that takes some of them over.
     """
@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "gpu": None if HAS_GPU else "no GPU",
         "sm90": None if capability[0] == 9 else "no Hopper GPU",
+        "whole": None if "whole" in config.getoption("markexpr") else "`make compile` does",
         "multi_gpu": None if torch.cuda.device_count() > 1 else "fewer than two GPUs",
     }
     for item in items:

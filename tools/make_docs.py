@@ -38,7 +38,15 @@ from tools.evidence import Evidence, cell
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # Result files of `flashtile bench`, without the device, that docs/benchmarks.md draws.
-SHOWN = ("hopper-fa3-paper", "hopper-cudnn-cross", "hopper-llmc", "hopper-triton-tutorial", "hopper-mla", "fp32-llmc")
+SHOWN = (
+    "hopper-fa3-paper",
+    "hopper-cudnn-cross",
+    "hopper-llmc",
+    "hopper-triton-tutorial",
+    "hopper-mla",
+    "hopper-models",
+    "fp32-llmc",
+)
 COMPANIONS = RESULTS / "companions-h100.csv"
 
 # (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.

@@ -62,7 +62,7 @@ class Means:
 MEANS = {
     "cpu": Means(1 << 16, {"tiny": 3, "short": 4, "middle": 0.5}, 20),
     "interpreted": Means(1 << 14, {"tiny": 3, "short": 2}, 6, 0.25, 256),
-    "gpu": Means(1 << 23, {"tiny": 1, "short": 3, "middle": 4, "long": 1.5}, 60, 0.15, tf32=True),
+    "gpu": Means(1 << 23, {"tiny": 2, "short": 4, "middle": 3, "long": 1}, 300, 0.15, tf32=True),
     "emulated": Means(1 << 15, {"short": 1}, 2, 0.0, 256),
 }
 
@@ -157,7 +157,8 @@ def _for_hopper(case: Case, dice: random.Random) -> Case:
     )
     sink = "" if case.where else case.sink
     fixed = [name for name, keeps in (("score", stored), ("sink", dice.random() < 0.2)) if not keeps]
-    return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype)
+    delta = case.delta if dice.random() < 0.1 else "rounded"
+    return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype, delta=delta)
 
 
 def draw(given: Variant, number: int) -> Case:

@@ -43,13 +43,15 @@ class Places:
 
 def places(tokens: tuple[tuple[int, ...], ...], span: int, slabs: bool, device: torch.device) -> Places:
     total = span * (len(tokens) if slabs else 1)
+    if slabs and tokens and all(len(found) == span for found in tokens):  # nothing to copy, which a GPU would be waited for
+        index = torch.arange(total, device=device).view(len(tokens), span)
+        return Places(index, torch.ones_like(index, dtype=torch.bool), total, True)
     most = max(map(len, tokens), default=0)
     rows = [
         [t + (item * span if slabs else 0) for t in found] + [total] * (most - len(found)) for item, found in enumerate(tokens)
     ]
     index = torch.tensor(rows, dtype=torch.long).view(len(tokens), most).to(device)
-    whole = slabs and bool(tokens) and all(found == tuple(range(span)) for found in tokens)
-    return Places(index, index < total, total, whole)
+    return Places(index, index < total, total, False)
 
 
 class Scene:
@@ -62,9 +64,7 @@ class Scene:
         self.queries, self.keys = (
             places(tokens, span, slabs, device) for tokens, span in ((n.tokens_q, c.seqlen_q), (n.tokens_k, c.seqlen_k))
         )
-        counts_q, counts_k = (
-            torch.tensor([len(t) for t in tokens], device=device).view(-1, 1, 1, 1) for tokens in (n.tokens_q, n.tokens_k)
-        )
+        counts_q, counts_k = (side.there.sum(1).view(-1, 1, 1, 1) for side in (self.queries, self.keys))
         self.row = torch.arange(self.queries.index.shape[1], device=device).view(-1, 1)
         self.key = torch.arange(self.keys.index.shape[1], device=device).view(1, -1)
         self.position = self.row + (counts_k - counts_q)  # (items, 1, rows, 1)

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from flashtile import dispatch
+from flashtile import __version__, dispatch
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import place, settled
@@ -35,7 +37,7 @@ class Request:
 
     variants: how many, if not as many as the budget allows; cases: of each.
     without: cases whose line holds one of these words are left out.
-    setup: MODULE:FUNCTION that every process calls first.
+    setup: MODULE:FUNCTION that every process calls first. summary: a file of counts that this session adds to.
     """
 
     budget_s: float
@@ -47,12 +49,12 @@ class Request:
     without: tuple[str, ...] = ()
     setup: str = ""
     shrinking_s: float = SHRINKING_S
+    summary: Path | None = None
 
     def __post_init__(self) -> None:
-        known = ("", *(backend.name for backend in dispatch.BACKENDS))
         for name in self.backends:
-            if name not in known:
-                raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(known[1:])}.")
+            check_backend(name)
+        check_setup(self.setup)
         if not self.budget_s > 0:
             raise InvalidProblem(f"budget is {self.budget_s}; it must be above 0 seconds.")
 
@@ -64,6 +66,26 @@ class Request:
             hopper = torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
             return ("triton", "hopper", "triton", "") if hopper else ("triton", "")
         return ("triton",) if _triton.INTERPRETED else ("cpu",)
+
+
+def check_backend(name: str) -> None:
+    """Raise InvalidProblem for what no backend is called; "" is the planner's choice."""
+    known = [backend.name for backend in dispatch.BACKENDS]
+    if name and name not in known:
+        raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(known)}.")
+
+
+def check_setup(setup: str) -> None:
+    """Raise InvalidProblem for what no process could import."""
+    module, _, function = setup.partition(":")
+    if not setup:
+        return
+    try:
+        there = bool(function) and find_spec(module) is not None
+    except (ImportError, ValueError):
+        there = False
+    if not there:
+        raise InvalidProblem(f"setup is {setup!r}; it must be MODULE:FUNCTION, of a module that Python finds here.")
 
 
 @dataclass
@@ -98,10 +120,25 @@ class Counts:
         if event.status == "close":
             self.close.append((event.ratio, event.case, event.text))
 
+    @property
+    def judged(self) -> int:
+        """Cases that ran."""
+        return self.cases - self.status["refused"]
+
+    def session(self, request: Request, seconds: float) -> dict[str, Any]:
+        """What a file of counts has of a session. A kernel is named by Triton's hash of its source and options."""
+        return {
+            "machine": machine(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "version": __version__,
+            "seed": request.seed, "backends": list(request.backends_here), "seconds": round(seconds), "cases": self.cases,
+            "variants": self.variants, "status": dict(self.status), "wrong": self.wrong,
+            "close": [case for _, case, _ in self.close], "kernels": sorted(self.kernels),
+        }  # fmt: skip
+
 
 def fuzz(request: Request, output: Path, console: Console) -> Counts:
     """Draw, run and judge cases until the budget is spent. Failures are printed and written to `output` as they are found."""
-    prepare_output(output)
+    before = sessions_of(request.summary)
+    prepare_output(output, *[request.summary] * (request.summary is not None))
     backends, counts, begun = request.backends_here, Counts(), time.monotonic()
     order = Order(request.seed, means_of(backends[0]), request.setup, request.without, request.shrinking_s, request.cases)
     numbers = islice(count(), request.variants)
@@ -117,8 +154,46 @@ def fuzz(request: Request, output: Path, console: Console) -> Counts:
             progress.update(bar, completed=elapsed, description=counts.line())
             if event.kind == "failed":
                 keep(event, counts, output, progress.console)
-    summarize(counts, time.monotonic() - begun, console)
+            if event.kind == "variant" and request.summary is not None:
+                write(request.summary, [*before, counts.session(request, elapsed)])
+            if not counts.cases and len(counts.wrong) >= jobs:  # no process can begin
+                break
+    seconds = time.monotonic() - begun
+    summarize(counts, seconds, console)
+    if request.summary is not None:
+        sessions = [*before, counts.session(request, seconds)]
+        write(request.summary, sessions)
+        console.print(Text(f"{request.summary}: {total(sessions)}"), soft_wrap=True)
     return counts
+
+
+def sessions_of(summary: Path | None) -> list[dict[str, Any]]:
+    """The sessions that a file of counts holds. Raises InvalidProblem for another file."""
+    if summary is None or not summary.exists():
+        return []
+    try:
+        sessions = json.loads(summary.read_text())["sessions"]
+        total(sessions)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidProblem(f"summary is '{summary}', which holds no counts of `flashtile fuzz`: {error}.") from error
+    return sessions
+
+
+def write(summary: Path, sessions: list[dict[str, Any]]) -> None:
+    """Replace a file of counts."""
+    told = {"total": total(sessions), "sessions": sessions}
+    beside = summary.with_name(f"{summary.name}.new")
+    beside.write_text(json.dumps(told, indent=1) + "\n")
+    beside.replace(summary)
+
+
+def total(sessions: Sequence[dict[str, Any]]) -> str:
+    """All sessions of a file of counts, in one line; kernels that several of them ran count once."""
+    cases, close, wrong = (
+        sum(map(size, (s[name] for s in sessions))) for name, size in (("cases", int), ("close", len), ("wrong", len))
+    )
+    kernels = {kernel for s in sessions for kernel in s["kernels"]}
+    return f"{cases} cases, {len(kernels)} distinct kernels, {close} close, {wrong} wrong in {len(sessions)} sessions"
 
 
 def means_of(backend: str) -> str:
@@ -166,10 +241,14 @@ def summarize(counts: Counts, seconds: float, console: Console) -> None:
     for ratio, case, text in sorted(counts.close, reverse=True)[:5]:
         say(f'  close, {ratio:.2f} times what is allowed, right with other seeds: --repeat "{case}": {text[:160]}')
     say(f"{len(counts.wrong)} wrong")
+    if not counts.judged:
+        say("NOTHING was judged: give more seconds, --budget, or other backends")
 
 
 def repeat(lines: Sequence[str], console: Console, backend: str = "", setup: str = "") -> int:
     """Run single cases here and say what becomes of each; how many are wrong. backend: in the place of the cases' own."""
+    check_backend(backend)
+    check_setup(setup)
     prepare(setup)
     wrong = 0
     for line in lines:

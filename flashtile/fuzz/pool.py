@@ -1,4 +1,4 @@
-"""Processes that compile and judge variants side by side, on all cores and, where there is one, on one GPU.
+"""Processes that compile and judge variants side by side, on all cores and all GPUs.
 
 What one of them compiles Triton keeps on disk for the others. A process that dies, hangs or loses its GPU context takes the
 case that it was at with it, which is a failure, and no other.
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -46,12 +47,12 @@ class Event:
 
 
 class Worker:
-    """A process, and the case it is at."""
+    """A process, and the case it is at. number: of the process; on a machine of several GPUs it says which one is used."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: Order, number: int):
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(order, theirs), daemon=True)
+        self.process = context.Process(target=serve, args=(order, number, theirs), daemon=True)
         self.process.start()
         theirs.close()
         self.at, self.heard = "", time.monotonic()
@@ -84,7 +85,7 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
     """What becomes of the variants, (number, backend), until time.monotonic is at `ends`."""
     os.environ |= {"OMP_NUM_THREADS": "1"}
     busy: list[Worker] = []
-    left = True
+    left, numbers = True, count()
 
     def give(worker: Worker) -> bool:
         nonlocal left
@@ -98,7 +99,7 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
     try:
         while True:
             while left and len(busy) < workers:
-                worker = Worker(order)
+                worker = Worker(order, next(numbers))
                 if not give(worker):
                     worker.stop()
                     break
@@ -127,9 +128,9 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
             worker.stop()
 
 
-def serve(order: Order, pipe: Connection) -> None:
+def serve(order: Order, process: int, pipe: Connection) -> None:
     """The process: judges variants until there is nobody to ask, or no GPU context to work with."""
-    prepare(order.setup)
+    prepare(order.setup, process)
     while True:
         try:
             number, backend = pipe.recv()
@@ -138,14 +139,16 @@ def serve(order: Order, pipe: Connection) -> None:
         judge(order, number, backend, pipe.send)
 
 
-def prepare(setup: str) -> None:
-    """What a process needs before its first case."""
+def prepare(setup: str, process: int = 0) -> None:
+    """What a process needs before its first case. Processes take the GPUs in turn."""
     import warnings
 
     import torch
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if torch.cuda.device_count() > 1:
+        torch.cuda.set_device(process % torch.cuda.device_count())
     if setup:
         module, _, function = setup.partition(":")
         getattr(import_module(module), function)()

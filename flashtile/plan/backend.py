@@ -34,12 +34,14 @@ class Direction:
 
     moved: inputs that have a tangent, among "q", "k", "v", "score.I.J", "sink"; that of x is the buffer `tx`.
     given: of a second derivative, which of "dout", "dlse" and their own tangents "tdout", "tdlse" there are; what is not there
-    is zero. wanted: of which of "q", "k", "v" it makes gradients; "out", "lse" where their tangents are wanted too.
+    is zero. wanted: of which of "q", "k", "v" it makes gradients; "out", "lse" where their tangents are wanted too; of
+    statistics, which of "peak", "entropy", "mass". last: of how many of an item's last queries mass is, 0 for all.
     """
 
-    moved: frozenset[str]
+    moved: frozenset[str] = frozenset()
     given: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
+    last: int = 0
 
 
 # Passes that a backend may offer beyond forward and backward, what they are for, and what is said where one is missing.
@@ -49,6 +51,8 @@ PASSES = {
         "tangents are not implemented; use reverse mode, such as torch.autograd.grad or torch.func.vjp",
     ),
     "second": ("the second derivative", "gradients of gradients are not implemented"),
+    "statistics": ("statistics", "its kernels give no largest logit, entropy or mass"),
+    "entropy": ("the entropy's gradient", "it is not implemented"),
 }
 
 
@@ -76,7 +80,8 @@ class Backend(Protocol):
     """A way to run problems. `unsupported` is read by dispatch, error texts, the support matrix and the tests.
 
     passes: those of PASSES that there are. "tangent" goes from inputs and tangents to `out`, `lse`, `tout`, `tlse`;
-    "second" from the former, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`).
+    "second" from the former, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`);
+    "statistics" from inputs and lse to `peak`, `entropy`, `mass`, "entropy" from these two and `dentropy` to gradients.
     """
 
     name: str

@@ -134,6 +134,20 @@ def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, .
     return (*input_buffers(p), *_moved(p, direction), *arriving, *_gradients(p, direction.wanted), *tangents)
 
 
+def statistics_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, lse, and the wanted statistics: of rows `peak` and `entropy`, of keys `mass`."""
+    rows = shapes(p)["lse"]
+    made = {"peak": rows, "entropy": rows, "mass": (p.slabs, p.heads_q, p.span_k)}
+    outputs = (Buffer(n, shape, p.sum_dtype, "output") for n, shape in made.items() if n in direction.wanted)
+    return (*input_buffers(p), Buffer("lse", rows, p.sum_dtype, "input"), *outputs)
+
+
+def entropy_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
+    """The inputs, lse, the entropy with its gradient, and the wanted gradients of inputs."""
+    given = (Buffer(n, shapes(p)["lse"], p.sum_dtype, "input") for n in ("lse", "entropy", "dentropy"))
+    return (*input_buffers(p), *given, *_gradients(p, direction.wanted))
+
+
 def _moved(p: AttentionProblem, direction: Direction) -> list[Buffer]:
     return [replace(b, name=f"t{b.name}") for b in input_buffers(p) if b.name in direction.moved]
 

@@ -306,5 +306,9 @@ def test_tiles_are_listed_for_a_gpu_that_is_not_there(tmp_path, monkeypatch) -> 
     rows = list(csv.DictReader(output.open()))
     kernels = {row["kernel"] for row in rows}
     assert kernels == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
-    assert {row["features"] for row in rows} == set(tiles.IN_EVERY_MASK)
+    assert {row["features"] for row in rows} == set(tiles.OF_FP16)
+    assert {row["mask"] for row in rows if row["features"] == "plain"} == set(tiles.MASKS)
+    missing = ["tiles", "--list", "sm90", "--backend", "triton", "--dtype", "fp16", "--known", str(output)]
+    monkeypatch.setattr(sys, "argv", missing)
+    assert tiles.main() == 1  # rows that are listed are not rows that were run
     assert all(row["tile"].startswith("block_q=") and row["case"].startswith("q=") for row in rows)

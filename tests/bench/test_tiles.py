@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiles import Meeting, never_run, tell_never_run
+from benchmarks.tiles import Meeting, needed, shown_by, tell
 from flashtile.fuzz.case import Case
 
 PLAIN = Meeting("triton", "attention_forward", "block_q=64 block_k=32 warps=4 stages=2", "bf16", "64x64", "causal", "plain")
@@ -29,16 +29,43 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_what_was_not_run_right_under_this_triton_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = never_run({CASE: [PLAIN, SINK, LSE]}, [run], "3.6.0")
-    assert missing == {CASE: [SINK, LSE]}
-    assert tell_never_run(missing, "3.6.0") == 1
+    made = {CASE: [PLAIN, SINK, LSE, replace(PLAIN, columns="128x128")]}
+    assert tell(made, shown_by([run], "3.6.0"), "3.6.0") == 0
     said = capsys.readouterr().out
-    assert (
-        "NEVER RUN triton attention_forward block_q=64 block_k=32 warps=4 stages=2 bf16 64x64: sink (causal), lse (causal)"
-        in said
-    )
-    assert "2 meetings in 1 cases were never run on a GPU under Triton 3.6.0" in said
+    assert "1 of 3 tiles beside features were run on a GPU under Triton 3.6.0, 2 were not" in said
+    assert "1 of 2 tiles at head dims were run on a GPU under Triton 3.6.0, 1 were not" in said
+
+
+@pytest.mark.parametrize(
+    ("meeting", "triton"),
+    [
+        (replace(PLAIN, tile="block_q=16 block_k=16 warps=4 stages=1"), "3.6.0"),
+        (replace(PLAIN, kernel="attention_backward_keys"), "3.6.0"),
+        (replace(PLAIN, kind="ieee"), "3.6.0"),
+        (PLAIN, "3.7.0"),
+    ],
+)
+def test_a_tile_that_was_never_run_fails(run: Path, meeting: Meeting, triton: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tell({CASE: [PLAIN, meeting]}, shown_by([run], triton), triton) == 1
+    assert f"NEVER RUN triton {meeting.kernel} {meeting.tile}" in capsys.readouterr().out
 
 
 def test_nothing_is_missing_where_all_was_run(run: Path) -> None:
-    assert tell_never_run(never_run({CASE: [LSE]}, [run], "3.9.0"), "3.9.0") == 0
+    assert needed({CASE: [LSE]}, shown_by([run], "3.9.0")) == {}
+    assert tell({CASE: [LSE]}, shown_by([run], "3.9.0"), "3.9.0") == 0
+
+
+def test_a_case_is_run_for_what_it_shows_first_and_at_the_widest_head_dims(run: Path) -> None:
+    wide = replace(CASE, head_dim=256, head_dim_v=256)
+    other = replace(PLAIN, tile="block_q=16 block_k=16 warps=4 stages=1")
+    made = {
+        replace(CASE, seqlen_q=1): [PLAIN],  # was run
+        replace(CASE, seqlen_q=2): [SINK],
+        replace(wide, seqlen_q=3): [replace(SINK, columns="256x256")],  # so that the one before has nothing new
+        replace(CASE, seqlen_q=4): [replace(PLAIN, kind="fp16")],  # its features were run, not its dtype at these head dims
+        replace(CASE, seqlen_q=5): [other],  # a tile that was never run
+        replace(CASE, seqlen_q=6): [replace(LSE, mask="full"), PLAIN],
+    }
+    shown = shown_by([run], "3.6.0")
+    assert [case.seqlen_q for case in needed(made, shown)] == [5, 3, 4, 6]
+    assert [case.seqlen_q for case in needed(made, set())] == [3, 5, 1, 4, 6]

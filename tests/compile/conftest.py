@@ -42,3 +42,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
         return [json.loads(line) for line in place.read_text().splitlines() if line.startswith("{")]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether tests marked `whole` are asked for, as `make compile` does."""
+    return "whole" in request.config.getoption("markexpr")

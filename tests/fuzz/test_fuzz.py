@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from flashtile.fuzz import draw, guard, tiles
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import Result, check
 from flashtile.fuzz.formula import Scene, evaluate, fused, soil, yardsticks
-from flashtile.fuzz.main import lines_of
+from flashtile.fuzz.main import Request, lines_of, sessions_of, total, write
 from flashtile.fuzz.make import Inputs, build, call, mask_of, modifier_of
-from flashtile.fuzz.pool import Event, Order, judge
+from flashtile.fuzz.pool import Event, Order, judge, prepare
 from flashtile.fuzz.rounding import rounds_lse, slack
 from flashtile.fuzz.shrink import shrink
 from flashtile.kernels.portable.tile import Launch
@@ -300,13 +301,57 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(line, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
-def test_a_session_counts(tmp_path: Path) -> None:
-    file = tmp_path / "made" / "failures.jsonl"
-    done = command("--backend", "cpu", "--variants", "2", "--cases", "3", "--jobs", "1", "--output", str(file))
+def test_a_session_counts_and_adds_to_a_summary(tmp_path: Path) -> None:
+    file, summary = tmp_path / "made" / "failures.jsonl", tmp_path / "counts" / "summary.json"
+    earlier = {"cases": 10, "close": [], "wrong": [], "kernels": ["a", "b"]}
+    summary.parent.mkdir()
+    write(summary, [earlier])
+    asked = ["--backend", "cpu", "--variants", "2", "--cases", "3", "--jobs", "1"]
+    done = command(*asked, "--output", str(file), "--summary", str(summary))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 cases of 2 variants" in done.stdout
     assert "0 wrong" in done.stdout
     assert not file.exists()
+    first, own = sessions_of(summary)
+    assert first == earlier
+    assert (own["cases"], own["variants"], own["seed"], sum(own["status"].values())) == (6, 2, 0, 6)
+    assert json.loads(summary.read_text())["total"] == "16 cases, 2 distinct kernels, 0 close, 0 wrong in 2 sessions"
+    assert "16 cases, 2 distinct kernels" in done.stdout.replace("\n", " ")
+
+
+def test_kernels_of_several_sessions_count_once(tmp_path: Path) -> None:
+    sessions = [{"cases": 1, "close": ["x"], "wrong": [], "kernels": kernels} for kernels in (["a", "b"], ["b", "c"])]
+    assert total(sessions) == "2 cases, 3 distinct kernels, 2 close, 0 wrong in 2 sessions"
+    (file := tmp_path / "other.json").write_text("[]")
+    with pytest.raises(InvalidProblem, match="summary"):
+        sessions_of(file)
+
+
+def test_a_session_that_judges_nothing_fails(tmp_path: Path) -> None:
+    asked = ("--backend", "hopper", "--jobs", "1", "--variants", "1", "--cases", "1", "--output", str(tmp_path / "failures"))
+    done = command(*asked, "--without", "q=")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NOTHING was judged" in done.stdout
+
+
+@pytest.mark.parametrize("setup", ["nowhere:install", "tests.fuzz.emulate", "nowhere.at.all:install", ":"])
+def test_a_setup_that_nobody_finds_is_refused(setup: str) -> None:
+    for more in ([], ["--repeat", BASE.spell()]):
+        done = CliRunner().invoke(app, ["fuzz", "--setup", setup, *more])
+        assert done.exit_code == 2
+    with pytest.raises(InvalidProblem, match="MODULE:FUNCTION"):
+        Request(1.0, setup=setup)
+
+
+def test_processes_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    with warnings.catch_warnings():
+        for process in range(4):
+            prepare("", process)
+    assert taken == [0, 1, 0, 1]
 
 
 def test_a_case_is_repeated() -> None:

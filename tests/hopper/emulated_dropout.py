@@ -27,7 +27,7 @@ SEED, HEADS = torch.tensor([-(2**62) + 12345, 2**40 + 99]), 3
 def seed_of(p: float) -> Any:
     """What a kernel's argument becomes."""
     args = language.Pointer(SEED.view(torch.int32)), language.to_tensor(threshold(p) - 2**31), language.to_tensor(1 / (1 - p))
-    return load_seed((args,), SimpleNamespace(dropout=True, modifiers=0, wide=False))
+    return load_seed((args,), SimpleNamespace(modifiers=SimpleNamespace(dropout=True, count=0), wide=False))
 
 
 def differs(p: float, columns: int, by_key: bool) -> bool:

@@ -96,4 +96,4 @@ def test_the_tensor_that_hopper_s_copy_engine_brings(
     form, launch = form_of(p), choose_backward(p, H100)
     tile = make_backward_tile(p, launch, form)
     assert (copied(p, form), brought(p, choose_forward(p, H100), form)) == (which, forward)
-    assert (tile.early, tile.late) == (backward, late)
+    assert (tile.modifiers.early, tile.modifiers.late) == (backward, late)

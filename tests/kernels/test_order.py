@@ -10,7 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flashtile.kernels.device.tile import Items
 from flashtile.kernels.device.varlen import assign_tile
+from flashtile.kernels.portable.tile import Schedule
 from flashtile.triton_glue.language import jit, tl
 
 
@@ -18,11 +20,12 @@ from flashtile.triton_glue.language import jit, tl
 class Order:
     """What `tile_of` reads of a tile."""
 
-    swizzle: int
-    wave: int
-    last_first: bool = False
-    together: bool = False
-    ragged: bool = False
+    schedule: Schedule
+    items: Items
+
+
+def order_of(swizzle: int, wave: int, last_first: bool = False) -> Order:
+    return Order(Schedule(swizzle, last_first, wave), Items(ragged=False, varlen=False, together=False))
 
 
 @jit
@@ -39,13 +42,13 @@ def listed(order: Order, tiles: int, heads: int, device: torch.device) -> list[t
     return list(zip(*(f.tolist() for f in found), strict=True))
 
 
-@pytest.mark.parametrize("order", [Order(1, 0), Order(4, 0), Order(4, 16), Order(8, 6, last_first=True)])
+@pytest.mark.parametrize("order", [order_of(1, 0), order_of(4, 0), order_of(4, 16), order_of(8, 6, last_first=True)])
 @pytest.mark.parametrize(("tiles", "heads"), [(1, 1), (3, 7), (5, 9), (20, 3)])
 def test_each_tile_of_each_head_comes_once(order: Order, tiles: int, heads: int, device: torch.device) -> None:
     assert sorted(listed(order, tiles, heads, device)) == list(product(range(tiles), range(heads)))
 
 
-@pytest.mark.parametrize(("order", "together"), [(Order(2, 0), 2), (Order(2, 12), 3), (Order(2, 1000), 10)])
+@pytest.mark.parametrize(("order", "together"), [(order_of(2, 0), 2), (order_of(2, 12), 3), (order_of(2, 1000), 10)])
 def test_long_tiles_of_a_wave_come_first(order: Order, together: int, device: torch.device) -> None:
     """Heads together: as many as swizzle says, or more where these have fewer tiles than a wave."""
     tiles, heads = 4, 10

@@ -9,7 +9,15 @@ from types import MappingProxyType, ModuleType
 
 from flashtile.kernels.cpu import ways
 from flashtile.plan.backend import Direction, Gradients, OfferedPass, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, second_buffers, shapes, tangent_buffers
+from flashtile.plan.buffers import (
+    backward_buffers,
+    entropy_buffers,
+    forward_buffers,
+    second_buffers,
+    shapes,
+    statistics_buffers,
+    tangent_buffers,
+)
 from flashtile.plan.call import Buffer, HostCall, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import MAX_HEAD_DIM, AttentionProblem
@@ -44,11 +52,38 @@ def plan_second(problem: AttentionProblem, device: Device, direction: Direction)
     return Plan(problem, "cpu", "", buffers, calls, ("cpu: second derivatives by tiles",))
 
 
+def plan_statistics(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call."""
+    from flashtile.kernels.cpu import items, statistics
+
+    buffers = statistics_buffers(problem, direction)
+    function = partial(items.statistics if problem.lengths.ragged else statistics.forward, last=direction.last)
+    call = HostCall(function, tuple(b.name for b in buffers if b.role == "output"))
+    return Plan(problem, "cpu", "", buffers, (call,), ("cpu: statistics by tiles",))
+
+
+def plan_entropy(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """The plan of one host call."""
+    from flashtile.kernels.cpu import items, statistics
+
+    buffers = entropy_buffers(problem, direction)
+    function = items.entropy if problem.lengths.ragged else statistics.backward
+    call = HostCall(function, tuple(b.name for b in buffers if b.role == "output"))
+    return Plan(problem, "cpu", "", buffers, (call,), ("cpu: the entropy's gradient by tiles",))
+
+
 class CpuBackend:
     """Everything, on the CPU. Its one backward, "split", sums in a fixed order and so is always deterministic."""
 
     name = "cpu"
-    passes: Passes = MappingProxyType({"tangent": OfferedPass(plan_tangent), "second": OfferedPass(plan_second)})
+    passes: Passes = MappingProxyType(
+        {
+            "tangent": OfferedPass(plan_tangent),
+            "second": OfferedPass(plan_second),
+            "statistics": OfferedPass(plan_statistics),
+            "entropy": OfferedPass(plan_entropy),
+        }
+    )
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         """Reasons why not; empty when it can."""

@@ -18,7 +18,16 @@ from flashtile.problem.predicate import PredicateSpec
 from flashtile.problem.score import ScoreSpec
 
 Tensors = dict[str, torch.Tensor]
-PER_ROW = ("lse", "lse_low", "dlse", "tlse", "tdlse")  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)
+PER_ROW = (
+    "lse",
+    "lse_low",
+    "dlse",
+    "tlse",
+    "tdlse",
+    "peak",
+    "entropy",
+    "dentropy",
+)  # (batch, heads, seqlen); the others are (batch, seqlen, heads, head_dim)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Item:
         """The item's part of a tensor: of a captured one and of what holds lengths, all of it."""
         if name in PER_ROW:
             return tensor[self.slab, :, self.rows]
+        if name == "mass":
+            return tensor[self.slab, :, self.keys]
         part = {"q": self.rows, "out": self.rows, "k": self.keys, "v": self.keys}.get(name.removeprefix("t").removeprefix("d"))
         return tensor if part is None else tensor[self.slab, part]
 
@@ -129,6 +140,31 @@ def second(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> T
     made = {name: q.new_zeros(shapes[name], dtype=torch.float64) for name in outputs}
     for item in items(p, tensors):
         _embed(item, made, _call(second.backward, item, tensors, outputs))
+    return made
+
+
+def statistics(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], last: int = 0) -> Tensors:
+    """The statistics named; -inf in the peaks, and 0 elsewhere, of rows and keys that belong to no item."""
+    from flashtile.kernels.cpu import statistics
+
+    q, k = tensors["q"], tensors["k"]
+    sizes = {"peak": q.shape[1], "entropy": q.shape[1], "mass": k.shape[1]}
+    made = {
+        name: q.new_full((q.shape[0], p.heads_q, sizes[name]), -math.inf if name == "peak" else 0.0, dtype=lse_dtype(p))
+        for name in outputs
+    }
+    for item in items(p, tensors):
+        _embed(item, made, _call(partial(statistics.forward, last=last), item, tensors, outputs))
+    return made
+
+
+def entropy(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...]) -> Tensors:
+    """The gradients named of the entropy, as `backward` has those of out."""
+    from flashtile.kernels.cpu import statistics
+
+    made = {name: torch.zeros_like(tensors[name.removeprefix("d")], dtype=torch.float64) for name in outputs}
+    for item in items(p, tensors):
+        _embed(item, made, _call(statistics.backward, item, tensors, outputs))
     return made
 
 

@@ -59,10 +59,10 @@ def slopes_of(traw, scores, at, scale, score_args, moved_args, SCORE: tl.constex
 
 @jit
 def row_probability(score, row, scale, T: tl.constexpr):
-    """Probabilities of modified scores, or unless T.prescale of products; row = (level, norm, ...): a row's maximum and
-    1 / sum, or unless T.prescale its lse in units of the base-2 exponential.
+    """Probabilities of modified scores, or unless T.modifiers.prescale of products; row = (level, norm, ...): a row's maximum
+    and 1 / sum, or unless T.modifiers.prescale its lse in units of the base-2 exponential.
     """
-    if T.prescale:
+    if T.modifiers.prescale:
         return exp(score - row[0], T) * row[1]
     else:
         return tl.exp2(score * (scale * LOG2E) - row[0])
@@ -76,7 +76,7 @@ def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.con
     raw, traw: the product q k^T and its tangent. row = (level, norm, mu, ...), as `row_probability` has it;
     args = (score_args, moved_args).
     """
-    if T.prescale:
+    if T.modifiers.prescale:
         scores = stages(raw, at, scale, args[0], SCORE)
         slopes = slopes_of(traw, scores, at, scale, args[0], args[1], SCORE, ALONG)
         p = row_probability(scores[len(SCORE) // 2], row, scale, T)
@@ -99,7 +99,7 @@ def directed_gradients(p, bend, scores, slopes, dp, tdp, row, at, keep, args, MA
     """
     e = dp - row[3]
     ds, ds2 = p * e, p * (bend * e + (tdp - row[4]))
-    if T.prescale:
+    if T.modifiers.prescale:
         for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
             score, made = scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1]
             own = args[0][len(SCORE) // 2 - r]

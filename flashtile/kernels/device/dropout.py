@@ -43,9 +43,9 @@ class Seed(NamedTuple):
 
 @jit
 def load_seed(score_args, T: tl.constexpr):
-    """The call's Seed; one of no meaning unless T.dropout."""
-    if T.dropout:
-        args = score_args[T.modifiers]
+    """The call's Seed; one of no meaning unless T.modifiers.dropout."""
+    if T.modifiers.dropout:
+        args = score_args[T.modifiers.count]
         low = tl.load(args[0]).to(tl.uint32, bitcast=True)
         high = tl.load(args[0] + 1).to(tl.uint32, bitcast=True)
         offset = tl.load(args[0] + 2).to(tl.uint32, bitcast=True)
@@ -119,10 +119,10 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
     """Which scores of the tile from (row, key) are kept: queries by keys or, if BY_KEY, keys by queries.
 
     Tiles begin at multiples of their sizes. Of the scores that a call of Philox is for a thread that holds an accumulator's
-    elements holds half, and another lane the other half: both make the call, so that nothing is exchanged. Unless T.dropout
-    the answer is 0, unread.
+    elements holds half, and another lane the other half: both make the call, so that nothing is exchanged. Unless
+    T.modifiers.dropout the answer is 0, unread.
     """
-    if T.dropout:
+    if T.modifiers.dropout:
         batch_head, row, key = placed(seed, batch_head, row, key)
         LINES: tl.constexpr = T.block_k if BY_KEY else T.block_q
         COLUMNS: tl.constexpr = T.block_q if BY_KEY else T.block_k
@@ -159,12 +159,12 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
 
 @jit
 def dropped(p, survives, seed, T: tl.constexpr):
-    """p where `survives` says so, 0 elsewhere; p as it is unless T.dropout.
+    """p where `survives` says so, 0 elsewhere; p as it is unless T.modifiers.dropout.
 
     The zero is one that LLVM does not know: with a constant it would draw the conversion to 16 bits that follows into the
     select, and take packed pairs apart and together again (1.2 instructions per score).
     """
-    if T.dropout:
+    if T.modifiers.dropout:
         return tl.where(survives, p, seed.zero)
     else:
         return p

@@ -19,10 +19,10 @@ def tiles_seen(start, size, other, before, after, BEFORE: tl.constexpr, AFTER: t
     """
     shift = other - size
     first, last, length = start + shift, tl.minimum(start + BLOCK, size) - 1 + shift, other
-    if T.ragged:
+    if T.items.ragged:
         length = tl.where(start < size, other, 0)
     lo, full_lo, full_hi, hi = key_range(first, last, length, before, after, BEFORE, AFTER, OTHER)
-    if T.predicate:  # any tile may be visible in part
+    if T.mask.predicate:  # any tile may be visible in part
         full_lo = lo
         full_hi = lo
     seen_from = 0
@@ -36,9 +36,9 @@ def visible(row, key, sizes, band, T: tl.constexpr):
     """Which scores exist: inside both lengths and inside band = (left, right)."""
     keep = (key < sizes.k) & (row < sizes.q)
     position = row + (sizes.k - sizes.q)
-    if T.left:
+    if T.mask.left:
         keep = keep & (key >= position - band[0])
-    if T.right:
+    if T.mask.right:
         keep = keep & (key <= position + band[1])
     return keep
 
@@ -49,7 +49,7 @@ def predicates(p: AttentionProblem) -> JitTuple:
 
 
 def term_starts(p: AttentionProblem) -> int:
-    """T.starts: bit i is set where predicate i > 0 begins a term of the "or"."""
+    """T.mask.starts: bit i is set where predicate i > 0 begins a term of the "or"."""
     starts, count = 0, 0
     for term in p.where:
         starts |= (1 << count) if count else 0
@@ -64,7 +64,7 @@ def holds(at, mask_args, T: tl.constexpr, MASK: tl.constexpr):
     whole = term != term  # nothing yet
     for i in tl.static_range(1, len(MASK)):
         leaf = MASK[i](at, mask_args[i])
-        if (T.starts >> i) & 1:
+        if (T.mask.starts >> i) & 1:
             whole = whole | term
             term = leaf
         else:
@@ -76,7 +76,7 @@ def holds(at, mask_args, T: tl.constexpr, MASK: tl.constexpr):
 def seen(at, row, key, sizes, band, MASKED: tl.constexpr, T: tl.constexpr, MASK: tl.constexpr):
     """Which scores exist; band = (left, right, arguments of the predicates). Predicates are asked where MASKED alone."""
     keep = visible(row, key, sizes, band, T)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         keep = keep & holds(at, band[2], T, MASK)
     return keep
 

@@ -1,12 +1,12 @@
 """Applying a chain of score modifiers, forward and in reverse.
 
 Kernels get the functions as flat constexpr tuples (Triton 3.6 cannot index a tuple inside a tuple):
-`SCORE` = (forward 0, backward 0, forward 1, backward 1, ...) where T.prescale, otherwise (add 0, add 1, ...) of T.adds
-modifiers and, where T.curved, (function, derivative, width) of a last one; and `CAPTURED` = a pair (contribution, index)
-for each captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
+`SCORE` = (forward 0, backward 0, forward 1, backward 1, ...) where T.modifiers.prescale, otherwise (add 0, add 1, ...) of
+T.modifiers.adds modifiers and, where T.modifiers.curved, (function, derivative, width) of a last one; and `CAPTURED` = a pair
+(contribution, index) for each captured tensor, equally many per modifier, (None, None) where no gradient is wanted.
 
-Unless T.prescale the softmax works on raw products: what modifiers add is added in units of the product, a row's maximum may
-be taken before the curve, which rises, and all factors meet in the exponent's multiply-add.
+Unless T.modifiers.prescale the softmax works on raw products: what modifiers add is added in units of the product, a row's
+maximum may be taken before the curve, which rises, and all factors meet in the exponent's multiply-add.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ def locate(batch, head, row, key, sizes, MASKED: tl.constexpr = True):
 
 @jit
 def logits(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
-    """The product q k^T turned into modified scores; where not T.prescale in units of the product, before any curve."""
-    if T.prescale:
+    """The product q k^T turned into modified scores; where not T.modifiers.prescale in units of the product, before any
+    curve.
+    """
+    if T.modifiers.prescale:
         score = raw * scale
         for i in tl.static_range(len(SCORE) // 2):
             score = SCORE[2 * i](score, at, score_args[i])
@@ -163,7 +165,7 @@ def logits(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
 @jit
 def added(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """raw plus what modifiers add, in units of the product."""
-    ADDS: tl.constexpr = T.adds
+    ADDS: tl.constexpr = T.modifiers.adds
     score = raw
     for i in tl.static_range(ADDS):
         score = SCORE[i](score, at, score_args[i], 1.0 / scale)
@@ -173,8 +175,8 @@ def added(raw, at, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
 @jit
 def bent(score, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """What `logits` made, after the curve; `unit` of these make a score."""
-    if T.curved:
-        return SCORE[T.adds](score * (scale / SCORE[T.adds + 2](score_args[T.adds])))
+    if T.modifiers.curved:
+        return SCORE[T.modifiers.adds](score * (scale / SCORE[T.modifiers.adds + 2](score_args[T.modifiers.adds])))
     else:
         return score
 
@@ -182,10 +184,10 @@ def bent(score, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
 @jit
 def unit(scale, score_args, T: tl.constexpr, SCORE: tl.constexpr):
     """The factor that turns `bent` logits into scores."""
-    if T.prescale:
+    if T.modifiers.prescale:
         return 1.0
-    elif T.curved:
-        return SCORE[T.adds + 2](score_args[T.adds])
+    elif T.modifiers.curved:
+        return SCORE[T.modifiers.adds + 2](score_args[T.modifiers.adds])
     else:
         return scale
 
@@ -221,7 +223,7 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
     dp is the gradient of p; row = (level, delta, norm) broadcasts along the keys, p = norm * exp(score - level), with
     level in units of the base-2 exponential, and norm 1, unless T.exact; keep says which scores exist.
     """
-    if T.prescale:
+    if T.modifiers.prescale:
         scores = stages(raw, at, scale, score_args, SCORE)
         p = probability(scores[len(SCORE) // 2], row, T)
     else:
@@ -230,13 +232,13 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
     if MASKED:
         p = tl.where(keep, p, 0.0)
     ds = p * (dp - row[1])
-    if T.prescale:
+    if T.modifiers.prescale:
         for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
             ds = SCORE[len(SCORE) - 2 * r + 1](
                 ds, scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1], at, score_args[len(SCORE) // 2 - r]
             )
-    elif T.curved:
-        ds = ds * SCORE[T.adds + 1](y)
+    elif T.modifiers.curved:
+        ds = ds * SCORE[T.modifiers.adds + 1](y)
     if MASKED:  # dp, or a modifier's derivative, may be NaN where nothing is to be seen
         ds = tl.where(keep, ds, 0.0)
     return p, ds

@@ -14,8 +14,9 @@ from flashtile.triton_glue.language import jit, tl
 class Rows(NamedTuple):
     """Running state of a query tile: weighted values, running maximum, running sum.
 
-    The maximum is a score where T.prescale, otherwise in units of the base-2 exponential, rounded: what is subtracted and what
-    the next tile starts from are then one number, and where scores are large its rounding cancels between acc and total.
+    The maximum is a score where T.modifiers.prescale, otherwise in units of the base-2 exponential, rounded: what is
+    subtracted and what the next tile starts from are then one number, and where scores are large its rounding cancels between
+    acc and total.
     """
 
     acc: tl.tensor
@@ -36,13 +37,13 @@ def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
 @jit
 def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.constexpr, T: tl.constexpr,
          SCORE: tl.constexpr, LIFT: tl.constexpr = 1.0):  # fmt: skip
-    """The state after a tile of `logits`; keep says which exist, survives, where T.dropout, which count for the values, which
-    are added up LIFT times.
+    """The state after a tile of `logits`; keep says which exist, survives, where T.modifiers.dropout, which count for the
+    values, which are added up LIFT times.
 
-    A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where T.prescale is
-    set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A row without any
-    visible score stays finite: its pivot is 0. Plain unmasked tiles have none. A curve rises: where nothing is hidden it is
-    evaluated while the maximum is being found.
+    A 16-bit problem leaves scores unscaled, so that the scale is part of the exponent's multiply-add; where
+    T.modifiers.prescale is set the difference to the maximum is formed first, which costs an instruction and rounds nothing. A
+    row without any visible score stays finite: its pivot is 0. Plain unmasked tiles have none. A curve rises: where nothing is
+    hidden it is evaluated while the maximum is being found.
     """
     if MASKED:
         score = tl.where(keep, bent(score, scale, score_args, T, SCORE), float("-inf"))
@@ -51,13 +52,13 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
         top = bent(tl.max(score, 1), scale, score_args, T, SCORE)
         score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    if not T.prescale:
+    if not T.modifiers.prescale:
         top = top * factor
     top = tl.maximum(rows.top, top)
     pivot = top
-    if MASKED or T.prescale or T.adds > 0:  # a modifier may add -inf
+    if MASKED or T.modifiers.prescale or T.modifiers.adds > 0:  # a modifier may add -inf
         pivot = tl.where(top == float("-inf"), 0.0, top)
-    if T.prescale:
+    if T.modifiers.prescale:
         decay = exp(rows.top - pivot, T)
         p = exp(score - pivot[:, None], T)
     else:
@@ -74,7 +75,7 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
 @jit
 def scored(rows, T: tl.constexpr):
     """The state, whose maximum is a score."""
-    if T.prescale:
+    if T.modifiers.prescale:
         return rows
     else:
         return Rows(rows.acc, rows.top * LN2, rows.total)

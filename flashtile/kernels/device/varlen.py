@@ -110,7 +110,7 @@ def assign_tile(schedule_ptr, seqlen, seqlen_q, seqlen_k, heads, BLOCK: tl.const
 @jit
 def abreast(per_head, T: tl.constexpr):
     """Heads whose tiles go together, `per_head` each."""
-    return tl.maximum(T.wave // per_head, T.swizzle)
+    return tl.maximum(T.schedule.wave // per_head, T.schedule.swizzle)
 
 
 @jit
@@ -138,16 +138,18 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads,
             BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(tile, head, Item, unit) of a number below `tiles`; tiles of BLOCK along an axis of `seqlen`, for each of `heads`.
 
-    unit counts tiles: those of one head, and of one item where all are alike, stand together. T.together: the items' tiles
-    of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
+    unit counts tiles: those of one head, and of one item where all are alike, stand together. T.items.together: the items'
+    tiles of a head follow one another, for they read the same bias, which the L2 cache then reads from memory once.
     """
-    if T.ragged:
-        tile, head, item, slot = scheduled(number, schedule_ptr, heads, T.swizzle, BLOCK, OVER_KEYS, T.right and not OVER_KEYS)
+    if T.items.ragged:
+        tile, head, item, slot = scheduled(
+            number, schedule_ptr, heads, T.schedule.swizzle, BLOCK, OVER_KEYS, T.mask.right and not OVER_KEYS
+        )
         return tile, head, item, head * (tiles // heads) + slot
     else:
         per_head = tl.cdiv(seqlen, BLOCK)
-        tile, batch_head = seat(number, per_head, tiles // per_head, abreast(per_head, T), T.last_first)
-        if T.together:
+        tile, batch_head = seat(number, per_head, tiles // per_head, abreast(per_head, T), T.schedule.last_first)
+        if T.items.together:
             batches = tiles // per_head // heads
             batch, head = batch_head % batches, batch_head // batches
             batch_head = batch * heads + head
@@ -160,7 +162,7 @@ def tile_of(number, tiles, schedule_ptr, seqlen, seqlen_q, seqlen_k, heads,
 @jit
 def slab(item, T: tl.constexpr):
     """The item's place in the tensors' first axis."""
-    if T.varlen:
+    if T.items.varlen:
         return item.batch * 0
     else:
         return item.batch
@@ -169,7 +171,7 @@ def slab(item, T: tl.constexpr):
 @jit
 def first_padded(item, T: tl.constexpr):
     """The first of the item's rows in a buffer that pads every item to whole tiles."""
-    if T.varlen:
+    if T.items.varlen:
         return (item.first_q // ROWS + item.batch) * ROWS
     else:
         return item.first_q

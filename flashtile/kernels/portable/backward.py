@@ -48,7 +48,7 @@ def beyond_mean(dout, v, delta, rest, keep, factor, T: tl.constexpr):
     """The gradient of p, less its mean over the row: dp - delta, from parts of dout and v in either order.
 
     rest: slip where T.exact, where T.lonely the size of what delta adds up (`rows.py`).
-    Where T.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
+    Where T.modifiers.dropout dp is `factor` times the product where `keep` says so, and 0 elsewhere.
 
     Both may be ten times their difference, so of aligned parts neither dp's rounding nor delta's is let into it.
     A lone key has p = 1 whatever its score: but for dlse it is its own mean. A mask may leave a query one key at run time
@@ -58,7 +58,7 @@ def beyond_mean(dout, v, delta, rest, keep, factor, T: tl.constexpr):
         dp, low = product_and_rest(dout, v, T)
         if T.lone:
             dp, low = dp - dp, tl.zeros_like(dp)  # 0, or NaN where something is not finite
-        if T.dropout:
+        if T.modifiers.dropout:
             factors = tl.where(keep, factor, 0.0)
             return tl.fma(dp, factors, tl.zeros_like(dp) - delta) + tl.fma(low, factors, tl.zeros_like(dp) - rest)
         return (dp - delta) + (low - rest)
@@ -66,7 +66,7 @@ def beyond_mean(dout, v, delta, rest, keep, factor, T: tl.constexpr):
         dp = product(dout, v, T)
         if T.lone:
             dp = dp - dp
-        if T.dropout:
+        if T.modifiers.dropout:
             dp *= tl.where(keep, factor, 0.0)
         dp -= delta
         if T.exact:
@@ -112,9 +112,9 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     dout = load_tile(dout_ptr, strides[3], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
     level, delta, norm, slip = load_rows(in_ptrs[2] + head.to(tl.int64) * strides[5][1], strides[5], start, T)
-    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.pads_keys)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         q, dout = zero_unseen(q, keep, 0), zero_unseen(dout, keep, 0)
     q_parts, dout_parts = aligned_parts(q, T), aligned_parts(dout, T)
     raw = score_product(k, transposed(q_parts, T), T)
@@ -127,7 +127,7 @@ def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, s
     ds = free_parts(ds, q.dtype, T)
     dk = add_product(dk, ds, q_parts, T)
     if T.adds_dq:
-        if MASKED and T.predicate:
+        if MASKED and T.mask.predicate:
             k = seen_parts(k, keep, T)
         share = add_product(tl.zeros([BLOCK_Q, COLUMNS], WIDE), transposed(ds, T), k, T)
         target = dq_ptr + column_offset(head, strides[4]) + row_offset(start, strides[4])
@@ -155,8 +155,10 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * BLOCK_K, item.k - item.q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
-    if not T.predicate:
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T
+    )
+    if not T.mask.predicate:
         if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
             full_lo = hi
             full_hi = hi
@@ -165,9 +167,9 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
     v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
     key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
-    if T.left:
+    if T.mask.left:
         key_first = tl.maximum(shift - left - column, 0)
-    if T.right:
+    if T.mask.right:
         key_end = tl.minimum(keys_here, keys_here + right)
     k = load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True)
     v = load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True)
@@ -189,21 +191,21 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if T.adds_dq:
         dq_ptr += batch.to(tl.int64) * strides[4][0] + row_offset(item.first_q, strides[4])
     members = group if T.grouped else 1
-    if T.blocks_q > 0:
-        PER: tl.constexpr = T.blocks_q // BLOCK_Q
-        whole = (0, tl.cdiv(seqlen_q, T.blocks_q) * T.blocks_q)
+    if T.mask.blocks_q > 0:
+        PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q
+        whole = (0, tl.cdiv(seqlen_q, T.mask.blocks_q) * T.mask.blocks_q)
         for member in tl.range(0, members):
-            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.blocks_k)
+            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.mask.blocks_k)
             for step in tl.range(0, partial * PER):
-                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
                 dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
                                   score_args, True, T, SCORE, MASK)  # fmt: skip
             for step in tl.range(partial * PER, visited * PER):
-                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
                 dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
                                   score_args, False, T, SCORE, MASK)  # fmt: skip
     else:
-        if T.right or T.pads_keys:
+        if T.mask.right or T.mask.pads_keys:
             before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
             for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
                 dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, before, start, scale, band,
@@ -223,7 +225,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
         store_tile(dk_tile, strides[6], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
-        if T.dropout:
+        if T.modifiers.dropout:
             dv *= seed.factor
         store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)
 
@@ -245,9 +247,9 @@ def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, pla
     k = load_tile(k_ptr, strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     v = load_tile(v_ptr, strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         k = zero_unseen(k, keep, 0)
     k = aligned_parts(k, T)
     raw = score_product(queries[0], transposed(k, T), T)
@@ -287,19 +289,19 @@ def walk_keys(dq, totals, off, queries, row, kv_ptrs, strides, sizes, walk, plac
     """
     BLOCK_K: tl.constexpr = T.block_k
     lo, full_lo, full_hi, hi, lists, first, ends = walk
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(lists, place[0], place[1], first // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
+    if T.mask.blocks_k > 0:
+        indices, partial, visited = block_list(lists, place[0], place[1], first // T.mask.blocks_q)
+        PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
                                          band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
                                          band, score_args, grad_args, False, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
     else:
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start,
                                              scale, band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED,
@@ -342,7 +344,9 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
 
     rows_here, row_q = item.q - row, item.first_q + row
     q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
@@ -367,7 +371,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     none = tl.zeros([BLOCK_Q], WIDE)
     off = (none, none, totals, none)
     sunk = none  # the probability that the sink takes
-    if T.sink:
+    if T.modifiers.sink:
         sink = tl.load(sink_ptr + head.to(tl.int64) * strides[7][0]).to(WIDE)
         if T.exact:
             sunk = exp(sink - level, T) * norm
@@ -443,11 +447,11 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         given = tl.where(index < item.q, sunk * change, 0.0)
         tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
-        if T.ragged:  # what is known of rows that do not exist may be NaN
+        if T.items.ragged:  # what is known of rows that do not exist may be NaN
             totals = tl.where((index < item.q)[:, None], totals, 0.0)
         store_totals(tl.sum(totals, 0), unit, grad_args, T, SCORE, CAPTURED)
     if dq_ptr is not None:
-        if T.ragged:  # rows that do not count may have met an infinite key
+        if T.items.ragged:  # rows that do not count may have met an infinite key
             dq = tl.where((index < item.q)[:, None], dq, 0.0)
         dq_tile = dq_ptr + head_offset(batch, head, strides[4]) + row_offset(row_q, strides[4])
         store_tile(dq_tile, strides[4], dq * scale, item.span_q - row, T.head_dim, BLOCK_Q, T.columns)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.kernels.device.grid import Sizes
-from flashtile.kernels.device.mask import predicates, seen, term_starts
+from flashtile.kernels.device.mask import predicates, seen
 from flashtile.kernels.device.score import locate
+from flashtile.kernels.device.tile import Mask
 from flashtile.plan.arguments import integers, mask_args
 from flashtile.plan.buffers import mask_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer
@@ -23,10 +24,7 @@ class BlockTile:
 
     block_q: int
     block_k: int
-    left: bool
-    right: bool
-    predicate: bool
-    starts: int
+    mask: Mask
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -42,9 +40,9 @@ def classify_blocks(state_ptr, seqlen_q, seqlen_k, heads, left, right, mask_args
     first, last = row * BLOCK_Q, tl.minimum(row * BLOCK_Q + BLOCK_Q, seqlen_q)
     key = column * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     shift, end = seqlen_k - seqlen_q, last
-    if T.left:  # a block beyond the band holds nothing
+    if T.mask.left:  # a block beyond the band holds nothing
         end = tl.where(column * BLOCK_K + BLOCK_K - 1 < first + shift - left, first, end)
-    if T.right:
+    if T.mask.right:
         end = tl.where(column * BLOCK_K > last - 1 + shift + right, first, end)
     some, every = first * 0, first * 0
     for start in tl.range(first, end, LEAST):
@@ -61,9 +59,7 @@ def plan_classify(p: AttentionProblem) -> Plan:
     """A plan from a mask's tensors to the output `state`, for the block sizes and heads of a problem."""
     assert p.blocks is not None
     shape = (p.batch, p.heads_q, p.blocks.rows(p.seqlen_q), p.blocks.columns(p.seqlen_k))
-    tile = BlockTile(
-        p.blocks.block_q, p.blocks.block_k, p.band.left is not None, p.band.right is not None, bool(p.where), term_starts(p)
-    )
+    tile = BlockTile(p.blocks.block_q, p.blocks.block_k, Mask.of(p, pads_keys=False))
     counts = integers(p)
     args = (
         Pointer("state"), *(counts[n] for n in ("seqlen_q", "seqlen_k", "heads", "left", "right")), mask_args(p),

@@ -62,13 +62,15 @@ def tile_contribution(queries, keys, sizes, band, batch, head, row, key, seed, s
     k, v = keys
     level, delta, norm, slip = rows
     index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(batch, head, index, column, sizes, T.pads_keys)
+    at = locate(batch, head, index, column, sizes, T.mask.pads_keys)
     raw = score_product(aligned_parts(q, T), transposed(aligned_parts(k, T), T), T)
     survives = kept(seed, batch * sizes.heads + head, row, key, False, T)
     values = transposed(aligned_parts(v, T), T)
     dp = beyond_mean(aligned_parts(dout, T), values, delta[:, None], slip[:, None], survives, seed.factor, T)
     state = (level[:, None], 0.0, norm[:, None])
-    MASKED: tl.constexpr = T.left or T.right or T.predicate or T.pads_keys  # queries that do not exist have p = 0
+    MASKED: tl.constexpr = (
+        T.mask.left or T.mask.right or T.mask.predicate or T.mask.pads_keys
+    )  # queries that do not exist have p = 0
     keep = seen(at, index, column, sizes, band, MASKED, T, MASK)
     return contribution(raw, dp, state, at, keep, scale, score_args, MASKED, T, SCORE, CAPTURED)
 
@@ -106,16 +108,16 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
         key, row = program % tiles_k * BLOCK_K, program // tiles_k % tiles_q * BLOCK_Q
         own = program // (tiles_k * tiles_q)
         total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
-        lo, _, _, hi, _ = tiles_seen(row, seqlen_q, seqlen_k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+        lo, _, _, hi, _ = tiles_seen(row, seqlen_q, seqlen_k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T)
         count = shared
-        if not T.ragged:  # asked once: loads under a condition are not made ahead
+        if not T.items.ragged:  # asked once: loads under a condition are not made ahead
             count = tl.where((key >= lo) & (key < hi), shared, 0)
         for n in tl.range(0, count):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
             queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
             sizes = Sizes(queries, keys, heads, group)
-            if T.ragged:
-                lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+            if T.items.ragged:
+                lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T)
                 if (key >= lo) & (key < hi):
                     here = load_queries(ptrs, strides, sizes, batch, head, row, T)
                     there = load_keys(ptrs, strides, sizes, batch, head, key, T)
@@ -140,7 +142,7 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
         sizes = Sizes(queries, keys, heads, group)
         if CAPTURED[4]:
             key = tile * BLOCK_K
-            lo, _, _, hi, _ = tiles_seen(key, keys, queries, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
+            lo, _, _, hi, _ = tiles_seen(key, keys, queries, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T)
             total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)  # added up across threads once, behind the loop
             there = load_keys(ptrs, strides, sizes, batch, head, key, T)
             for row in tl.range(lo, hi, BLOCK_Q):
@@ -152,7 +154,7 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
             tl.store(out_ptr + place * seqlen_k + column, tl.sum(total, 0), mask=column < seqlen_k)
         else:
             row = tile * BLOCK_Q
-            lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+            lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T)
             total = tl.zeros([BLOCK_Q, BLOCK_K], WIDE)
             here = load_queries(ptrs, strides, sizes, batch, head, row, T)
             for key in tl.range(lo, hi, BLOCK_K):

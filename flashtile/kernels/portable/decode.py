@@ -196,7 +196,7 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     head = head_kv * group + tl.minimum(member, group - 1)
     sizes = Sizes(seat.q, seat.k, heads, group)
     band = (left, right, extra[1])
-    lo, _, _, hi, ends = tiles_seen(seat.token, seat.q, seat.k, left, right, T.left, T.right, TOKENS, BLOCK_K, T)
+    lo, _, _, hi, ends = tiles_seen(seat.token, seat.q, seat.k, left, right, T.mask.left, T.mask.right, TOKENS, BLOCK_K, T)
     if SPLIT > 0:
         lo = tl.maximum(lo, tl.program_id(2) * SPAN)
         hi = tl.minimum(hi, (tl.program_id(2) + 1) * SPAN)
@@ -235,7 +235,7 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
             v = times_tokens(v, in_ptrs[6], scale_at, there)
         at = locate(seat.batch, head[:, None], row[:, None], key[None, :], sizes, True)
         keep = seen(at, row[:, None], key[None, :], sizes, band, True, T, MASK)
-        if T.predicate:
+        if T.mask.predicate:
             v = zero_unseen(v, keep, 0)
         product = score_product(q, transposed(aligned_parts(k, T), T), T)
         if PACK.rest > 0:
@@ -281,7 +281,7 @@ def store_part(part_ptrs, rows, part, token, head, heads, counts, cu_ptr, seqlen
 def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, first,
           COLUMNS: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count."""
-    if T.sink:
+    if T.modifiers.sink:
         sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
         rows = add_sink(rows, sink.to(rows.top.dtype), T)
     out, lse = finish(rows, T)
@@ -317,7 +317,7 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     counts = exists & (row < seat.q)
     token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
     value = first + tl.arange(0, COLUMNS)
-    lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.left, T.right, TOKENS, T.block_k, T)
+    lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.mask.left, T.mask.right, TOKENS, T.block_k, T)
     rows = empty_rows(T.block_q, COLUMNS, T)
     if PACK.early:
         await_stream()

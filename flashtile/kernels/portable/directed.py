@@ -12,11 +12,17 @@ from flashtile.kernels.device.score import chain
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
+from flashtile.kernels.portable.statistics import (
+    attention_entropy_keys,
+    attention_entropy_queries,
+    attention_mass,
+    attention_statistics,
+)
 from flashtile.kernels.portable.tangent import attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
-from flashtile.plan.buffers import second_buffers, tangent_buffers
+from flashtile.plan.buffers import entropy_buffers, second_buffers, statistics_buffers, tangent_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
@@ -150,8 +156,103 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     return Plan(p, "triton", "", (*buffers, *schedules.buffers), (*schedules.calls, *calls), notes)
 
 
+# Tiles of statistics and of the entropy's gradient by the kind of pass and the tile's columns, which hold no values; not timed.
+ROWS, KEYS = "tangent", "second_keys"
+LIGHT: dict[tuple[Pass, int], Launch] = {
+    (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
+    (KEYS, 64): Launch(64, 128, 4, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
+}  # fmt: skip
+
+
+def choose_light(p: AttentionProblem, device: Device, which: Pass) -> Launch:
+    """The tile of a pass of statistics."""
+    kind, width = products(p, device, which), max(padded(p)[0], 64)
+    if _triton.INTERPRETED:
+        return replace(INTERPRETED[which], products=kind)
+    launch = FP32[width][-1] if p.dtype is DType.FP32 else LIGHT[which, width]
+    return replace(launch, products=kind)
+
+
+def refusals_of_entropy(p: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """Reasons against the entropy's gradient."""
+    return refusals(p, device, direction) + [
+        f"the entropy's gradient by {spec.kind.name}'s tensor is not implemented" for spec in p.score if spec.wants_grad
+    ]
+
+
+def plan_statistics(p: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """A launch for what is known of rows, one for the mass of keys. Lists of blocks, which repeat the mask, are not read."""
+    p = replace(p, blocks=None)
+    schedules, calls, notes, sink = Schedules(p), list[KernelCall](), list[str](), None if p.sink is None else "sink"
+    made = tuple(n if n in direction.wanted else None for n in ("peak", "entropy"))
+    if any(made):
+        launch = choose_light(p, device, ROWS)
+        arrives = "g" if made[1] else ""
+        calls.append(_light_call(attention_statistics, p, device, launch, ROWS, schedules, ("q", "k", sink), made,
+                                 ("q", "k", sink or "q"), arrives=arrives))  # fmt: skip
+        notes.append(f"statistics tile {launch.spell()}")
+    if "mass" in direction.wanted:
+        launch = choose_light(p, device, KEYS)
+        calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
+                                 heads=p.heads_q, more=(direction.last,)))  # fmt: skip
+        notes.append(f"mass tile {launch.spell()}")
+    buffers = (*statistics_buffers(p, direction), *schedules.buffers)
+    return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))
+
+
+def plan_entropy(p: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    """A pass over queries and one over keys."""
+    p = replace(p, blocks=None)
+    schedules, calls, buffers = Schedules(p), list[KernelCall](), list(entropy_buffers(p, direction))
+    launches = {which: choose_light(p, device, which) for which in (ROWS, KEYS)}
+    wanted, sink = {n: f"d{n}" if n in direction.wanted else None for n in "qk"}, None if p.sink is None else "sink"
+    sunk = p.sink is not None and p.sink.grad
+    inputs, strides = (
+        ("q", "k", "lse", "entropy", "dentropy", sink),
+        ("q", "k", sink or "q", wanted["q"] or "q", wanted["k"] or "k"),
+    )
+    tiles = most_tiles(p.span_q, p.batch, launches[ROWS].block_q, p.lengths.varlen)
+    if sunk:
+        sum_dtype = "fp64" if launches[ROWS].products == "float64" else "fp32"
+        buffers.append(Buffer("partial.sink", (p.heads_q, tiles), sum_dtype, "scratch"))
+    if wanted["q"] or sunk:
+        made = (wanted["q"], "partial.sink" if sunk else None)
+        calls.append(_light_call(attention_entropy_queries, p, device, launches[ROWS], ROWS, schedules, inputs, made, strides))
+    if wanted["k"]:
+        calls.append(_light_call(attention_entropy_keys, p, device, launches[KEYS], KEYS, schedules, inputs, "dk", strides))
+    if sunk:
+        args = (Pointer("partial.sink"), None, Pointer("dsink"), tiles, p.heads_q)
+        calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
+    notes = tuple(f"the entropy's {what} tile {launches[which].spell()}" for what, which in (("queries", ROWS), ("keys", KEYS)))
+    return Plan(p, "triton", "", (*buffers, *schedules.buffers), (*schedules.calls, *calls), notes)
+
+
+def _light_call(
+    kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, schedules: Schedules,
+    inputs: tuple[str | None, ...], outputs: Any, strides: tuple[str, ...], *, heads: int | None = None,
+    more: tuple[Any, ...] = (), arrives: str = "",
+) -> KernelCall:  # fmt: skip
+    """One program per tile and head of a pass that reads no values; more: what is behind the predicates in `region`."""
+    over_keys = which in OVER_KEYS
+    block, span = (launch.block_k, p.span_k) if over_keys else (launch.block_q, p.span_q)
+    constants = (("T", make_tile(p, launch, which, arrives=arrives)), ("SCORE", chain(p, device, form_in(p, which))),
+                 ("MASK", predicates(p)))  # fmt: skip
+    args = (
+        _pointers(inputs), _pointers(outputs), tuple(Strides(n) for n in strides), *integers(p).values(), p.scale_value,
+        score_args(p), (schedules.of(block, over_keys), mask_args(p), *more),
+    )  # fmt: skip
+    heads = heads or (p.heads_kv if over_keys else p.heads_q)
+    grid = (most_tiles(span, p.batch, block, p.lengths.varlen) * heads, 1, 1)
+    return KernelCall(kernel, grid, args, constants, launch.num_warps, launch.num_stages, not (p.float32_grade and p.score))
+
+
 PASSES: Passes = MappingProxyType(
-    {"tangent": OfferedPass(plan_tangent, refusals), "second": OfferedPass(plan_second, refusals_of_second)}
+    {
+        "tangent": OfferedPass(plan_tangent, refusals),
+        "second": OfferedPass(plan_second, refusals_of_second),
+        "statistics": OfferedPass(plan_statistics, refusals),
+        "entropy": OfferedPass(plan_entropy, refusals_of_entropy),
+    }
 )
 
 

@@ -30,9 +30,9 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         v = zero_unseen(v, keep, 0)
     score = logits(score_product(q, transposed(aligned_parts(k, T), T), T), at, scale, score_args, T, SCORE)
     return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE)
@@ -53,7 +53,7 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
 
     in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,).
 
-    region = (the schedule where T.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
+    region = (the schedule where T.items.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
 
     Where T.repairs out and lse are another forward's, of which rows are computed again whose lse is beyond FAR, or not finite.
     lse is (batch, heads_q, seqlen_q); stats, present where T.exact, is (batch, heads_q, 2, seqlen_q): each row's maximum
@@ -65,7 +65,9 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
 
     index, per_head = row + tl.arange(0, BLOCK_Q), (batch * heads + head).to(tl.int64)
     lse_tile, far = out_ptrs[1] + per_head * seqlen_q + item.first_q + index, index < item.span_q
@@ -79,19 +81,19 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
     rows = empty_rows(BLOCK_Q, T.columns_v, T)
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
+    if T.mask.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
+        PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 True, T, SCORE, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                 False, T, SCORE, MASK)  # fmt: skip
     else:
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
                                     True, T, SCORE, MASK)  # fmt: skip
@@ -103,17 +105,17 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
                                 True, T, SCORE, MASK)  # fmt: skip
 
     rows = scored(rows, T)
-    if T.sink:
+    if T.modifiers.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
         rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)
     out, lse = finish(rows, T)
-    if T.dropout:
+    if T.modifiers.dropout:
         out *= seed.factor
     top, total = rows.top, rows.total
     if T.wide:
         top = rows.top.to(tl.float32)
         total = total * exp(tl.where(rows.top == float("-inf"), 0.0, rows.top - top), T)
-    if T.ragged:  # rows that belong to an item, but do not count
+    if T.items.ragged:  # rows that belong to an item, but do not count
         counts = index < item.q
         out = tl.where(counts[:, None], out, 0.0)
         lse = tl.where(counts, lse, float("-inf"))

@@ -43,7 +43,7 @@ def gradient_products(dout, tdout, v, tv, survives, factor, like, T: tl.constexp
             tdp = add_product(tdp, v, tdout, T) if BY_KEY else add_product(tdp, tdout, v, T)
         else:
             tdp = product(v, tdout, T) if BY_KEY else product(tdout, v, T)
-    if T.dropout:
+    if T.modifiers.dropout:
         factors = tl.where(survives, factor, 0.0)
         dp, tdp = dp * factors, tdp * factors
     return dp, tdp
@@ -62,7 +62,7 @@ def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place,
         kv_ptrs[1] + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED
     )
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     tk, tv = k, v
     if T.moves_k:
@@ -71,7 +71,7 @@ def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place,
     if T.moves_v:
         tv = kv_ptrs[3] + row_offset(start, strides[7])
         tv = load_tile(tv, strides[7], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         k, tk = zero_unseen(k, keep, 0), zero_unseen(tk, keep, 0)
     k, tk = aligned_parts(k, T), aligned_parts(tk, T)
     k_t = transposed(k, T)
@@ -107,7 +107,9 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
     q_tile = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
@@ -135,19 +137,19 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     fields = (level[:, None], norm[:, None], mean[:, None], delta[:, None], tdelta[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(args[0], T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
+    if T.mask.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
+        PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                    True, T, SCORE, ALONG, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                    False, T, SCORE, ALONG, MASK)  # fmt: skip
     else:
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                        True, T, SCORE, ALONG, MASK)  # fmt: skip
@@ -157,7 +159,7 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
         for start in tl.range(full_hi, hi, BLOCK_K):
             dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                    True, T, SCORE, ALONG, MASK)  # fmt: skip
-    if T.ragged:  # rows that do not count may have met an infinite key
+    if T.items.ragged:  # rows that do not count may have met an infinite key
         dq = tl.where((index < item.q)[:, None], dq, 0.0)
     dq_tile = dq_ptr + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
     store_tile(dq_tile, strides[3], dq * scale, item.span_q - row, T.head_dim, BLOCK_Q, T.columns)
@@ -183,7 +185,7 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     q = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     q = load_tile(q, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.pads_keys)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
     tq, dout, tdout = q, q, q
     if T.moves_q:
@@ -195,7 +197,7 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     if T.has_tdout:
         tdout = in_ptrs[3] + column_offset(head, strides[9]) + row_offset(start, strides[9])
         tdout = load_tile(tdout, strides[9], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
-    if MASKED and T.predicate:
+    if MASKED and T.mask.predicate:
         q, tq, dout, tdout = (
             zero_unseen(q, keep, 0),
             zero_unseen(tq, keep, 0),
@@ -248,16 +250,18 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * BLOCK_K, item.k - item.q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(column, item.k, item.q, right, left, T.right, T.left, BLOCK_K, BLOCK_Q, T)
-    if not T.predicate:
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T
+    )
+    if not T.mask.predicate:
         if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
             full_lo = hi
             full_hi = hi
     keys_here, column_k = item.k - column, item.first_k + column
     key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
-    if T.left:
+    if T.mask.left:
         key_first = tl.maximum(shift - left - column, 0)
-    if T.right:
+    if T.mask.right:
         key_end = tl.minimum(keys_here, keys_here + right)
     k = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
     v = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
@@ -286,21 +290,21 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
         tdout_ptr = in_ptrs[7] + wide * strides[9][0] + row_offset(item.first_q, strides[9])
     start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, in_ptrs[8] + wide * heads * (5 * seqlen_q) + item.first_q)
     members = group if T.grouped else 1
-    if T.blocks_q > 0:
-        PER: tl.constexpr = T.blocks_q // BLOCK_Q
-        whole = (0, tl.cdiv(seqlen_q, T.blocks_q) * T.blocks_q)
+    if T.mask.blocks_q > 0:
+        PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q
+        whole = (0, tl.cdiv(seqlen_q, T.mask.blocks_q) * T.mask.blocks_q)
         for member in tl.range(0, members):
-            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.blocks_k)
+            indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.mask.blocks_k)
             for step in tl.range(0, partial * PER):
-                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
                 dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, whole, start, seqlen_q, scale,
                                          band, args, True, T, SCORE, ALONG, MASK)  # fmt: skip
             for step in tl.range(partial * PER, visited * PER):
-                start = member * whole[1] + block_start(indices, step, T.blocks_q, BLOCK_Q)
+                start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
                 dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, whole, start, seqlen_q, scale,
                                          band, args, False, T, SCORE, ALONG, MASK)  # fmt: skip
     else:
-        if T.right or T.pads_keys:
+        if T.mask.right or T.mask.pads_keys:
             before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
             for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
                 dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, before, start, seqlen_q, scale,
@@ -320,6 +324,6 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
         store_tile(dk_tile, strides[10], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[1] is not None:
         dv_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[4]) + row_offset(column_k, strides[4])
-        if T.dropout:
+        if T.modifiers.dropout:
             dv *= seed.factor
         store_tile(dv_tile, strides[4], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)

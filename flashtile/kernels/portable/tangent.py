@@ -25,7 +25,9 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
 
 class Moving(NamedTuple):
-    """Running state of a query tile; the maximum is a score where T.prescale, else in units of the base-2 exponential."""
+    """Running state of a query tile; the maximum is a score where T.modifiers.prescale, else in units of the base-2
+    exponential.
+    """
 
     acc: tl.tensor
     turn: tl.tensor
@@ -49,7 +51,7 @@ def product_tangent(q, tq, k_t, tk_t, T: tl.constexpr):
 def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
                 MASK: tl.constexpr):  # fmt: skip
-    """(scores, their tangents, which exist) of the key tile at `start`; scores are products unless T.prescale.
+    """(scores, their tangents, which exist) of the key tile at `start`; scores are products unless T.modifiers.prescale.
 
     queries = (q, its tangent), in parts; kv_ptrs = (k, v, their tangents); args = (score_args, moved_args); ends and place as
     in the forward.
@@ -58,7 +60,7 @@ def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, ban
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(kv_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
-    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.pads_keys)
+    at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     k_t = transposed(aligned_parts(k, T), T)
     score = score_product(queries[0], k_t, T)
@@ -70,7 +72,7 @@ def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, ban
             tk = load_tile(tk, strides[6], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
             tk_t = transposed(aligned_parts(tk, T), T)
         slope = product_tangent(queries[0], queries[1], k_t, tk_t, T)
-    if T.prescale:
+    if T.modifiers.prescale:
         scores = stages(score, at, scale, args[0], SCORE)
         if T.bends:
             slopes = slopes_of(slope, scores, at, scale, args[0], args[1], SCORE, ALONG)
@@ -97,16 +99,16 @@ def tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start
                                      ALONG, MASK)  # fmt: skip
     if MASKED:
         score = tl.where(keep, score, float("-inf"))
-        if T.predicate:
+        if T.mask.predicate:
             v = zero_unseen(v, keep, 0)
     top = tl.max(score, 1)
-    if not T.prescale:
+    if not T.modifiers.prescale:
         top = top * (scale * LOG2E)
     top = tl.maximum(rows.top, top)
     pivot = top
-    if MASKED or T.prescale:
+    if MASKED or T.modifiers.prescale:
         pivot = tl.where(top == float("-inf"), 0.0, top)
-    if T.prescale:
+    if T.modifiers.prescale:
         decay, p = exp(rows.top - pivot, T), exp(score - pivot[:, None], T)
     else:
         decay, p = tl.exp2(rows.top - pivot), tl.exp2(score * (scale * LOG2E) - pivot[:, None])
@@ -124,7 +126,7 @@ def tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start
     if T.moves_v:
         tv = kv_ptrs[3] + row_offset(start, strides[7])
         tv = load_tile(tv, strides[7], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
-        if MASKED and T.predicate:
+        if MASKED and T.mask.predicate:
             tv = zero_unseen(tv, keep, 0)
         turn = add_product(turn, p, free_parts(tv, v.dtype, T), T)
     return Moving(acc, turn, top, total, mean)
@@ -163,7 +165,9 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(row, item.q, item.k, left, right, T.left, T.right, BLOCK_Q, BLOCK_K, T)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
+    )
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
     q_tile = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
@@ -185,26 +189,26 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     none = tl.zeros([BLOCK_Q], WIDE)
     empty = tl.zeros([BLOCK_Q, COLUMNS_V], WIDE)
     rows, ref = Moving(empty, empty, tl.full([BLOCK_Q], float("-inf"), WIDE), none, none), none
-    if T.blocks_k > 0:
-        indices, partial, visited = block_list(region[2], item.batch, head, row // T.blocks_q)
-        PER: tl.constexpr = T.blocks_k // BLOCK_K
+    if T.mask.blocks_k > 0:
+        indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
+        PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         if T.bends:
             if visited > 0:
-                start = block_start(indices, 0, T.blocks_k, BLOCK_K)
+                start = block_start(indices, 0, T.mask.blocks_k, BLOCK_K)
                 ref = reference(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args, T, SCORE, ALONG, MASK)
         for step in tl.range(0, partial * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                 True, T, SCORE, ALONG, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
-            start = block_start(indices, step, T.blocks_k, BLOCK_K)
+            start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                 False, T, SCORE, ALONG, MASK)  # fmt: skip
     else:
         if T.bends:
             if lo < hi:
                 ref = reference(queries, kv_ptrs, strides, sizes, ends, place, lo, scale, band, args, T, SCORE, ALONG, MASK)
-        if T.left:
+        if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
                                     True, T, SCORE, ALONG, MASK)  # fmt: skip
@@ -216,10 +220,10 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
                                 True, T, SCORE, ALONG, MASK)  # fmt: skip
 
     acc, turn, top, total, mean = rows.acc, rows.turn, rows.top, rows.total, rows.mean
-    if not T.prescale:
+    if not T.modifiers.prescale:
         top = top * LN2
     sink, bend, share = none, none, none
-    if T.sink:  # one more key, whose logit is `sink` and whose value is zero
+    if T.modifiers.sink:  # one more key, whose logit is `sink` and whose value is zero
         sink += tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0])
         if in_ptrs[7] is not None:
             bend += tl.load(in_ptrs[7] + head.to(tl.int64) * strides[8][0])
@@ -232,13 +236,13 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     mean, share = mean / whole, share / whole
     out = acc / whole[:, None]
     tout = turn / whole[:, None] - mean[:, None] * out
-    if T.dropout:
+    if T.modifiers.dropout:
         out, tout = out * seed.factor, tout * seed.factor
     counts = index < item.q
     sees = counts & (total > 0.0)
     lse = top + (tl.log(whole) if T.wide else tl.log2(whole) * LN2)
     tlse = tl.where(total == 0.0, 0.0, mean + ref)
-    if T.ragged:  # rows that belong to an item, but do not count
+    if T.items.ragged:  # rows that belong to an item, but do not count
         out, tout = tl.where(counts[:, None], out, 0.0), tl.where(counts[:, None], tout, 0.0)
         lse, tlse = tl.where(counts, lse, float("-inf")), tl.where(counts, tlse, 0.0)
     per_head, here, rows_own = (batch * heads + head).to(tl.int64), index < item.span_q, item.span_q - row
@@ -265,7 +269,7 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         delta -= load_dlse(in_ptrs[9], strides[10], batch, head, token, counts)
         tdelta -= load_dlse(in_ptrs[11], strides[12], batch, head, token, counts)
         fields = out_ptrs[4] + per_head * (5 * seqlen_q) + token
-        if T.prescale:
+        if T.modifiers.prescale:
             level, norm = top, 1.0 / whole
         else:
             level, norm = lse * LOG2E, none

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flashtile.kernels.device.mask import term_starts
-from flashtile.kernels.device.score import Form, adds_elements, captures, form_of, shares_items, sums_per_head
+from flashtile.kernels.device.score import Form, adds_elements, captures, form_of, sums_per_head
 from flashtile.kernels.device.small import is_small
+from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
@@ -51,8 +51,17 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """In which order programs take tiles."""
+
+    swizzle: int  # heads that go together, for the L2 cache
+    last_first: bool  # under a bound on the right the longest tiles start first
+    wave: int  # tiles that go together at least
+
+
+@dataclass(frozen=True)
 class Tile:
-    """Compile-time part of a kernel call. Plain ints, bools and strings only: Triton keys its cache by their text."""
+    """Compile-time part of a kernel call: its shape, and by subject what else the compiler must know (`device/tile.py`)."""
 
     block_q: int
     block_k: int
@@ -60,13 +69,11 @@ class Tile:
     head_dim_v: int
     columns: int  # head_dim, padded to what a tile can have
     columns_v: int
+    mask: Mask
+    items: Items
+    modifiers: Modifiers
+    schedule: Schedule
     grouped: bool  # several query heads share a key/value head
-    left: bool  # the band is bounded on the left
-    right: bool
-    pads_keys: bool  # the last key tile reaches beyond the keys; where a pass asks
-    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
-    adds: int  # otherwise: modifiers that add
-    curved: bool  # and a last one that is a curve
     exact: bool  # float32's grade: the backward gets each row's maximum and sum instead of lse
     precision: str  # input_precision of tl.dot
     score_precision: str  # that of q k^T
@@ -75,24 +82,11 @@ class Tile:
     narrow: bool  # in float64, with scores that depend on loads of less than 32 bits
     makes_lse: bool
     lone: bool  # a backward pass where no query sees more than one key and there is no sink, unless delta is mended
-    sink: bool  # one more logit per head joins the softmax
-    dropout: bool
-    modifiers: int  # how many there are: dropout's arguments follow theirs
-    swizzle: int  # heads that go together, for the L2 cache
-    last_first: bool
     adds_dq: bool  # the pass over keys adds its share of dq
     correction: Correction = ""  # of delta, by the pass over queries
     lonely: bool = False  # a pass whose delta was corrected, below float32's grade, and whose queries may be left one key
     held: int = 0  # as in Launch
-    ragged: bool = False  # items differ in length: programs take their tile from a schedule (lib/varlen.py)
-    varlen: bool = False  # items lie one after another
-    predicate: bool = False  # predicates narrow the mask
-    starts: int = 0  # where their terms begin (`term_starts`)
-    blocks_q: int = 0  # the sizes of the blocks that the mask's lists count; 0 without lists
-    blocks_k: int = 0
-    together: bool = False  # as `shares_items` says
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
-    wave: int = 0  # tiles that go together at least
     moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
     arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
@@ -287,7 +281,7 @@ def reads_bytes_and_joins(problem: AttentionProblem, device: Device, products: P
 def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int = 0, correction: Correction = "",
               moves: str = "", arrives: str = "") -> Tile:  # fmt: skip
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
-    band, lengths = problem.band, problem.lengths
+    lengths = problem.lengths
     columns, columns_v = padded(problem)
     form = form_in(problem, which)
     grouped, backward = which in OVER_KEYS and problem.group > 1, which not in {"forward"} | DIRECTED
@@ -298,14 +292,20 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         head_dim_v=problem.head_dim_v,
         columns=columns,
         columns_v=columns_v,
+        mask=Mask.of(
+            problem,
+            (which in OVER_KEYS | {"pairs"} or bool(problem.score or problem.where))
+            and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
+        ),
+        items=Items.of(problem),
+        modifiers=Modifiers.of(problem, form),
+        schedule=Schedule(
+            swizzle=launch.swizzle,
+            last_first=problem.band.right is not None and which not in OVER_KEYS | {"pairs"},
+            # Tiles of keys read the queries of a whole group of heads: the L2 cache has no room for more of these.
+            wave=0 if grouped else WAVE,
+        ),
         grouped=grouped,
-        left=band.left is not None,
-        right=band.right is not None,
-        pads_keys=(which in OVER_KEYS | {"pairs"} or bool(problem.score or problem.where))
-        and (lengths.ragged or problem.seqlen_k % launch.block_k != 0),
-        prescale=form.prescale,
-        adds=form.adds,
-        curved=form.curved,
         exact=problem.float32_grade,
         offset=backward and mends_lse(problem),
         precision=PRODUCTS[problem.precision],
@@ -315,25 +315,11 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         narrow=launch.products == "float64" and bool(narrow_loads(problem)),
         makes_lse=which in ("forward", "tangent"),
         lone=backward and problem.lone and not is_mended(problem),
-        sink=problem.sink is not None,
-        dropout=problem.dropout is not None,
-        modifiers=len(problem.score),
-        swizzle=launch.swizzle,
-        last_first=band.right is not None and which not in OVER_KEYS | {"pairs"},
         adds_dq=which == "fused",
         correction=correction,
         lonely=backward and tells_sizes(problem),
         held=launch.held,
-        ragged=lengths.ragged,
-        varlen=lengths.varlen,
-        predicate=bool(problem.where),
-        starts=term_starts(problem),
-        blocks_q=problem.blocks.block_q if problem.blocks is not None else 0,
-        blocks_k=problem.blocks.block_k if problem.blocks is not None else 0,
-        together=shares_items(problem),
         moves=moves,
         arrives=arrives,
         slots=1 << (slots - 1).bit_length() if slots else 0,
-        # Tiles of keys read the queries of a whole group of heads: the L2 cache has no room for more of these.
-        wave=0 if grouped else WAVE,
     )

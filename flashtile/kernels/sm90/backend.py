@@ -154,10 +154,10 @@ class HopperBackend:
         tile = make_forward_tile(p, launch, form)
         tiles, tail = over_queries(p, launch, tile, schedules)
         score, biased = chain(p, device, form), None
-        if tile.brought:
-            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
-        if tile.early >= 0:
-            kind = p.score[tile.early].kind
+        if tile.modifiers.brought:
+            biased = Descriptor(f"score.{tile.modifiers.early}.0", (1, 1, tile.rows, tile.block_k), axes=(0, 1, 2, 3))
+        if tile.modifiers.early >= 0:
+            kind = p.score[tile.modifiers.early].kind
             score = JitTuple((*score, kind.load, kind.join))
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         call = KernelCall(
@@ -197,19 +197,19 @@ class HopperBackend:
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
-        tile = replace(tile, wide_keys=gradients.wide_keys)
+        tile = replace(tile, outputs=replace(tile.outputs, wide_keys=gradients.wide_keys))
         ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
         score, biased = chain(p, device, form), None
-        if tile.early >= 0:
-            score = JitTuple((*score, p.score[tile.early].kind.join))
-            biased = Descriptor(f"score.{tile.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
+        if tile.modifiers.early >= 0:
+            score = JitTuple((*score, p.score[tile.modifiers.early].kind.join))
+            biased = Descriptor(f"score.{tile.modifiers.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
         region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
-        flags = tiles // 2 if tile.pairs_ds else p.batch * p.heads_kv if tile.converts else 0
+        flags = tiles // 2 if tile.outputs.pairs_ds else p.batch * p.heads_kv if tile.pipeline.converts else 0
         row_region = schedules.of(PADDED_ROWS), region[1]
-        rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.ragged else GROUP_ROWS, p.lengths.varlen)
-        if not tile.ragged:
+        rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.items.ragged else GROUP_ROWS, p.lengths.varlen)
+        if not tile.items.ragged:
             rows_per_head = padded // GROUP_ROWS * p.batch
         scratch = [
             Buffer("rows", (p.slabs, p.heads_q, 2, padded), "fp32", "scratch"),
@@ -224,14 +224,14 @@ class HopperBackend:
             locks = Pointer("locks")
             per_head = (padded // GROUP_ROWS, tile.columns // tile.columns_dq)
             scratch.append(Buffer("locks", (p.slabs, p.heads_q, *per_head), "int32", "scratch"))
-        given, more = None, min(tiles, tile.divided) * (tile.pieces - 1)  # tickets beside those of tiles, at most
-        if tile.pieces > 1:
+        given, more = None, min(tiles, tile.divided) * (tile.schedule.pieces - 1)  # tickets beside those of tiles, at most
+        if tile.schedule.pieces > 1:
             given = Pointer("given")
-            room = (tiles // 2 if tile.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
+            room = (tiles // 2 if tile.schedule.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
             scratch.append(Buffer("given", room, "fp32", "scratch"))
-        parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.stores_ds]
+        parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.outputs.ds]
         unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
-        stored_in = keys_dtype(p, tile.wide_keys)
+        stored_in = keys_dtype(p, tile.outputs.wide_keys)
         scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
@@ -258,11 +258,11 @@ class HopperBackend:
             ),
             (("T", tile),),
             ROW_WARPS,
-            registers=None if tile.ragged else ROW_REGISTERS,
+            registers=None if tile.items.ragged else ROW_REGISTERS,
             early=True,
         )
-        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen or tile.wide_keys else None for n in "kv"]
-        dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.converts else None
+        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen or tile.outputs.wide_keys else None for n in "kv"]
+        dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.pipeline.converts else None
         keys = [
             KernelCall(
                 attention_backward,
@@ -270,17 +270,21 @@ class HopperBackend:
                 (
                     Descriptor("q", (1, 1, part.block_q, part.columns)),
                     Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
-                    Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.makes_dk else None,
+                    Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.outputs.dk else None,
                     Descriptor("dout", (1, 1, part.block_q, part.columns_v)),
-                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.makes_dk else None,
-                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.makes_dv else None,
+                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
+                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
                     sums_dq and Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),
                     (
-                        ((sums_dq if part.makes_dk or len(parts) > 1 else None, Pointer("tickets"), locks, given), *whole, dq),
+                        (
+                            (sums_dq if part.outputs.dk or len(parts) > 1 else None, Pointer("tickets"), locks, given),
+                            *whole,
+                            dq,
+                        ),
                         *(region, product_scale(p), score_args(p), mask_args(p), (block_lists(p, "k"), block_lists(p, "q"))),
                     ),
                 ),
@@ -296,7 +300,7 @@ class HopperBackend:
             queries, fired = queries_choice(p, device)
             calls.append(queries_call(p, device, queries, tile, schedules))
             notes += (f"queries pass tile {queries.spell()}", *told(fired))
-        elif "q" in gradients.wanted and not tile.converts:
+        elif "q" in gradients.wanted and not tile.pipeline.converts:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))
@@ -363,14 +367,19 @@ def queries_call(
             ),
             *tail,
         ),
-        (("FOLDS", keys.folds + keys.folds_level), ("T", tile), ("SCORE", chain(p, device, form)), ("MASK", predicates(p))),
+        (
+            ("FOLDS", keys.modifiers.folds + keys.modifiers.folds_level),
+            ("T", tile),
+            ("SCORE", chain(p, device, form)),
+            ("MASK", predicates(p)),
+        ),
         launch.num_warps,
         early=True,
     )
 
 
 def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None, list[Buffer], list[list[KernelCall]]]:
-    """(where all scores' gradients are stored, None unless T.stores_ds; that buffer, where the plan has none such; what is
+    """(where all scores' gradients are stored, None unless T.outputs.ds; that buffer, where the plan has none such; what is
     launched before it, and after).
     """
     given = stored(p)
@@ -378,10 +387,10 @@ def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None,
         return None, [], [[], []]
     name, shape, whole = f"dscore.{given}.0", p.score[given].tensors[0].shape, scores_shape(p)
     scratch, after = list[Buffer](), list[KernelCall]()
-    if not (shape == whole or tile.pairs_ds):
+    if not (shape == whole or tile.outputs.pairs_ds):
         scratch, after = [Buffer("ds", whole, p.dtype.value, "scratch")], [sums("ds", name, whole, shape)]
         name, shape = "ds", whole
-    return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.gaps else [], after]
+    return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.mask.gaps else [], after]
 
 
 def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:

@@ -7,17 +7,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashtile.errors import check_names
+from flashtile.errors import NotSupported, check_names
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
+from flashtile.problem.statistics import Mass
 from flashtile.torch.api.dtensor import attend_watched
 from flashtile.torch.api.nested import attend_jagged, is_jagged
+from flashtile.torch.api.statistics import attend_with
 from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
+from flashtile.torch.execute.plain import autocasts
 from flashtile.torch.routes.eager import attend, prepare_call
 from flashtile.torch.routes.traced import autocast, is_plain, is_traced
 
@@ -38,6 +41,7 @@ def attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     options: Options | None = None,
+    returns: Sequence[str | Mass] | str | Mass = (),
     **unknown: NoReturn,
 ) -> Any:
     """softmax(score(scale q k^T) + mask) v, exact, in O(seqlen) memory; differentiable in everything.
@@ -61,8 +65,11 @@ def attention(
     return_lse: also return the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q); float64
         beside float64.
     options: backend, backward variant, determinism, fp32 precision (`Options`).
+    returns: statistics to return beside out: "lse", "max_logit", "entropy", and `Mass(last=64)`, each key's probability.
+        `Statistics` says what they are. All but lse take passes of their own behind the call.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse). A query that sees
+    Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse), or with `returns`
+    (out, `Statistics`). A query that sees
     no key gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it
     reaches nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from
     which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
@@ -75,6 +82,15 @@ def attention(
     """
     if unknown:
         check_names("attention", unknown, EVERY)
+    if returns != ():
+        q, k, v = autocast(q, k, v) if autocasts() else (q, k, v)
+        arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
+        lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        for name, tensor in lengths.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
+                raise NotSupported(f"statistics with {name} of bool", {"torch": ["give lengths, or hide keys by KeyPadding"]})
+        attend_alone = lambda asked: attention(q, k, v, **asked.named(**lengths))  # noqa: E731
+        return attend_with(returns, attend_alone, (q, k, v), given_lengths(**lengths), arguments)
     given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)

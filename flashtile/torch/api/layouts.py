@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashtile.errors import InvalidProblem, check_names
 from flashtile.problem.number import plain, told
+from flashtile.problem.statistics import Mass
 from flashtile.torch.api.dtensor import attend_watched
+from flashtile.torch.api.statistics import attend_with
 from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, arguments_of
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
@@ -32,6 +35,7 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    returns: Sequence[str | Mass] | str | Mass = (),
     **arguments: Unpack[Keywords],
 ) -> Any:
     """`attention` of sequences of any lengths, packed one after another; differentiable in everything.
@@ -41,6 +45,7 @@ def attention_varlen(
         cu_seqlens[i + 1], none where both are equal, and starts with 0. cu_seqlens_k is cu_seqlens_q by default.
     max_seqlen_q, max_seqlen_k: no item is longer, as far as the caller knows; a hint, which `explain` counts by.
     seqused_q, seqused_k: how many of an item's tokens count, int32 (batch,); all by default.
+    returns: statistics, as of `attention`: (out, `Statistics`) is then returned.
     arguments: those of `attention`, with the same meaning, each item by itself.
 
     Returns out (total_q, heads_q, head_dim_v) or (out, lse) with lse float32 (heads_q, total_q). Tokens of no item, past
@@ -48,7 +53,7 @@ def attention_varlen(
     The host does not wait for the device, whatever is given. Raises InvalidProblem and NotSupported as `attention` does;
     what the tensors of lengths hold is checked on the CPU alone.
     """
-    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS))
+    check_names("attention_varlen", arguments, NAMES, ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *OF_LENGTHS, "returns"))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim).")
@@ -58,6 +63,10 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    if returns != ():
+        q, k, v = autocast(q, k, v)
+        alone = lambda asked: _attend_packed(APART, (q, k, v), given, asked)  # noqa: E731
+        return attend_with(returns, alone, (q, k, v), given, arguments_of(arguments))
     return _attend_packed(APART, (q, k, v), given, arguments_of(arguments))
 
 

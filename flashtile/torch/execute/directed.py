@@ -38,14 +38,50 @@ def second_derivatives(
     wanted, made_names = call.wish(tuple(needs))
     along = ("out", "lse") if tangents else ()
     made = _run(call, "second", Direction(names, frozenset(given), wanted.union(along)), tensors | given)
-    for pack in call.packing.packs:
-        parts = [made[f"d{name}"] for name in pack.parts if f"d{name}" in made]
-        if len(parts) > 1:
-            whole = torch.stack(parts, 2) if pack.heads is None else torch.cat(parts, 2)
-            made["d" + "".join(pack.parts)] = whole
+    _join_packs(call, made)
     found = [None if name is None else made[name] for name in made_names]
     found = [None if g is None else g.to(t.dtype) for g, t in zip(found, (*packs, *others), strict=True)]
     return [*found, *(made[f"t{name}"] for name in along)]
+
+
+def statistics(
+    call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], lse: torch.Tensor,
+    wanted: frozenset[str], last: int,
+) -> Tensors:  # fmt: skip
+    """Those of "peak", "entropy" and "mass" that are wanted, by name. last: of how many last queries mass is, 0 for all.
+
+    Mass has a pass of its own, of those queries alone.
+    """
+    tensors, made = {**call.tensors(packs, others), "lse": _resolved(lse).contiguous()}, Tensors()
+    for some, count in ((wanted - {"mass"}, 0), (wanted & {"mass"}, last)):
+        if some:
+            found = _run(call, "statistics", Direction(wanted=some, last=count), dict(tensors))
+            made.update({name: found[name] for name in some})
+    return made
+
+
+def entropy_gradients(
+    call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], lse: torch.Tensor,
+    entropy: torch.Tensor, arriving: torch.Tensor, needs: Sequence[bool],
+) -> list[Maybe]:  # fmt: skip
+    """The gradients of packs and others, where needed, that `arriving` at the entropy makes."""
+    wanted, made_names = call.wish(tuple(needs))
+    known = {"lse": _resolved(lse), "entropy": entropy, "dentropy": _resolved(arriving)}
+    known = {name: t.contiguous() for name, t in known.items()}
+    made = _run(call, "entropy", Direction(wanted=wanted - {"v"}), call.tensors(packs, others) | known)
+    if "v" in wanted:
+        made["dv"] = torch.zeros_like(made["v"])
+    _join_packs(call, made)
+    found = [None if name is None else made[name] for name in made_names]
+    return [None if g is None else g.to(t.dtype) for g, t in zip(found, (*packs, *others), strict=True)]
+
+
+def _join_packs(call: PreparedCall, made: Tensors) -> None:
+    """Add the gradients of packed tensors, of those of their parts."""
+    for pack in call.packing.packs:
+        parts = [made[f"d{name}"] for name in pack.parts if f"d{name}" in made]
+        if len(parts) > 1:
+            made["d" + "".join(pack.parts)] = torch.stack(parts, 2) if pack.heads is None else torch.cat(parts, 2)
 
 
 def _run(call: PreparedCall, name: str, direction: Direction, tensors: Tensors) -> Tensors:

@@ -164,6 +164,14 @@ def _layout(
     return found
 
 
+def layout_of_call(
+    packs: Sequence[Maybe], others: Sequence[torch.Tensor], *asked: Any
+) -> tuple[_Layout, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(what is known of the call, its packs, its other tensors), for operators beside these."""
+    there, rest = _resolved(packs), _resolved(others)
+    return _layout(there, rest, *asked), there, rest
+
+
 def check(named: Named, request: Request, packs: tuple[torch.Tensor, ...]) -> None:
     """Raise InvalidProblem unless the tensors fit together."""
     parts = named.packing.unpack(_slabs(request, packs))

@@ -65,18 +65,18 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
     places, turn, use = place_count(whole), gl.to_tensor(0), gl.to_tensor(0)
-    place = mem.tickets.read(0, 4) if T.ragged else place_at(0, whole, T)
+    place = mem.tickets.read(0, 4) if T.items.ragged else place_at(0, whole, T)
     while place < places:
-        if T.ragged:
+        if T.items.ragged:
             job = told_job(mem.tickets, turn, T)
-        elif T.blocks_q > 0:
+        elif T.mask.blocks_q > 0:
             mem.queries.wait(turn * T.groups + GROUP)
             job = told(mem.job, whole)
         else:
             job = job_at(place, whole, region, T)
         use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
         turn = turn + 1
-        place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
+        place = mem.tickets.read(turn, 4) if T.items.ragged else place_at(turn, whole, T)
 
 
 @gluon.jit
@@ -86,22 +86,22 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
     scale, score_args, region = rest[0], rest[1], rest[2]
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     rows = load_rows(targets, at, whole, scale, FOLDS, T)
-    if T.blocks_q == 0:
+    if T.mask.blocks_q == 0:
         mem.queries.wait(turn * T.groups + GROUP)
     dq = empty(T.rows, T.columns, T.parts)
-    if T.masked:  # of a walk at least the first tile
+    if T.mask.masked:  # of a walk at least the first tile
         for n in range(seen.end - seen.high):
             tile = tile_at(indices, seen, seen.end - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.above, T, SCORE, MASK)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.above, T, SCORE, MASK)
             use += 1
         for n in range(seen.high - seen.low):
             tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
             dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
             use += 1
-        if T.left:
+        if T.mask.left:
             for n in range(seen.low - seen.first):
                 tile = seen.low - 1 - n
-                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.below, T, SCORE, MASK)
+                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.below, T, SCORE, MASK)
                 use += 1
     else:
         for n in range(seen.end - seen.first):
@@ -121,7 +121,7 @@ def load_rows(targets, at, whole, scale, FOLDS: gl.constexpr, T: gl.constexpr):
     BLOCK_K: gl.constexpr = T.block_k
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
     padded = padded_rows(whole.seqlen_q)
-    if T.varlen:
+    if T.items.varlen:
         padded = targets[1]
     first = 2 * (at.slab * whole.heads + at.head).to(gl.int64) * padded + first_padded(at.item, T)
     known = index < gl.cdiv(at.item.span_q, PADDED) * PADDED
@@ -142,18 +142,18 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     BLOCK_K: gl.constexpr = T.block_k
     zero = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     group, key_place, value_place = GROUP, mem.keys.at(use), mem.values.at(use)
-    if T.stages == 1:  # in every step: the operands' descriptors, found before the loop, would spill
+    if T.pipeline.stages == 1:  # in every step: the operands' descriptors, found before the loop, would spill
         group, key_place, value_place = uniform(gl.to_tensor(GROUP)), uniform(key_place), uniform(value_place)
     mem.values.wait(use)
     dp = multiply_parts(zero, (mem.dout, group), (mem.v, value_place), False, ROWS, BLOCK_K, T.columns_v, T.parts_v)
-    if MASKED and T.asks:
+    if MASKED and T.mask.asks:
         blank_hidden(mem.k, mem.keys, use, tile, at, size, given[1], GROUP, T.columns, T.parts, T, MASK)
-    elif MASKED and T.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
+    elif MASKED and T.mask.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
         blank_unseen(mem.k, mem.keys, use, tile, size, T.columns, T.parts, T)
     mem.keys.wait(use)
     raw = multiply_parts(zero, (mem.q, group), (mem.k, key_place), False, ROWS, BLOCK_K, T.columns, T.parts)
     drawn = ()
-    if T.dropout:
+    if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
     PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
@@ -177,7 +177,7 @@ def finish(dq, level, dq_desc, targets, mem, at, size, scale, GROUP: gl.constexp
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = T.columns
     keep = level < float("inf")
-    if T.ragged:
+    if T.items.ragged:
         BLOCK_K: gl.constexpr = T.block_k
         keep = keep & (at.row + gl.arange(0, ROWS, row_layout(BLOCK_K)) < size.seqlen_q)
     keep = gl.convert_layout(keep, row_layout(COLUMNS))[:, None]
@@ -196,8 +196,8 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
                       FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Descriptors, counts and rest as `forward.attention_forward` has them.
 
-    targets = (rows as `rows.attention_rows` leaves them, how many a head has where T.varlen, and there dq and its strides).
-    FOLDS: 0, 1 if delta is folded, 2 if level is, too.
+    targets = (rows as `rows.attention_rows` leaves them, how many a head has where T.items.varlen, and there dq and its
+    strides). FOLDS: 0, 1 if delta is folded, 2 if level is, too.
     """
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
     ROWS: gl.constexpr = T.rows
@@ -205,14 +205,14 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
     GROUPS: gl.constexpr = T.groups
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     dout = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], dout_desc.layout)
-    k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
     job = q
-    if T.blocks_q > 0:
+    if T.mask.blocks_q > 0:
         job = make_words(5)
-    keys, values = make_channel(T.stages, GROUPS), make_channel(T.stages, GROUPS)
+    keys, values = make_channel(T.pipeline.stages, GROUPS), make_channel(T.pipeline.stages, GROUPS)
     tickets = Tickets(q, keys, 1)
-    if T.ragged:
+    if T.items.ragged:
         tickets = make_tickets(GROUPS, 8)
     mem = Memory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
     fence_async_shared()
@@ -222,4 +222,4 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
         (consume, (dq_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, FOLDS, T, SCORE, MASK)),
         (consume, (dq_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, FOLDS, T, SCORE, MASK)),
         (load, (q_desc, k_desc, v_desc, None, dout_desc, mem, size, region, T)),
-    ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
+    ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip

@@ -11,13 +11,13 @@ from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, store_wai
 def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: gl.constexpr):
     """Add a consumer's part of 64 queries' dq to the sum, laid out as the matrix unit leaves it in registers.
 
-    Through shared memory and `add_shares` where T.copies_dq; otherwise every thread adds 16 contiguous bytes at a time, a
-    warp 512. `rows.attention_dq` is the way back.
+    Through shared memory and `add_shares` where T.outputs.copies_dq; otherwise every thread adds 16 contiguous bytes at a
+    time, a warp 512. `rows.attention_dq` is the way back.
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
     shares = flatten(dq)
-    if T.copies_dq:
+    if T.outputs.copies_dq:
         use = 2 * step + W
         memory.to.sums.claim(use)
         memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
@@ -26,7 +26,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
     else:
         head, start = meeting(memory, step, place, 4, T)
         place_of_part = part_of(head, start, W, place, sizes, T)
-        if T.deterministic:
+        if T.schedule.deterministic:
             await_turn(sum_ptrs[2] + place_of_part, place.turn(head, start, sizes, work, 4, T) * 4)  # every warp reports
         at = place_of_part * (64 * T.columns_dq) + gl.arange(0, 64 * COLUMNS, layout=flat)
         gl.atomic_add(sum_ptrs[0] + at, shares, sem="relaxed")
@@ -34,7 +34,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
 
 @gluon.jit
 def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexpr):
-    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.deterministic.
+    """The warp that adds what a consumer hands over to the sum, by the copy engine, and in turn if T.schedule.deterministic.
 
     Where every block has one tile, or helps with another, a part is claimed a step ahead, before its share comes, and while the
     first share of the one before is under way: who is first has two journeys to memory more in every step than the others. With
@@ -42,7 +42,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     first step is claimed while consumers are busy with the tile before, for two blocks might then wait for each other.
     """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
-    EARLY: gl.constexpr = not (T.tells or T.deterministic)  # pyright: ignore[reportAssignmentType]
+    EARLY: gl.constexpr = not (T.tells or T.schedule.deterministic)  # pyright: ignore[reportAssignmentType]
     turn, step, answer = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
@@ -57,7 +57,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
             head, start = meeting(memory, step, place, 1, T)
             at = part_of(head, start, W, place, sizes, T)
             first = at < 0
-            if T.deterministic:
+            if T.schedule.deterministic:
                 before = place.turn(head, start, sizes, work, 1, T)
                 await_turn(sum_ptrs[2] + at, before)
                 first = before == 0
@@ -65,7 +65,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 memory.to.sums.wait(2 * step + W)
             if EARLY:
                 first = is_first(sum_ptrs[2] + at, answer)
-            elif not T.deterministic:
+            elif not T.schedule.deterministic:
                 first = is_first(sum_ptrs[2] + at)
             if first:
                 tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
@@ -75,11 +75,11 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
             memory.to.sums.release(2 * step + W)
             if EARLY:
                 answer = ask(sum_ptrs, memory, step + 1, True, W, place, sizes, work, T)
-            if T.deterministic or first:
+            if T.schedule.deterministic or first:
                 writes_done(0)
                 report(sum_ptrs[2] + at)
             step = step + 1
-        if T.converts:
+        if T.pipeline.converts:
             writes_done(0)
             report(done_flag(sum_ptrs, place.batch * (sizes.heads // T.group) + place.head_kv, T))
         memory.to.tickets.finish(turn)
@@ -92,7 +92,7 @@ def ask(sum_ptrs, memory, step, may, part, place, sizes, work, T: gl.constexpr):
     """Claim the part of a step to come, if there is one, it may be claimed, and the problem is one wave."""
     answer = gl.to_tensor(NOBODY_ASKED)
     wanted = (step < place.visits.end) & may
-    if not T.helps:
+    if not T.schedule.helps:
         wanted = wanted & (work.tiles <= gl.num_programs(0))
     if wanted:
         head, start = meeting(memory, step, place, 1, T)

@@ -11,22 +11,22 @@ from flashtile.triton_glue.gluon import add_pairs, fence_async_shared, gl, gluon
 def store_scores(ds_desc, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes ds of both consumers, which lies queries x keys, to where it belongs, by the copy engine.
 
-    Where T.pairs_ds that of a second batch entry is added to the first's: by L2 in one step, and in the next one here, to what
-    the loader has brought back. Either alone makes every step wait for it (docs/lab/hopper-backward.md, a bias's gradient). A
-    tile of the first is reported once it is stored, and the second's waits for that.
+    Where T.outputs.pairs_ds that of a second batch entry is added to the first's: by L2 in one step, and in the next one here,
+    to what the loader has brought back. Either alone makes every step wait for it (docs/lab/hopper-backward.md, a bias's
+    gradient). A tile of the first is reported once it is stored, and the second's waits for that.
     """
     turn, step, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, step, work, 1, T)
-        if T.pairs_ds:
+        if T.outputs.pairs_ds:
             if place.batch > 0:
                 await_stream(False)
                 await_turn(flag_of(counter_ptr, place, sizes, T), 1)
         while step < place.visits.end:
             memory.to.scores.wait(step)
             head, start = meeting(memory, step, place, 1, T)
-            if T.pairs_ds:
+            if T.outputs.pairs_ds:
                 if place.batch == 0:
                     store_both(ds_desc, memory.ds, step, 0, head, start, place, False)
                     memory.to.scores.release(step)
@@ -48,7 +48,7 @@ def store_scores(ds_desc, counter_ptr, memory, work, T: gl.constexpr):
                 store_both(ds_desc, memory.ds, step, place.batch, head, start, place, False)
                 memory.to.scores.release(step)
             step = step + 1
-        if T.pairs_ds:
+        if T.outputs.pairs_ds:
             if place.batch == 0:
                 writes_done(0)
                 report(flag_of(counter_ptr, place, sizes, T))

@@ -17,29 +17,31 @@ def scaled(dk, scale, T: gl.constexpr):
 
 @gluon.jit
 def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, T: gl.constexpr):
-    """Write a consumer's part of dk and dv, through shared memory that no product reads any more; T.wide_keys: past it."""
+    """Write a consumer's part of dk and dv, through shared memory that no product reads any more; T.outputs.wide_keys: past
+    it.
+    """
     store_wait(0)  # of the tile before, unless a step that adds to dq has waited
-    if T.sums_dq:  # products of either consumer, and who stores ds, have let go of it
+    if T.outputs.sums_dq:  # products of either consumer, and who stores ds, have let go of it
         memory.to.scores.claim(place.visits.end)
         memory.to.scores.claim(place.visits.end + 1)
     first = place.column + W * 64
-    if T.wide_keys:
-        if T.makes_dv:
+    if T.outputs.wide_keys:
+        if T.outputs.dv:
             store_wide(dv_desc, grads[2], dv, 0, first, T.head_dim_v, place, T)
-        if T.makes_dk:
+        if T.outputs.dk:
             store_wide(dk_desc, grads[1], dk[0], 0, first, T.head_dim, place, T)
             if T.cut:
                 store_wide(dk_desc, grads[1], dk[1], T.columns // 2, first, T.head_dim, place, T)
-        if T.copies_dq:
+        if T.outputs.copies_dq:
             memory.to.sums.claim(2 * place.visits.end + W)
-    elif T.parted:
-        if T.makes_dk:
+    elif T.outputs.parted:
+        if T.outputs.dk:
             store_halves(dk_desc, grads[1], memory, dk[0], first, T.head_dim, place, W, T)
             if T.cut:
                 store_piece(dk_desc, grads[1], memory, dk[1], T.columns // 2, first, T.head_dim, place, W, T)
         else:
             store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
-    elif not T.copies_dq:
+    elif not T.outputs.copies_dq:
         store_piece(dv_desc, grads[2], memory, dv, 0, first, T.head_dim_v, place, W, T)
         store_piece(dk_desc, grads[1], memory, dk[0], 0, first, T.head_dim, place, W, T)
     else:
@@ -57,7 +59,7 @@ def store_wide(desc, target, value, column, first, WIDTH: gl.constexpr, place, T
     column += gl.arange(0, COLUMNS, column_layout(COLUMNS))[None, :]
     strides = target[1]
     ptr = target[0] + head_offset(place.slab, place.head_kv, strides)
-    if T.varlen:
+    if T.items.varlen:
         at = ptr + row_offset(place.first_k + row, strides) + column * strides[3]
         gl.store(at, value, mask=(row < place.span_k) & (column < WIDTH))
     else:
@@ -88,13 +90,13 @@ def store_gradient(desc, target, staging, value, column, first, WIDTH: gl.conste
                    place, T: gl.constexpr):  # fmt: skip
     """Write the gradient of 64 keys from `first` on, by the copy engine, through one of the PLACES that staging has.
 
-    Where T.varlen target = (pointer, strides), for a tile that other items' keys follow.
+    Where T.items.varlen target = (pointer, strides), for a tile that other items' keys follow.
     """
     COLUMNS: gl.constexpr = value.shape[1]
     staged = recast(staging, desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
     staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
-    if T.varlen:
+    if T.items.varlen:
         if first + 64 > place.span_k:
             store_part(staged.reshape([64, COLUMNS]), column, target[0], target[1], place.slab, place.head_kv,
                        place.first_k + first, place.span_k - first, WIDTH)  # fmt: skip

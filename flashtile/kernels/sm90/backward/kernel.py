@@ -42,7 +42,7 @@ def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.conste
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
     first_key = place.column + W * 64
-    raw = starts(level_rows, T.block_q, T.folds_level)
+    raw = starts(level_rows, T.block_q, T.modifiers.folds_level)
     if T.adds_first:
         raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
     return head, start, first_key, raw
@@ -51,25 +51,25 @@ def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.conste
 @gluon.jit
 def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
               FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Add one query tile to dk and, where T.makes_dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
+    """Add one query tile to dk and, where T.outputs.dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
     of the step before to the sum.
 
     Unless ASKS it needs no mask. No step before: FIRST. Where T.douts_first dP, which needs no queries, and dk, after which the
     next ones may come, precede their neighbours.
     """
-    LAGS: gl.constexpr = T.makes_dq and not FIRST  # pyright: ignore[reportAssignmentType]
+    LAGS: gl.constexpr = T.outputs.dq and not FIRST  # pyright: ignore[reportAssignmentType]
     # elsewhere ptxas makes all of a step's predicates at once, and keeps them as bits
-    BY_PREDICATES: gl.constexpr = T.joined or T.parted  # pyright: ignore[reportAssignmentType]
+    BY_PREDICATES: gl.constexpr = T.pipeline.joined or T.outputs.parted  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     dtype: gl.constexpr = memory.q.dtype
     own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
-    if T.dropout:  # in a register that a warp's lanes share: words are drawn while all others are taken
+    if T.modifiers.dropout:  # in a register that a warp's lanes share: words are drawn while all others are taken
         step = uniform(step)
     queries, douts = memory.to.queries.at(step), memory.to.douts.at(step)
-    if T.stages == 1:
+    if T.pipeline.stages == 1:
         queries, douts = uniform(queries), uniform(douts)
     k = memory.k.index(own).reshape([64, COLUMNS])
     v = memory.v.index(own).reshape([64, COLUMNS_V])
@@ -80,17 +80,17 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
 
     if T.douts_first:
         memory.to.douts.wait(step)
-        dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T.folds), False, T.cut_v)
+        dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T.modifiers.folds), False, T.cut_v)
     head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
-    dp = starts(delta_rows, BLOCK_Q, T.folds)
-    raw_token = multiply_rows(k, q, raw, T.folds_level or T.adds_first, T.cut)
+    dp = starts(delta_rows, BLOCK_Q, T.modifiers.folds)
+    raw_token = multiply_rows(k, q, raw, T.modifiers.folds_level or T.adds_first, T.cut)
     drawn = ()
-    if T.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
+    if T.modifiers.dropout:  # before a wait, whose loop ends in a jump: ptxas moves nothing across it to where nothing hides it
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     if not T.douts_first:
-        if not T.joined:
+        if not T.pipeline.joined:
             memory.to.douts.wait(step)
-        dp_token = multiply_rows(v, dout, dp, T.folds, T.cut_v)
+        dp_token = multiply_rows(v, dout, dp, T.modifiers.folds, T.cut_v)
     if T.reports:
         if step - 1 > place.visits.begin:
             report_dq(sum_ptrs, memory, step - 2, W, place, sizes, T)
@@ -103,42 +103,42 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         raw = warpgroup_mma_wait(0, deps=[raw_token])
     else:
         raw = warpgroup_mma_wait(2 if T.cut_v else 1, deps=[raw_token])
-    if not T.folds_level:
+    if not T.modifiers.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
-    if T.modified:
+    if T.modifiers.prescale:
         delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         if not T.douts_first:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
         p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                          SCORE, MASK)  # fmt: skip
-        if T.makes_dv:
+        if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
     else:
-        if T.late:
+        if T.modifiers.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p, slope = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
-        if T.makes_dv:
+        if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
         if not T.douts_first:
-            dp = warpgroup_mma_wait(1 if T.makes_dv else 0, deps=[dp_token])
+            dp = warpgroup_mma_wait(1 if T.outputs.dv else 0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
-        if not T.folds:
+        if not T.modifiers.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
         ds = differentiate(slope, dp, delta, start, first_key, masked, sizes, work.band, T)
-    if not (T.makes_dv or T.douts_first or T.joined):
+    if not (T.outputs.dv or T.douts_first or T.pipeline.joined):
         memory.to.douts.release(step)
 
     ds = ds.to(dtype)
-    if T.makes_dq:
+    if T.outputs.dq:
         memory.to.scores.claim(step)
         if FIRST:
             store_wait(0)  # the gradients of the tile before, which went from there
         ds_of(memory, 2 * W + step % 2, T).store(ds)
     fence_async_shared()  # the next queries' rows overwrite what was read, too
-    if T.makes_dq:
+    if T.outputs.dq:
         memory.to.scores.hand_over(step)
     if T.douts_first:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
@@ -151,20 +151,20 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     else:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
     PENDING: gl.constexpr = 0 if T.douts_first else 2 if T.cut else 1  # pyright: ignore[reportAssignmentType]
-    if T.makes_dv:
+    if T.outputs.dv:
         if LAGS:
             dv, dq = warpgroup_mma_wait(PENDING, deps=[dv_token, dq_token])
         else:
             dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
-        if not T.joined:
+        if not T.pipeline.joined:
             memory.to.douts.release(step)
     elif LAGS:
         dq = warpgroup_mma_wait(PENDING, deps=[dq_token])
     if LAGS:
-        if not T.joined:
+        if not T.pipeline.joined:
             memory.to.scores.release(step - 1)
         add_dq(dq, memory, sum_ptrs, step - 1, place, sizes, work, W, T)
-        if T.joined:  # a word behind another one takes one barrier less
+        if T.pipeline.joined:  # a word behind another one takes one barrier less
             memory.to.scores.release(step - 1)
     if not T.douts_first:
         dk = settle_dk(warpgroup_mma_wait(0, deps=dk), T)
@@ -175,7 +175,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
 @gluon.jit
 def ds_of(memory, place, T: gl.constexpr):
     """A consumer's ds of a step, keys x queries."""
-    if T.stores_ds:
+    if T.outputs.ds:
         return memory.ds.index(place).reshape([T.block_q, 64]).permute((1, 0))
     else:
         return memory.ds.index(place)
@@ -184,7 +184,7 @@ def ds_of(memory, place, T: gl.constexpr):
 @gluon.jit
 def weighed(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
     """Probabilities in 16 bits, as they weigh the values."""
-    if T.dropout:
+    if T.modifiers.dropout:
         return unpacked(packed(p, drawn, seed, DTYPE), DTYPE)
     else:
         return p.to(DTYPE)
@@ -193,7 +193,7 @@ def weighed(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def through_dropout(dp, drawn, seed, BY_PREDICATES: gl.constexpr, T: gl.constexpr):
     """The gradient of probabilities, given that of what weighed the values."""
-    if T.dropout:
+    if T.modifiers.dropout:
         return kept(dp, drawn, seed, BY_PREDICATES) * seed.factor
     else:
         return dp
@@ -230,7 +230,7 @@ def multiply_dk(ds, q, dk, memory, place, T: gl.constexpr):
     """
     WIDE: gl.constexpr = T.columns // 2 if T.cut else T.columns
     rest: gl.constexpr = T.columns // 4
-    if T.makes_dq and T.stages == 1:
+    if T.outputs.dq and T.pipeline.stages == 1:
         left = ds_of(memory, place, T)
         left_of_rest = left
     else:
@@ -261,7 +261,7 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
     dq = gl.zeros([64, COLUMNS_DQ], gl.float32, matrix_layout(COLUMNS_DQ))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(2):
         share = ds_of(memory, 2 * i + step % 2, T)
-        keys = memory.k.index(uniform(gl.to_tensor(i)) if T.parted else i).reshape([64, T.columns])
+        keys = memory.k.index(uniform(gl.to_tensor(i)) if T.outputs.parted else i).reshape([64, T.columns])
         if T.block_q == 64:
             keys = keys.slice(W * T.columns_dq, COLUMNS_DQ, 1)
         else:
@@ -281,8 +281,8 @@ def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, se
     unless modifiers follow this, items differ in length, or predicates narrow the mask: among what these load and compute ptxas
     then leaves out waits (`audit/hazards.py`).
     """
-    FOLLOWED: gl.constexpr = T.modified or T.curved or T.late  # pyright: ignore[reportAssignmentType]
-    RESTS: gl.constexpr = not (FOLLOWED or T.ragged or T.predicate)  # pyright: ignore[reportAssignmentType]
+    FOLLOWED: gl.constexpr = T.modifiers.prescale or T.modifiers.curved or T.modifiers.late  # pyright: ignore[reportAssignmentType]
+    RESTS: gl.constexpr = not (FOLLOWED or T.items.ragged or T.mask.predicate)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
@@ -294,22 +294,22 @@ def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, se
     if LAGS:
         dv_token = multiply_dv(weights, dv, memory, step - 1, T)
     drawn = ()
-    if T.dropout:
+    if T.modifiers.dropout:
         drawn = draw(seed, place.batch * sizes.heads + head, first_key, start, BLOCK_Q, True)
     masked = asks(memory, step, place, start, ASKS, T)
     level = 0.0
-    if not T.folds_level:
+    if not T.modifiers.folds_level:
         level = level_rows.load(gl.SliceLayout(0, SCORES))[None, :]
     if RESTS:
         fence_async_shared()
     raw = warpgroup_mma_wait(1 if LAGS else 0, deps=[raw_token])
     if RESTS:
         memory.to.queries.release(step)
-    if T.modified:
+    if T.modifiers.prescale:
         p, _ = modified(raw, raw, (level, 0.0, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
                         SCORE, MASK)  # fmt: skip
     else:
-        if T.late:
+        if T.modifiers.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p, _ = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
     if LAGS:
@@ -364,27 +364,29 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
     """A warpgroup: dk and dv of 64 keys, or one of both."""
     COLUMNS_V: gl.constexpr = T.columns_v
     # whether keys are let go of before dq's last share goes; beside dropout that would spill
-    EARLY: gl.constexpr = T.sums_dq and not T.dropout  # pyright: ignore[reportAssignmentType]
+    EARLY: gl.constexpr = T.outputs.sums_dq and not T.modifiers.dropout  # pyright: ignore[reportAssignmentType]
     sums = grads[0]
     seed = load_seed(score_args, T)
-    if T.dropout:
+    if T.modifiers.dropout:
         seed = steady(seed)
     turn, begin = gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 4)
     while ticket < work.tiles:
         place, sizes = find(memory.to.tickets, turn, ticket, begin, work, 4, T)
-        if T.begins_early and (T.curved or not T.sums_dq):  # of the others the loader waits for all; curves are faster for it
-            await_stream(not T.sums_dq)
+        if T.begins_early and (
+            T.modifiers.curved or not T.outputs.sums_dq
+        ):  # of the others the loader waits for all; curves are faster for it
+            await_stream(not T.outputs.sums_dq)
         dk = empty_dk(T)
         dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
         memory.to.keys.wait(turn)
-        if T.blanks and (T.sums_dq or T.right):
+        if T.mask.blanks and (T.outputs.sums_dq or T.mask.right):
             blank_keys(memory, place, sizes, work.band, W, T)
-        if T.predicate and T.sums_dq:
+        if T.mask.predicate and T.outputs.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
-        if not T.makes_dk:
+        if not T.outputs.dk:
             dv = gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
-        elif not T.sums_dq:
+        elif not T.outputs.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
                 dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, True,
@@ -421,9 +423,9 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             memory.to.keys.release(turn)
         begin = place.visits.end
         place, sizes = again(place, sizes, memory, work, 4, T)
-        if T.dropout:
+        if T.modifiers.dropout:
             dv *= seed.factor
-        if T.pieces > 1:
+        if T.schedule.pieces > 1:
             job = place.visits.job
             if job > 0:
                 give(dk, dv, sums, job, W, T)
@@ -437,7 +439,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)
-    if T.sums_dq:
+    if T.outputs.sums_dq:
         let_next()
     store_wait(0)
 
@@ -448,29 +450,29 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
     """Blocks take tiles of keys: dk, dv over all query heads of their key/value head, and a share of dq.
 
     rest = (grads, region, scale, arguments of modifiers, arguments of predicates, block lists); grads = ((sum for dq, counts
-    of tickets, locks if T.locked, as `rows.attention_rows` left them, room for what `give` gives if T.pieces > 1), (dk, its
-    strides), (dv, its strides)), the latter two where T.varlen. A pass for dv alone is given the sum if another adds to it, and
-    clears it; unless T.makes_dq there is none. region, and what the mask has, as in `visit.Work`. bias_desc: the tensor of the
-    modifier T.early, or None; ds_desc: where T.stores_ds, its gradient.
+    of tickets, locks if T.locked, as `rows.attention_rows` left them, room for what `give` gives if T.schedule.pieces > 1),
+    (dk, its strides), (dv, its strides)), the latter two where T.items.varlen. A pass for dv alone is given the sum if another
+    adds to it, and clears it; unless T.outputs.dq there is none. region, and what the mask has, as in `visit.Work`. bias_desc:
+    the tensor of the modifier T.modifiers.early, or None; ds_desc: where T.outputs.ds, its gradient.
     """
     grads, region, scale = settled(rest[0]), settled(rest[1]), rest[2]
     mask_args, lists = settled(rest[4]), settled(rest[5])
     heads, seqlen_q, seqlen_k = q_desc.shape[1], q_desc.shape[2], k_desc.shape[2]
-    if T.ragged:
+    if T.items.ragged:
         tiles = region[2] * (heads // T.group)
-    elif T.blocks_q > 0:
-        tiles = gl.cdiv(seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+    elif T.mask.blocks_q > 0:
+        tiles = gl.cdiv(seqlen_k, T.mask.blocks_k) * (T.mask.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
-    if T.helps:  # as many first jobs, and second ones
+    if T.schedule.helps:  # as many first jobs, and second ones
         tiles = 2 * tiles
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
-    counter_ptr = grads[0][1] if T.makes_dk else grads[0][1] + 1
+    counter_ptr = grads[0][1] if T.outputs.dk else grads[0][1] + 1
     memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
     fence_async_shared()
     if not T.begins_early:
-        await_stream(not T.sums_dq)
-    if not T.copies_dq:
+        await_stream(not T.outputs.sums_dq)
+    if not T.outputs.copies_dq:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
@@ -485,6 +487,6 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
                     memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
-            (convert, (sum_desc, grads[0], grads[3], q_desc.shape[0], memory, work, T)) if T.converts
+            (convert, (sum_desc, grads[0], grads[3], q_desc.shape[0], memory, work, T)) if T.pipeline.converts
             else (store_scores, (ds_desc, grads[0][1], memory, work, T)),
         ][: 2 + T.helpers], [4, 1, 1, 1, 1][: 1 + T.helpers], [240, 24, 24, 24, 24][: 1 + T.helpers])  # fmt: skip

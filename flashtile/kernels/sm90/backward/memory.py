@@ -13,13 +13,13 @@ class Channels:
     tickets: Tickets
     keys: Channel
     queries: Channel
-    douts: Channel  # where T.joined that of queries, which alone are waited for and let go of
+    douts: Channel  # where T.pipeline.joined that of queries, which alone are waited for and let go of
     scores: Channel  # the consumers' ds, to both
     sums: Channel  # their shares of dq, to the warps that add them
-    biases: Channel  # where T.early
-    formers: Channel  # where T.pairs_ds
-    edges: Channel  # where T.blanks: by which the loader waits for tiles itself
-    parts: Channel  # where T.converts: by which who makes dq waits for the sum
+    biases: Channel  # where T.modifiers.early
+    formers: Channel  # where T.outputs.pairs_ds
+    edges: Channel  # where T.mask.blanks: by which the loader waits for tiles itself
+    parts: Channel  # where T.pipeline.converts: by which who makes dq waits for the sum
 
     @gluon.constexpr_function
     def __init__(self, tickets, keys, queries, douts, scores, sums, biases, formers, edges, parts):
@@ -46,9 +46,9 @@ class Memory:
     rows: gl.shared_memory_descriptor  # level and delta of every stage
     ds: gl.shared_memory_descriptor  # of two steps, for each consumer: as `backward.ds_of` says; without dk, room for dv
     shares: gl.shared_memory_descriptor
-    bias: gl.shared_memory_descriptor  # where T.early: of one step, queries x 64 keys, for each consumer
-    former: gl.shared_memory_descriptor  # likewise where T.pairs_ds: what a second entry's ds is added to
-    part: gl.shared_memory_descriptor  # where T.converts: of the sum of dq
+    bias: gl.shared_memory_descriptor  # where T.modifiers.early: of one step, queries x 64 keys, for each consumer
+    former: gl.shared_memory_descriptor  # likewise where T.outputs.pairs_ds: what a second entry's ds is added to
+    part: gl.shared_memory_descriptor  # where T.pipeline.converts: of the sum of dq
     steps: gl.shared_memory_descriptor  # where T.tells: the numbers of every stage, as `visit.meeting` reads them
     to: Channels
 
@@ -78,34 +78,34 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     KEY_TILES: gl.constexpr = T.block_k // 64
     dtype: gl.constexpr = q_desc.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
-    if T.stores_ds:  # as it is stored: queries x keys
+    if T.outputs.ds:  # as it is stored: queries x keys
         ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], ds_desc.layout)
     else:
         ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
-    queries = make_channel(T.stages, 2, 1, T.singly)
+    queries = make_channel(T.pipeline.stages, 2, 1, T.singly)
     keys = make_channel(1, 2)
     # of lists each thread lets go by itself of what it was told, for racecheck follows no barrier from there; beside predicates
     # consumers would spill
-    tickets = make_tickets(2, WORDS if T.tells else 1, (2 if T.copies_dq else 0) + T.stores_ds, T.divided > 0)
+    tickets = make_tickets(2, WORDS if T.tells else 1, (2 if T.outputs.copies_dq else 0) + T.outputs.ds, T.divided > 0)
     shares, sums, scores = ds, queries, queries
-    if T.copies_dq:
+    if T.outputs.copies_dq:
         shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
         sums = make_channel(2, 1, 1, False, T.singly)
-    if T.sums_dq:
-        scores = make_channel(2, 2, 2, T.singly, T.singly, T.stores_ds)
+    if T.outputs.sums_dq:
+        scores = make_channel(2, 2, 2, T.singly, T.singly, T.outputs.ds)
     bias, biases = ds, queries
-    if T.early >= 0:
+    if T.modifiers.early >= 0:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
         biases = make_channel(1, 2, 1, T.singly)
     former, formers = ds, queries
-    if T.pairs_ds:
+    if T.outputs.pairs_ds:
         former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], ds_desc.layout)
         formers = make_channel(2, 1)
     edges = queries
-    if T.blanks:
+    if T.mask.blanks:
         edges = make_channel(2, 0)  # with one place ptxas keeps 18 words more of a document's loop in local memory
     part, parts = shares, queries
-    if T.converts:
+    if T.pipeline.converts:
         part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_dq // 4, 256], sum_desc.layout)
         parts = make_channel(1, 0)
     steps = ds
@@ -113,14 +113,14 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         steps = make_words(3 * T.told_steps)
     k = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout)
     v = k
-    if T.makes_dk:
+    if T.outputs.dk:
         v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout)
     return Memory(
         k,
         v,
-        gl.allocate_shared_memory(dtype, [T.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [T.stages_dout, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * T.stages, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        gl.allocate_shared_memory(dtype, [T.pipeline.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [T.pipeline.stages_dout, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * T.pipeline.stages, 1, 1, 1, BLOCK_Q], rows_desc.layout),
         ds,
         shares,
         bias,
@@ -131,7 +131,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
             tickets,
             keys,
             queries,
-            queries if T.joined else make_channel(T.stages_dout, 2, 1, T.singly),
+            queries if T.pipeline.joined else make_channel(T.pipeline.stages_dout, 2, 1, T.singly),
             scores,
             sums,
             biases,

@@ -16,39 +16,41 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
 
     Where T.tells the other roles learn tiles and steps from it. Given a sum, a pass without dk clears it meanwhile.
     """
-    CLEARS: gl.constexpr = not T.makes_dk and sum_ptr is not None  # pyright: ignore[reportAssignmentType]
+    CLEARS: gl.constexpr = not T.outputs.dk and sum_ptr is not None  # pyright: ignore[reportAssignmentType]
     dirty, clean = gl.to_tensor(0), gl.to_tensor(0)
     if CLEARS:
         dirty, clean = share_of_sum(sum_desc)
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket, ahead = gl.program_id(0), gl.to_tensor(0)
-    if T.resident and (T.ragged or T.converts):  # consumers would spill with their own numbers; `convert` waits for those taken
+    if T.schedule.resident and (
+        T.items.ragged or T.pipeline.converts
+    ):  # consumers would spill with their own numbers; `convert` waits for those taken
         ticket = spread(following(counter_ptr, T))
-    elif T.resident:  # a block begins with the ticket of its own number, which travels from nowhere
+    elif T.schedule.resident:  # a block begins with the ticket of its own number, which travels from nowhere
         ahead = gl.num_programs(0)
     if not T.tells:
         memory.to.tickets.publish(turn, (ticket,))
     tickets, ranks = work.tiles, ()
-    if T.blocks_q > 0 and not T.deterministic:
+    if T.mask.blocks_q > 0 and not T.schedule.deterministic:
         ranks = find_ranks(work, T)
         tickets = ranks.tickets
     while ticket < tickets:
         place, sizes = walk(ticket, step, ranks, work, T)
         if T.tells:  # all that others ask of a ticket is whether it is below the number of tiles
             tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
-        BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.makes_dk else 0)
+        BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.outputs.dk else 0)
         bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
         for i in gl.static_range(KEY_TILES):
             key = place.first_k + place.column + i * 64
             tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
-            if T.makes_dk:
+            if T.outputs.dk:
                 tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
         taken = tickets
-        if T.resident and not T.takes_late:
+        if T.schedule.resident and not T.takes_late:
             taken = following(counter_ptr, T)
-        first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.left, T.right)
-        if T.interleaves:
+        first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.mask.left, T.mask.right)
+        if T.schedule.interleaves:
             edges = load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T)
             step = place.visits.end
         elif T.tells:
@@ -65,7 +67,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                     start, masked = place.visit(passed + nth, asked, listed, T)
                     edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
                                       step, edges, T)  # fmt: skip
-                    if T.pairs_ds:
+                    if T.outputs.pairs_ds:
                         if (place.batch > 0) & brings_back(step):
                             if step - place.visits.begin < 2:  # the tile's first of these
                                 await_turn(flag_of(counter_ptr, place, sizes, T), 1)
@@ -82,12 +84,12 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                 if CLEARS:
                     dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
-        if T.resident and T.takes_late and not T.helps:
+        if T.schedule.resident and T.takes_late and not T.schedule.helps:
             taken = following(counter_ptr, T)
-        if T.helps:  # who has helped takes its own tile next
+        if T.schedule.helps:  # who has helped takes its own tile next
             ticket = gl.where(place.visits.job > 0, ticket + work.tiles // 2, work.tiles)
         else:
-            ticket = spread(taken) + ahead if T.resident else taken
+            ticket = spread(taken) + ahead if T.schedule.resident else taken
         turn = turn + 1
         if not T.tells:
             memory.to.tickets.publish(turn, (ticket,))
@@ -107,7 +109,7 @@ def load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, plac
     """
     tiles, offset = place.visits.tiles, place.tile % T.group
     for nth in range(tiles):
-        at = tiles - 1 - nth if T.right else nth
+        at = tiles - 1 - nth if T.mask.right else nth
         start = place.visits.lo + at * T.block_q
         masked = place.masked(start)
         for i in range(T.group):
@@ -151,9 +153,9 @@ def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, mask
               T: gl.constexpr):  # fmt: skip
     """Load queries, their rows and dout of a step, and blank what nobody sees; how many steps needed that, with this one."""
     blank = False
-    if T.predicate:
+    if T.mask.predicate:
         blank = masked
-    elif T.blanks:
+    elif T.mask.blanks:
         blank = (start < first) | (start + T.block_q > end)
     if T.douts_first:
         if not blank:
@@ -161,7 +163,7 @@ def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, mask
     memory.to.queries.claim(step)
     if T.tells:
         tell_step(memory, step, head, start, masked, T)
-    if T.blanks:
+    if T.mask.blanks:
         if blank:
             load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edges, first - start, end - start, T)
             edges = edges + 1
@@ -169,7 +171,7 @@ def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, mask
             load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
     else:
         load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
-    if T.early >= 0:
+    if T.modifiers.early >= 0:
         load_bias(bias_desc, memory, head, start, place, step)
     return edges
 
@@ -194,10 +196,10 @@ def load_former(desc, memory, head, start, place, former):
 @gluon.jit
 def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
     """Load queries, their rows and dout."""
-    BYTES: gl.constexpr = dout_desc.block_type.nbytes if T.joined else 0  # pyright: ignore[reportAssignmentType]
+    BYTES: gl.constexpr = dout_desc.block_type.nbytes if T.pipeline.joined else 0  # pyright: ignore[reportAssignmentType]
     bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes + BYTES)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
-    if T.joined:
+    if T.pipeline.joined:
         copy_dout(dout_desc, memory, head, start, place, step, bar)
     elif not T.douts_first:
         load_dout(dout_desc, memory, head, start, place, step)
@@ -235,17 +237,17 @@ def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl
 def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edge, first, end, T: gl.constexpr):
     """As `load_whole`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
 
-    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.predicate they are
+    They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.mask.predicate they are
     those without an lse.
     """
-    if not T.joined:
+    if not T.pipeline.joined:
         memory.to.douts.claim(step)
     bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
     bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
     load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
     copy_dout(dout_desc, memory, head, start, place, step, bar)
     memory.to.edges.wait(edge)
-    if T.predicate:
+    if T.mask.predicate:
         levels = memory.rows.index(2 * memory.to.queries.at(step)).reshape([T.block_q])
         blank_blind(memory.q.index(memory.to.queries.at(step)), levels, T.block_q, T.columns)
         blank_blind(memory.dout.index(memory.to.douts.at(step)), levels, T.block_q, T.columns_v)
@@ -254,5 +256,5 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
         blank_strips(memory.dout.index(memory.to.douts.at(step)), first, end, T.block_q, T.columns_v)
     fence_async_shared()
     memory.to.queries.hand_over(step)
-    if not T.joined:
+    if not T.pipeline.joined:
         memory.to.douts.hand_over(step)

@@ -39,11 +39,11 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
     level = tl.where(lse == float("-inf"), float("inf"), lse)
     delta = tl.where(lse == float("-inf"), 0.0, total)  # dout of a query that saw nothing may be NaN
     sunk = 0.0
-    if T.sink:
+    if T.modifiers.sink:
         sink = tl.load(in_ptrs[4] + head.to(tl.int64) * strides[3][0]).to(tl.float32)
         sunk = tl.sum(-tl.exp2((sink - level) * LOG2E) * delta)
-    level = -level / scale if T.folds_level else level * LOG2E
-    if T.folds:
+    level = -level / scale if T.modifiers.folds_level else level * LOG2E
+    if T.modifiers.folds:
         delta = -delta
     per_head, first = (batch * heads + head).to(tl.int64) * padded, first_padded(item, T)
     head_rows, rows = per_head + first, out_ptrs[0] + 2 * per_head + (first + index)
@@ -65,11 +65,11 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
 def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T: tl.constexpr):
     """What the backward needs of every query, (level, delta), and zeros for the counts of tickets and the sum of dq, if given.
 
-    64 queries per program or, where T.ragged, a tile of ROWS of the schedule; region as for `visit.walk`, but with a number of
-    flags that are to be cleared behind the counts of tickets, or None.
-    level is lse in the form that the kernel exponentiates (T.folds_level: -lse / scale, what the matrix unit
+    64 queries per program or, where T.items.ragged, a tile of ROWS of the schedule; region as for `visit.walk`, but with a
+    number of flags that are to be cleared behind the counts of tickets, or None.
+    level is lse in the form that the kernel exponentiates (T.modifiers.folds_level: -lse / scale, what the matrix unit
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
-    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.folds.
+    infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.modifiers.folds.
     in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum or None, tickets, locks if T.locked else
     None, what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse
     (batch, heads_q, seqlen_q), sink (heads_q,).
@@ -77,10 +77,10 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     padded / 64, columns / columns_dq): how many have added (`order`).
     """
     await_stream()
-    if T.ragged:
+    if T.items.ragged:
         tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, False, T)
         padded = padded_rows(seqlen_q)
-        if T.varlen:
+        if T.items.varlen:
             padded = region[1]
         sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, scale, T)
         sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, scale, T)
@@ -96,7 +96,7 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     if region[2] is not None:
         for flag in tl.range(tl.program_id(0), region[2], tl.num_programs(0)):
             tl.store(out_ptrs[2] + COUNTS + flag, 0)
-    if T.sink:
+    if T.modifiers.sink:
         if out_ptrs[4] is not None:
             tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)
 
@@ -113,14 +113,14 @@ def dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, row, heads, scale, T:
     exists = item.span_q > row // ROWS * ROWS
     if T.cut:  # nothing was added for columns that do not exist
         exists = exists & (tl.arange(0, 64 * COLUMNS) < 48 * COLUMNS)
-    value = tl.load(at, mask=exists, other=0.0) if T.ragged or T.cut else tl.load(at)
+    value = tl.load(at, mask=exists, other=0.0) if T.items.ragged or T.cut else tl.load(at)
     if not T.clears:  # nor for queries that no key tile visits: the sum is under way meanwhile
         PARTS: tl.constexpr = T.columns // T.columns_dq
         added = tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0)
         value = tl.where(added != 0, value, 0.0)
     value = tl.reshape(value, [COLUMNS // WIDE, WIDE // 8, 4, 8, 4, 2, 2])
     value = tl.reshape(tl.permute(value, (2, 5, 3, 0, 1, 4, 6)), [64, COLUMNS])
-    if T.ragged:  # rows that do not count may have met an infinite key
+    if T.items.ragged:  # rows that do not count may have met an infinite key
         value = tl.where((row + tl.arange(0, 64) < item.q)[:, None], value, 0.0)
     dq = dq_ptr + head_offset(batch, head, strides) + row_offset(item.first_q + row, strides)
     store_tile(dq, strides, value * scale, item.span_q - row, T.head_dim, 64, COLUMNS)
@@ -133,10 +133,10 @@ def attention_dq(sum_ptrs, dq_ptr, strides, seqlen_q, heads, scale, region, T: t
     sum_ptrs = (sum, None or, where not T.clears, locks).
     """
     await_stream()
-    if T.ragged:
+    if T.items.ragged:
         tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_q, heads, ROWS, False, T)
         padded = padded_rows(seqlen_q)
-        if T.varlen:
+        if T.items.varlen:
             padded = region[1]
         dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, tile * ROWS, heads, scale, T)
         dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, tile * ROWS + 64, heads, scale, T)

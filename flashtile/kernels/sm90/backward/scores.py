@@ -20,11 +20,11 @@ def blank_keys(memory, place, sizes, band, W: gl.constexpr, T: gl.constexpr):
     Where the band ends before a query's own key, the queries behind the last one, which a tile has, too, would see them and
     their values. What is NaN there stays so times their p = 0.
     """
-    first, end = seeing(sizes.k, sizes.q, band[1], band[0], T.right, T.left)
+    first, end = seeing(sizes.k, sizes.q, band[1], band[0], T.mask.right, T.mask.left)
     first_key = place.column + W * 64
     if (first_key < first) | (first_key + 64 > end):
         blank_rows(memory.k.index(W).reshape([64, T.columns]), first - first_key, end - first_key)
-        if T.makes_dk and T.right:
+        if T.outputs.dk and T.mask.right:
             blank_rows(memory.v.index(W).reshape([64, T.columns_v]), first - first_key, end - first_key)
         fence_async_shared()
 
@@ -39,7 +39,7 @@ def blank_hidden_keys(memory, place, sizes, work, W: gl.constexpr, T: gl.constex
     SCORES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     k = memory.k.index(W).reshape([64, COLUMNS])
     first_key = place.column + W * 64
-    none = place.visits.begin if T.blocks_q > 0 else 0
+    none = place.visits.begin if T.mask.blocks_q > 0 else 0
     if place.visits.full_lo > none:
         largest = gl.zeros([STRIP, COLUMNS], gl.int16, LAYOUT)  # pyright: ignore[reportCallIssue]
         for strip in gl.static_range(0, 64, STRIP):
@@ -80,14 +80,14 @@ def shown(head, first_query, first_key, place, sizes, work, COLUMNS: gl.constexp
     low = asked(head, first_query, first_key, place, sizes, work, HALF, T, MASK)
     high = asked(head, stay(first_query + HALF), first_key, place, sizes, work, HALF, T, MASK)
     words = of_lanes(low | (high << (COLUMNS // 8)), COLUMNS)
-    if T.left or T.right or T.pads_keys:
+    if T.mask.left or T.mask.right or T.mask.pads_keys:
         row, _, offset, _ = numbers_of(COLUMNS)
         aligned = first_key + row - (sizes.k - sizes.q) - first_query - offset
-        if T.right:
+        if T.mask.right:
             words = words & of_tile(ones(columns_below(aligned - work.band[1]), False), COLUMNS)
-        if T.left:
+        if T.mask.left:
             words = words & of_tile(ones(columns_below(aligned + work.band[0] + 1), True), COLUMNS)
-        if T.pads_keys:
+        if T.mask.pads_keys:
             _, key = indices(first_query, first_key, matrix_layout(COLUMNS), [64, COLUMNS])
             words = gl.where(key < sizes.k, words, 0)
     return words
@@ -113,14 +113,16 @@ def hide(x, nothing, first_query, first_key, sizes, band, T: gl.constexpr):
     column, key = eight + pair, first_key + row
     aligned = stay(key - (sizes.k - sizes.q) - first_query)
     first = aligned * 0
-    if T.right:
+    if T.mask.right:
         first = aligned - band[1]
-    if T.pads_keys:
+    if T.mask.pads_keys:
         first = gl.where(key < sizes.k, first, 2147483647)
-        if T.tells and not T.right:  # nothing of it knows the step: all comparisons would be made before the loop, and kept
+        if (
+            T.tells and not T.mask.right
+        ):  # nothing of it knows the step: all comparisons would be made before the loop, and kept
             first = stay(first)
     keep = column >= first - offset
-    if T.left:
+    if T.mask.left:
         keep = keep & (column <= aligned + band[0] - offset)
     return whole(gl.where(keep, x.reshape([64, COLUMNS // 8, 4, 2]), nothing), COLUMNS)
 
@@ -143,26 +145,26 @@ def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
 @gluon.jit
 def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, score_args, W: gl.constexpr, T: gl.constexpr,
           SCORE: gl.constexpr):  # fmt: skip
-    """What a product starts from, plus what modifiers add. That of T.early lies in shared memory, queries x keys."""
-    if T.early >= 0:
+    """What a product starts from, plus what modifiers add. That of T.modifiers.early lies in shared memory, queries x keys."""
+    if T.modifiers.early >= 0:
         memory.to.biases.wait(step)
         loaded = memory.bias.index(W).reshape([raw.shape[1], 64]).permute((1, 0)).load(matrix_layout(raw.shape[1]))
         fence_async_shared()
         memory.to.biases.release(step)
-        raw = SCORE[T.adds](raw, widened(loaded), 1.0 / scale)
-    if not T.late:
+        raw = SCORE[T.modifiers.adds](raw, widened(loaded), 1.0 / scale)
+    if not T.modifiers.late:
         raw = add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T, SCORE)
     return raw
 
 
 @gluon.jit
 def add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):
-    """raw plus what all modifiers but T.early add."""
-    ADDS: gl.constexpr = T.adds
+    """raw plus what all modifiers but T.modifiers.early add."""
+    ADDS: gl.constexpr = T.modifiers.adds
     query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
     at = locate(place.batch, head, query, key, sizes)
     for i in gl.static_range(ADDS):
-        if i != T.early:
+        if i != T.modifiers.early:
             raw = SCORE[i](raw, at, score_args[i], 1.0 / scale)
     return raw
 
@@ -182,10 +184,10 @@ def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, w
     query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
     at = locate(place.batch, head, query, key, sizes)
     keep = visible(query, key, sizes, work.band, T)
-    if T.predicate:
+    if T.mask.predicate:
         if masked:
             keep = keep & holds(at, work.mask_args, T, MASK)
-    return probabilities(raw, dp, row, at, keep, scale, score_args, T.masks, T, SCORE)
+    return probabilities(raw, dp, row, at, keep, scale, score_args, T.mask.any, T, SCORE)
 
 
 @gluon.jit
@@ -197,25 +199,25 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
     that `differentiate` knows it.
     """
     score, factor = bent(raw, scale, score_args, T, SCORE), unit(scale, score_args, T, SCORE)
-    EARLY: gl.constexpr = T.curved and not T.predicate  # pyright: ignore[reportAssignmentType]
-    if T.masks and EARLY:  # before there are two to hide; the derivative there may be anything
+    EARLY: gl.constexpr = T.modifiers.curved and not T.mask.predicate  # pyright: ignore[reportAssignmentType]
+    if T.mask.any and EARLY:  # before there are two to hide; the derivative there may be anything
         if masked:
             _, start = meeting(memory, step, place, 4, T)
             score = hide(score, float("-inf"), start + offset, first_key, sizes, work.band, T)
-    if T.folds_level:
+    if T.modifiers.folds_level:
         p = gl.exp2(score * (factor * LOG2E))
     else:
         p = gl.exp2(score * (factor * LOG2E) - level)
-    slope = p * SCORE[T.adds + 1](score) if T.curved else p
-    if T.masks and not EARLY:
+    slope = p * SCORE[T.modifiers.adds + 1](score) if T.modifiers.curved else p
+    if T.mask.any and not EARLY:
         if masked:
             head, start = meeting(memory, step, place, 4, T)
-            if T.predicate:
+            if T.mask.predicate:
                 COLUMNS: gl.constexpr = p.shape[1]
                 place, sizes = again(place, sizes, memory, work, 4, T)
                 words = shown(head, start + offset, first_key, place, sizes, work, COLUMNS, T, MASK)
                 p = select_bits(p, words, 0, NEGATIVE_ZERO, COLUMNS)
-                slope = select_bits(slope, words, 0, NEGATIVE_ZERO, COLUMNS) if T.curved else p
+                slope = select_bits(slope, words, 0, NEGATIVE_ZERO, COLUMNS) if T.modifiers.curved else p
             else:
                 p = hide(p, 0.0, start + offset, first_key, sizes, work.band, T)
                 slope = p
@@ -225,13 +227,13 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
 @gluon.jit
 def differentiate(slope, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
     """The gradient of the scaled product; `slope` as `weigh` has it."""
-    if T.folds:
+    if T.modifiers.folds:
         ds = slope * dp
     else:
         ds = slope * (dp - delta)
-    if T.masks:
+    if T.mask.any:
         if masked:  # dp may be NaN where nothing is to be seen
-            if T.predicate:
+            if T.mask.predicate:
                 ds = gl.where(stay(slope.to(gl.int32, bitcast=True)) < 0, 0.0, ds)
             else:
                 ds = hide(ds, 0.0, first_query, first_key, sizes, band, T)

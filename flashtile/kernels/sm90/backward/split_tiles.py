@@ -1,9 +1,9 @@
 """Long key tiles whose steps several blocks take: who takes the last ones begins before who takes the first ones.
 
 Of a causal problem that is one wave the block of a short tile helps that of its counterpart from the other end of a head's
-keys, so that both take as many steps. With lists a long one is T.pieces tickets. Helpers leave their part of dk and dv in
-memory, in the registers' own order, and report; the tile's own block adds it to its own. Helpers have lower tickets, so that
-blocks wait for earlier ones only.
+keys, so that both take as many steps. With lists a long one is T.schedule.pieces tickets. Helpers leave their part of dk and
+dv in memory, in the registers' own order, and report; the tile's own block adds it to its own. Helpers have lower tickets, so
+that blocks wait for earlier ones only.
 """
 
 from flashtile.kernels.device.mask import key_range
@@ -37,7 +37,7 @@ def divide(tile, own, tiles, batch_head, sizes, band, T: gl.constexpr):
 @gluon.jit
 def gives_to(number, piece, T: gl.constexpr):
     """The job of who takes a piece, from 1 on, of the `number`-th tile that is taken in pieces, and gives it away."""
-    return number * (T.pieces - 1) + piece
+    return number * (T.schedule.pieces - 1) + piece
 
 
 @gluon.jit
@@ -50,14 +50,14 @@ def takes_of(number):
 def visitors(tile, sizes, band, T: gl.constexpr):
     """How many query tiles visit a key tile."""
     first = tile * T.block_k - (sizes.k - sizes.q)
-    lo, _, _, hi = key_range(first, first, sizes.q, band[1], band[0], T.right, T.left, T.block_q)
+    lo, _, _, hi = key_range(first, first, sizes.q, band[1], band[0], T.mask.right, T.mask.left, T.block_q)
     return gl.cdiv(hi - lo, T.block_q)
 
 
 @gluon.jit
 def give(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
     """Leave a consumer's part of a piece's dk and dv to who takes it."""
-    part, number = place_of_piece(sums, job - 1, W, T), (job - 1) // (T.pieces - 1)
+    part, number = place_of_piece(sums, job - 1, W, T), (job - 1) // (T.schedule.pieces - 1)
     store_flat(part, dk[0])
     store_flat(part + 64 * T.columns, dv)
     report(sums[1] + FLAGS + 2 * number + W)  # every warp
@@ -67,12 +67,12 @@ def give(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
 def add_given(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
     """dk and dv with what the helpers gave."""
     number = -1 - job
-    await_turn(sums[1] + FLAGS + 2 * number + W, 4 * (T.pieces - 1))
-    own, others = dk[0], gl.to_tensor(T.pieces - 1)
-    if T.pieces > 2:  # once in the code: what is jumped over costs, too
+    await_turn(sums[1] + FLAGS + 2 * number + W, 4 * (T.schedule.pieces - 1))
+    own, others = dk[0], gl.to_tensor(T.schedule.pieces - 1)
+    if T.schedule.pieces > 2:  # once in the code: what is jumped over costs, too
         others = uniform(others)
     for i in range(others):
-        part = place_of_piece(sums, number * (T.pieces - 1) + i, W, T)
+        part = place_of_piece(sums, number * (T.schedule.pieces - 1) + i, W, T)
         own, dv = own + load_flat(part, T.columns), dv + load_flat(part + 64 * T.columns, T.columns_v)
     return (own,), dv
 

@@ -29,13 +29,15 @@ class Work(NamedTuple):
 class Visits:
     """The queries that a key tile visits, for one query head of the group after another.
 
-    Where T.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the mask;
-    shift is then how many steps others take first.
+    Where T.mask.blocks_q lists name them, lo, full_hi and tiles say nothing, and as many steps as lie before full_lo need the
+    mask; shift is then how many steps others take first.
     """
 
-    lo: gl.tensor  # the first step's, the last of all where T.sways and it is their turn; the first of all where T.rotates
+    lo: (
+        gl.tensor
+    )  # the first step's, the last of all where T.sways and it is their turn; the first of all where T.schedule.rotates
     stride: gl.tensor  # from step to step
-    shift: gl.tensor  # how far behind lo the first step's are, where T.rotates: those before them come last
+    shift: gl.tensor  # how far behind lo the first step's are, where T.schedule.rotates: those before them come last
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor  # of one query head
@@ -95,8 +97,8 @@ class Walk:
 
     @gluon.jit
     def rotated(self, start, T: gl.constexpr):
-        """The first query of a step, given that without T.rotates."""
-        if T.rotates:
+        """The first query of a step, given that without T.schedule.rotates."""
+        if T.schedule.rotates:
             start += self.visits.shift
             length = self.visits.tiles * T.block_q
             return start - gl.where(start >= self.visits.lo + length, length, 0)
@@ -111,9 +113,9 @@ class Walk:
     @gluon.jit
     def visited(self, head, work, T: gl.constexpr):
         """Of a query head: (steps; where lists name them, in how many of these the mask must be asked, and the list)."""
-        if T.blocks_q > 0:
-            PER: gl.constexpr = T.blocks_q // T.block_q
-            indices, partial, whole = block_list(afresh(work.lists[0]), self.batch, head, self.column // T.blocks_k)
+        if T.mask.blocks_q > 0:
+            PER: gl.constexpr = T.mask.blocks_q // T.block_q
+            indices, partial, whole = block_list(afresh(work.lists[0]), self.batch, head, self.column // T.mask.blocks_k)
             return whole * PER, partial * PER, indices
         else:
             return self.visits.tiles, 0, 0
@@ -121,8 +123,8 @@ class Walk:
     @gluon.jit
     def visit(self, i, asked, listed, T: gl.constexpr):
         """(first query, whether the mask must be asked) of the i-th step of a query head."""
-        if T.blocks_q > 0:
-            return block_start(listed, i, T.blocks_q, T.block_q), i < asked
+        if T.mask.blocks_q > 0:
+            return block_start(listed, i, T.mask.blocks_q, T.block_q), i < asked
         else:
             start = self.rotated(self.visits.lo + i * T.block_q, T)
             return start, self.masked(start)
@@ -136,22 +138,22 @@ class Walk:
         of the blocks before this one count that the query block's list names, asked by a role of WARPS warps.
         """
         shift, band = sizes.k - sizes.q, work.band
-        if T.blocks_q > 0:
+        if T.mask.blocks_q > 0:
             LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # pyright: ignore[reportAssignmentType]
-            PER: gl.constexpr = T.blocks_k // T.block_k
-            indices, _, visited = block_list(work.lists[1], self.batch, head, start // T.blocks_q)
+            PER: gl.constexpr = T.mask.blocks_k // T.block_k
+            indices, _, visited = block_list(work.lists[1], self.batch, head, start // T.mask.blocks_q)
             before = self.tile * 0
             for first in range(0, visited, 32):
                 place = first + gl.arange(0, 32, LAYOUT)
                 other = gl.load(indices + place, mask=place < visited, other=2147483647)
                 before += gl.sum((other < self.tile // PER).to(gl.int32), 0)
             return before * PER + self.tile % PER
-        elif T.right:
+        elif T.mask.right:
             end = gl.cdiv(gl.maximum(start + T.block_q + shift + band[1], 0), T.block_k)
             tiles = gl.cdiv(sizes.k, T.block_k)
             end = gl.where(start + T.block_q > sizes.q, tiles, gl.minimum(end, tiles))
             return end - 1 - self.tile
-        elif T.left:
+        elif T.mask.left:
             return self.tile - gl.maximum(start + shift - band[0], 0) // T.block_k
         else:
             return self.tile
@@ -173,8 +175,8 @@ def find_ranks(work, T: gl.constexpr):
 
     What is `uniform` here decides how much ptxas spills in consumers' loops of documents (128 columns: 5 accesses, or 33).
     """
-    PER: gl.constexpr = T.blocks_k // T.block_k
-    tiles = gl.cdiv(work.sizes.k, T.blocks_k) * PER
+    PER: gl.constexpr = T.mask.blocks_k // T.block_k
+    tiles = gl.cdiv(work.sizes.k, T.mask.blocks_k) * PER
     heads = work.tiles // tiles
     long, alike = long_lists(work.lists[0], tiles // PER)
     long = uniform(long * PER)
@@ -182,32 +184,32 @@ def find_ranks(work, T: gl.constexpr):
     if T.divided > 0:  # only where the longest takes more than a block's share of all
         divided = gl.where(alike * heads < gl.num_programs(0), gl.minimum(long, T.divided // heads), 0)
         divided = uniform(divided)
-    return Ranks(tiles, heads, long, divided, work.tiles + divided * heads * (T.pieces - 1))
+    return Ranks(tiles, heads, long, divided, work.tiles + divided * heads * (T.schedule.pieces - 1))
 
 
 @gluon.jit
 def longest_first(ticket, heads_kv, ranks, work, T: gl.constexpr):
     """(tile, head of keys, Item, piece, job) of a ticket, by the length of their lists.
 
-    First the long lists of all heads, because what takes longest must not be begun last; then the others, T.swizzle heads
-    together. Where long ones are taken in pieces, these go with the others of their heads, before them.
+    First the long lists of all heads, because what takes longest must not be begun last; then the others, T.schedule.swizzle
+    heads together. Where long ones are taken in pieces, these go with the others of their heads, before them.
     """
-    PER: gl.constexpr = T.blocks_k // T.block_k
+    PER: gl.constexpr = T.mask.blocks_k // T.block_k
     whole, lists, heads = work.sizes, work.lists[0], ranks.heads
     piece, job = ticket * 0, ticket * 0
     if ranks.divided > 0:
-        rank, batch_head = seat(ticket, ranks.tiles + ranks.divided * (T.pieces - 1), heads, T.swizzle, False)
-        if rank < ranks.divided * T.pieces:
-            piece = T.pieces - 1 - rank % T.pieces
-            rank = rank // T.pieces
+        rank, batch_head = seat(ticket, ranks.tiles + ranks.divided * (T.schedule.pieces - 1), heads, T.schedule.swizzle, False)
+        if rank < ranks.divided * T.schedule.pieces:
+            piece = T.schedule.pieces - 1 - rank % T.schedule.pieces
+            rank = rank // T.schedule.pieces
             number = rank * heads + batch_head
             job = gl.where(piece > 0, gives_to(number, piece, T), takes_of(number))
         else:
-            rank -= ranks.divided * (T.pieces - 1)
+            rank -= ranks.divided * (T.schedule.pieces - 1)
     elif ticket < ranks.long * heads:
         rank, batch_head = ticket // heads, ticket % heads
     else:
-        rank, batch_head = seat(ticket - ranks.long * heads, ranks.tiles - ranks.long, heads, T.swizzle, False)
+        rank, batch_head = seat(ticket - ranks.long * heads, ranks.tiles - ranks.long, heads, T.schedule.swizzle, False)
         rank += ranks.long
     batch, head_kv = batch_head // heads_kv, batch_head % heads_kv
     tile = longest(lists, batch, head_kv * T.group, rank // PER) * PER + rank % PER
@@ -240,65 +242,65 @@ def flag_of(counter_ptr, place, sizes, T: gl.constexpr):
 def walk(ticket, begin, ranks, work, T: gl.constexpr):
     """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item).
 
-    ranks: with lists, unless T.deterministic, Ranks.
+    ranks: with lists, unless T.schedule.deterministic, Ranks.
     """
     whole, band, region = work.sizes, work.band, work.region
     BLOCK_Q: gl.constexpr = T.block_q
     BLOCK_K: gl.constexpr = T.block_k
     heads_kv = whole.heads // T.group
     span = whole.k
-    if T.blocks_q > 0:  # whole blocks, for their order counts them
-        span = gl.cdiv(whole.k, T.blocks_k) * T.blocks_k
+    if T.mask.blocks_q > 0:  # whole blocks, for their order counts them
+        span = gl.cdiv(whole.k, T.mask.blocks_k) * T.mask.blocks_k
     job, before, left, piece = 0, 0, 0, 0
-    if T.blocks_q > 0 and not T.deterministic:
+    if T.mask.blocks_q > 0 and not T.schedule.deterministic:
         tile, head_kv, item, piece, job = longest_first(ticket, heads_kv, ranks, work, T)
     else:
         number, tiles = ticket, work.tiles
-        if T.helps:
+        if T.schedule.helps:
             tiles = work.tiles // 2
             number = ticket % tiles
         entry = 0
-        if T.pairs_ds:
+        if T.outputs.pairs_ds:
             tiles = work.tiles // 2
             number, entry = entry_tile(ticket, gl.cdiv(span, BLOCK_K), tiles, T)
         tile, head_kv, item, _ = tile_of(number, tiles, region[0], span, whole.q, whole.k, heads_kv, BLOCK_K, True, T)
-        if T.pairs_ds:
+        if T.outputs.pairs_ds:
             item = Item(entry, item.first_q, item.span_q, item.q, item.first_k, item.span_k, item.k)
     sizes = Sizes(item.q, item.k, whole.heads, whole.group)
-    if T.helps:
+    if T.schedule.helps:
         own, tiles, batch_head = ticket >= work.tiles // 2, gl.cdiv(span, BLOCK_K), item.batch * heads_kv + head_kv
         tile, job, before, left = divide(tile, own, tiles, batch_head, sizes, band, T)
     column, shift = tile * BLOCK_K, sizes.k - sizes.q
     first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
     queries = sizes.q
-    if T.ragged:
+    if T.items.ragged:
         queries = gl.where(column < sizes.k, sizes.q, 0)
-    lo, full_lo, full_hi, hi = key_range(first, last, queries, band[1], band[0], T.right, T.left, BLOCK_Q)
-    if T.pads_keys:  # keys beyond the end: no tile of queries is free of masking
+    lo, full_lo, full_hi, hi = key_range(first, last, queries, band[1], band[0], T.mask.right, T.mask.left, BLOCK_Q)
+    if T.mask.pads_keys:  # keys beyond the end: no tile of queries is free of masking
         if column + BLOCK_K > sizes.k:
             full_lo = hi
             full_hi = hi
     padded = padded_rows(whole.q)
-    if T.varlen:
+    if T.items.varlen:
         padded = region[1]
     tiles = gl.cdiv(hi - lo, BLOCK_Q)
     steps = tiles * T.group
-    if T.helps:
+    if T.schedule.helps:
         lo, steps = lo + before * BLOCK_Q, left
-    if T.predicate:  # any tile may be visible in part
+    if T.mask.predicate:  # any tile may be visible in part
         full_lo = hi
         full_hi = hi
-    if T.blocks_q > 0:
+    if T.mask.blocks_q > 0:
         steps, asked = tiles * 0, tiles * 0
         for i in range(T.group):
-            partial, visited = block_counts(afresh(work.lists[0]), item.batch, head_kv * T.group + i, column // T.blocks_k)
-            steps += visited * (T.blocks_q // T.block_q)
-            asked += partial * (T.blocks_q // T.block_q)
+            partial, visited = block_counts(afresh(work.lists[0]), item.batch, head_kv * T.group + i, column // T.mask.blocks_k)
+            steps += visited * (T.mask.blocks_q // T.block_q)
+            asked += partial * (T.mask.blocks_q // T.block_q)
         steps = gl.where(column < sizes.k, steps, 0)
         full_lo = begin + asked
         if T.divided > 0:
-            before = steps * piece // T.pieces
-            steps = gl.where(job == 0, steps, steps * (piece + 1) // T.pieces - before)
+            before = steps * piece // T.schedule.pieces
+            steps = gl.where(job == 0, steps, steps * (piece + 1) // T.schedule.pieces - before)
     stride = gl.to_tensor(BLOCK_Q)
     if T.sways:
         per_head = gl.cdiv(span, BLOCK_K)
@@ -308,7 +310,7 @@ def walk(ticket, begin, ranks, work, T: gl.constexpr):
     shift = tiles * 0
     if T.divided > 0:
         shift += before
-    if T.rotates:
+    if T.schedule.rotates:
         shift = column % gl.maximum(tiles * BLOCK_Q, 1)
     visits = Visits(gl.to_tensor(lo), stride, shift, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
                     gl.to_tensor(job))  # fmt: skip
@@ -334,17 +336,17 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
     """What `tell_tile` told; if HELD, what a consumer's steps need lives in registers that a warp's lanes share."""
     tile, batch, end = tickets.number(turn, 1, WARPS), tickets.number(turn, 2, WARPS), tickets.number(turn, 15, WARPS)
     q, k = work.sizes.q, work.sizes.k
-    if T.ragged:
+    if T.items.ragged:
         q, k = tickets.number(turn, 8, WARPS), tickets.number(turn, 9, WARPS)
     column = tile * T.block_k
     if HELD:
         column, end = uniform(column), uniform(end)
-        if T.ragged:
+        if T.items.ragged:
             q, k = uniform(q), uniform(k)
     first_q, first_k, first_row, span_k = batch * 0, batch * 0, batch * 0, work.sizes.k
     padded, place = padded_rows(work.sizes.q), batch
     sizes = Sizes(q, k, work.sizes.heads, work.sizes.group)
-    if T.varlen:
+    if T.items.varlen:
         first_q, first_k = tickets.number(turn, 4, WARPS), tickets.number(turn, 5, WARPS)
         span_k, first_row = tickets.number(turn, 6, WARPS), tickets.number(turn, 7, WARPS)
         padded, place = work.region[1], batch * 0
@@ -390,8 +392,8 @@ def again(place, sizes, memory, work, WARPS: gl.constexpr, T: gl.constexpr):
 def tell_step(memory, step, head, start, masked, T: gl.constexpr):
     """Loader: tell a step, once its queries' stage is free.
 
-    What stands there is T.told_steps steps old. The consumers have let go of the one T.stages before this one, hence had their
-    shares of the one before that taken over, and whoever adds these is done with all earlier ones.
+    What stands there is T.told_steps steps old. The consumers have let go of the one T.pipeline.stages before this one, hence
+    had their shares of the one before that taken over, and whoever adds these is done with all earlier ones.
     """
     write_words(memory.steps, (step & (T.told_steps - 1)) * 3, (head, start, masked.to(gl.int32)), 1)
 
@@ -425,7 +427,7 @@ def asks(memory, step, place, start, ASKS: gl.constexpr, T: gl.constexpr):
         return False
     elif T.tells:
         masked = read_word(memory.steps, (step & (T.told_steps - 1)) * 3 + 2, 4)
-        if T.predicate:  # kept as a number of the whole warp, for masks take all predicates
+        if T.mask.predicate:  # kept as a number of the whole warp, for masks take all predicates
             masked = uniform(masked)
         return masked != 0
     else:

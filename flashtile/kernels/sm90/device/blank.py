@@ -59,15 +59,15 @@ def blank_strip(words, keep, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def blank_unseen(tiles, channel, use, tile, size, COLUMNS: gl.constexpr, PARTS: gl.constexpr, T: gl.constexpr):
-    """Zero the rows of a channel's tile, keys or values, that no query sees, unless T.asks.
+    """Zero the rows of a channel's tile, keys or values, that no query sees, unless T.mask.asks.
 
     Such keys lie in the first and the last tile of a walk, and in no other.
     """
     BLOCK_K: gl.constexpr = T.block_k
     first, end, start = 0, size.seqlen_k, tile * BLOCK_K
-    if T.left:
+    if T.mask.left:
         first = size.seqlen_k - size.seqlen_q - size.left
-    if T.right:
+    if T.mask.right:
         end = gl.minimum(size.seqlen_k, size.seqlen_k + size.right)
     if (start < first) | (start + BLOCK_K > end):
         channel.wait(use)

@@ -105,8 +105,8 @@ def halves(x):
 
 @gluon.jit
 def as_weights(p, drawn, seed, DTYPE: gl.constexpr, T: gl.constexpr):
-    """Probabilities as the product with values takes them or, where T.dropout, `packed`."""
-    if T.dropout:
+    """Probabilities as the product with values takes them or, where T.modifiers.dropout, `packed`."""
+    if T.modifiers.dropout:
         return packed(p, drawn, seed, DTYPE)
     else:
         return gl.convert_layout(pack(p, DTYPE), operand_layout(T.columns_v))

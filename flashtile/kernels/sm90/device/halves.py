@@ -29,7 +29,7 @@ def half_of(rows, HALF: gl.constexpr):
 def ends_in_lower_half(at, seen, size, T: gl.constexpr):
     """Whether a warpgroup's queries see the lower half at most of a walk's first tile."""
     end = size.seqlen_k
-    if T.right:
+    if T.mask.right:
         end = gl.minimum(end, gl.minimum(at.row + T.rows, size.seqlen_q) + size.seqlen_k - size.seqlen_q + size.right)
     return end <= (seen.end - 1) * T.block_k + T.block_k // 2
 

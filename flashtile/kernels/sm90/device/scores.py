@@ -14,15 +14,15 @@ MINUS_INFINITY = gl.constexpr("0fFF800000")
 
 @gluon.jit
 def fetch(tile, at, size, score_args, MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
-    """What the modifier T.early loads of a tile, under way; () if there is none, or it is T.brought.
+    """What the modifier T.modifiers.early loads of a tile, under way; () if there is none, or it is T.modifiers.brought.
 
     A product or two later `spread` takes it.
     It lies in registers as in memory, eight neighbours in a thread, and is loaded so unless the tile reaches beyond the keys,
     as that of a band's or a list's queries that see nothing may.
     """
-    if T.early < 0 or T.brought:
+    if T.modifiers.early < 0 or T.modifiers.brought:
         return ()
-    elif MASKED and (T.pads_keys or T.left or T.blocks_q > 0):
+    elif MASKED and (T.mask.pads_keys or T.mask.left or T.mask.blocks_q > 0):
         if (tile + 1) * T.block_k > size.seqlen_k:
             fetched = fetch_tile(tile, at, size, score_args, True, T, SCORE)
         else:
@@ -37,7 +37,7 @@ def fetch_tile(tile, at, size, score_args, CLAMPED: gl.constexpr, T: gl.constexp
     """As `fetch`: two neighbours in an int32, for on its own each half would take a register."""
     row, key = indices(tile, at, size, CLAMPED, T.block_k, memory_layout(T.block_k), T)
     place = Position(at.item.batch, at.head, row, row + (size.seqlen_k - size.seqlen_q), key)
-    loaded = SCORE[T.adds + 3 * T.curved](place, score_args[T.early]).to(gl.int16, bitcast=True)
+    loaded = SCORE[T.modifiers.adds + 3 * T.modifiers.curved](place, score_args[T.modifiers.early]).to(gl.int16, bitcast=True)
     low, high = gl.split(loaded.reshape([loaded.shape[0], loaded.shape[1] // 2, 2]))
     return (high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)
 
@@ -76,20 +76,20 @@ def indices(tile, at, size, CLAMPED: gl.constexpr, KEYS: gl.constexpr, L: gl.con
 def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
            T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """What the product with KEYS of a tile starts from: what modifiers add, which costs nothing between product and softmax."""
-    ADDS: gl.constexpr = T.adds
+    ADDS: gl.constexpr = T.modifiers.adds
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
     score = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS))  # pyright: ignore[reportCallIssue]
     for i in gl.static_range(ADDS):
-        if i == T.early:
-            if T.brought:
+        if i == T.modifiers.early:
+            if T.modifiers.brought:
                 mem.biases.wait(use * T.groups + GROUP)
                 loaded = widened(mem.bias.index(GROUP).reshape([ROWS, BLOCK_K]).load(matrix_layout(BLOCK_K)))
                 fence_async_shared()
                 mem.biases.release(use * T.groups + GROUP)
             else:
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
-            score = SCORE[T.adds + 3 * T.curved + 1](score, loaded, T.regained / scale)
+            score = SCORE[T.modifiers.adds + 3 * T.modifiers.curved + 1](score, loaded, T.regained / scale)
         else:
             score = SCORE[i](score, locate(tile, at, size, MASKED, T.block_k, T), score_args[i], T.regained / scale)
     return score
@@ -112,20 +112,21 @@ def locate(tile, at, size, MASKED: gl.constexpr, KEYS: gl.constexpr, T: gl.const
 @gluon.jit
 def shape_scores(score, tile, at, size, scale, score_args, mask_args,
                  MASKED: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Scores, modified one by one if T.prescale; if MASKED after the curve, and -inf where a query does not see a key.
+    """Scores, modified one by one if T.modifiers.prescale; if MASKED after the curve, and -inf where a query does not see a
+    key.
 
-    MASKED says which bounds the tile may meet, as T.above and T.below do. Tiles are counted in the width of `score`.
+    MASKED says which bounds the tile may meet, as T.mask.above and T.mask.below do. Tiles are counted in the width of `score`.
     """
-    if T.prescale:
+    if T.modifiers.prescale:
         score = logits(score, locate(tile, at, size, MASKED, T.block_k, T), scale, score_args, T, SCORE)
     if MASKED:
         KEYS: gl.constexpr = score.shape[1]
         score = bent(score, scale, score_args, T, SCORE)
         words = shown(tile, at, size, MASKED, KEYS, T)
-        if T.halves and MASKED < 3 and KEYS == T.block_k:
+        if T.schedule.halves and MASKED < 3 and KEYS == T.block_k:
             score = hide_by_halves(score, words, tile, at, size, MASKED, T)
         else:
-            if T.predicate:
+            if T.mask.predicate:
                 words = words & asked(tile, at, size, mask_args, KEYS, T, MASK)
             score = select_bits(score, words, 0, MINUS_INFINITY, KEYS)
     return score
@@ -155,7 +156,7 @@ def hide_by_halves(score, words, tile, at, size, BOUND: gl.constexpr, T: gl.cons
         cut_low, cut_high = first > 0, first > KEYS
     else:
         last = size.seqlen_k - tile * T.block_k
-        if T.right:
+        if T.mask.right:
             last = gl.minimum(last, position + size.right + 1)
         cut_low, cut_high = last < KEYS, last < 2 * KEYS
     if cut_low:
@@ -167,14 +168,14 @@ def hide_by_halves(score, words, tile, at, size, BOUND: gl.constexpr, T: gl.cons
 
 @gluon.jit
 def shown(tile, at, size, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
-    """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.above has them: words for `select_bits`."""
+    """Which of a tile's KEYS a warpgroup's queries see within BOUNDS, as T.mask.above has them: words for `select_bits`."""
     row, _, offset, _ = numbers_of(KEYS)
     start = stay(tile) * KEYS
     position = at.row + row + (size.seqlen_k - size.seqlen_q) - start
     end = position * 0 + (size.seqlen_k - start)
-    if T.right:
+    if T.mask.right:
         end = gl.minimum(position + size.right + 1, end)
-    if T.blocks_q > 0 and not T.predicate:  # of a list without blocks one is visited
+    if T.mask.blocks_q > 0 and not T.mask.predicate:  # of a list without blocks one is visited
         end = gl.where(at.blocks.visited > 0, end, 0)
     if BOUNDS == 2:
         words = ones(columns_below(position - size.left - offset), False)
@@ -191,7 +192,7 @@ def sees(tile, at, size, mask_args, BOUNDS: gl.constexpr, KEYS: gl.constexpr, T:
     words = shown(tile, at, size, BOUNDS, KEYS, T)
     column = gl.arange(0, KEYS, gl.SliceLayout(0, matrix_layout(KEYS)))[None, :]
     keep = (words & (1 << (column // 8 * 2 + column % 2))) != 0
-    if T.predicate:
+    if T.mask.predicate:
         keep = keep & holds(locate(tile, at, size, True, KEYS, T), mask_args, T, MASK)
     return keep
 
@@ -216,7 +217,7 @@ def as_lanes(x, T: gl.constexpr):
 @gluon.jit
 def level(top, MASKED: gl.constexpr, T: gl.constexpr):
     """The exponent to subtract; finite for a row that has seen nothing so far."""
-    if MASKED or T.blind:
+    if MASKED or T.may_start_empty:
         top = gl.where(top == float("-inf"), 0.0, top)
     return top
 
@@ -243,7 +244,9 @@ def lifted(score, top, factor, wild, MASKED: gl.constexpr, T: gl.constexpr):
     L: gl.constexpr = score.type.layout
     factors = gl.full(score.shape, factor, gl.float32, L)
     asked = gl.convert_layout(of_rows(wild, T), row_layout(KEYS))[:, None].broadcast_to(score.shape)
-    return first_of_lanes(raised(score, across(top, KEYS), factors, asked, MASKED or T.blind, T.votes, KEYS), T)
+    return first_of_lanes(
+        raised(score, across(top, KEYS), factors, asked, MASKED or T.may_start_empty, T.softmax.votes, KEYS), T
+    )
 
 
 @gluon.jit
@@ -292,21 +295,23 @@ def first(a, b):
 
 @gluon.jit
 def lowest(factor):
-    """Where T.bounded: what scores of up to `factor` are measured from at least, in units of it: no exponent is above 64."""
+    """Where T.softmax.bounded: what scores of up to `factor` are measured from at least, in units of it: no exponent is above
+    64.
+    """
     return 1.0 - 64.0 / factor
 
 
 @gluon.jit
 def exponentials(x, MASKED: gl.constexpr, T: gl.constexpr):
-    """2^x of a tile; of T.mixes one by a polynomial, for a curve and 2^x share one slow unit."""
-    if T.mixes > 0:
+    """2^x of a tile; of T.softmax.mixes one by a polynomial, for a curve and 2^x share one slow unit."""
+    if T.softmax.mixes > 0:
         a, rest = shared_out(x)
         b, last = shared_out(rest)
-        if T.mixes == 8:
+        if T.softmax.mixes == 8:
             c, eighth = shared_out(last)
-            made = together(gl.exp2(c), polynomial(eighth, MASKED or T.deep), last)
+            made = together(gl.exp2(c), polynomial(eighth, MASKED or T.softmax.deep), last)
         else:
-            made = polynomial(last, MASKED or T.deep)
+            made = polynomial(last, MASKED or T.softmax.deep)
         return together(gl.exp2(a), together(gl.exp2(b), made, rest), x)
     else:
         return gl.exp2(x)

@@ -10,8 +10,10 @@ from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, s
 
 @gluon.jit
 def load_sink(targets, at, T: gl.constexpr):
-    """The logit that joins the softmax of a head, in units of log2; 0 unless T.sink. targets as the kernel has them."""
-    if T.sink:
+    """The logit that joins the softmax of a head, in units of log2; 0 unless T.modifiers.sink. targets as the kernel has
+    them.
+    """
+    if T.modifiers.sink:
         return gl.load(targets[1] + at.head.to(gl.int64) * targets[3][1][0]).to(gl.float32) * LOG2E
     else:
         return 0.0
@@ -30,42 +32,42 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
     total = gl.convert_layout(gl.sum(rows.total, 1), row_layout(BLOCK_K))
-    if T.watches:
+    if T.softmax.watches:
         level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
     else:
         level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
-    if T.bounded:
+    if T.softmax.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
     ran = (index < size.seqlen_q) & ((total < float("inf")) == 0)
     seen = total != 0.0
-    if T.ragged:
+    if T.items.ragged:
         seen = seen & (index < size.seqlen_q)
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
-    if T.sink:  # one more key, whose value is zero
+    if T.modifiers.sink:  # one more key, whose value is zero
         top = gl.maximum(level, sink)
         top = gl.where(top == float("-inf"), 0.0, top)
         total = total * gl.exp2(level - top) + gl.exp2(sink - top)
         share = gl.exp2(level - top) / gl.where(total == 0.0, 1.0, total)
         level = gl.where(total == 0.0, float("-inf"), top)
     lse = (level + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
-    if T.ragged:
+    if T.items.ragged:
         lse = gl.where(index < size.seqlen_q, lse, float("-inf"))
     token = at.item.first_q + index
     head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
     if targets[0].to(gl.int64) != 0:
         gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
-    if T.dropout:
+    if T.modifiers.dropout:
         share *= seed.factor
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
-    if T.masked:
+    if T.mask.masked:
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
-    if T.staged:
+    if T.pipeline.staged:
         store_wait(0)
     acc = parted(rows.acc, PARTS_V, COLUMNS)
     for part in gl.static_range(PARTS_V):
         out = acc[part] * share
-        if T.masked:
+        if T.mask.masked:
             out = gl.where(seen, out, 0.0)
         out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     fence_async_shared()
@@ -77,10 +79,12 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
 
 @gluon.jit
 def send(tile, desc, target, at, column, WIDTH: gl.constexpr, T: gl.constexpr):
-    """Store columns from `column` on of a warpgroup's queries, staged in `tile`; where T.varlen target = (pointer, strides)."""
+    """Store columns from `column` on of a warpgroup's queries, staged in `tile`; where T.items.varlen target = (pointer,
+    strides).
+    """
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = tile.shape[3]
-    if T.varlen:
+    if T.items.varlen:
         if at.row + ROWS > at.item.span_q:  # other items' rows follow
             store_part(tile.reshape([ROWS, COLUMNS]), column, target[0], target[1], at.slab, at.head,
                        at.item.first_q + at.row, at.item.span_q - at.row, WIDTH)  # fmt: skip
@@ -109,7 +113,7 @@ def out_tile(mem, out_desc, GROUP: gl.constexpr, PART: gl.constexpr, T: gl.const
     PARTS_V: gl.constexpr = T.parts_v
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = T.columns_v
-    if T.staged:
+    if T.pipeline.staged:
         return part_at(mem.out, GROUP, PART, PARTS_V)
     elif (T.parts == PARTS_V) & (T.columns == COLUMNS):
         return part_at(mem.q, GROUP, PART, PARTS_V)

@@ -95,10 +95,10 @@ class Memory:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
-    bias: gl.shared_memory_descriptor  # of one key tile, for each warpgroup, where T.brought
+    bias: gl.shared_memory_descriptor  # of one key tile, for each warpgroup, where T.modifiers.brought
     job: gl.shared_memory_descriptor  # what the loader tells of a tile with lists
-    tickets: Tickets  # and where T.ragged
-    again: Again  # where T.watches
+    tickets: Tickets  # and where T.items.ragged
+    again: Again  # where T.softmax.watches
     queries: Channel
     keys: Channel
     values: Channel
@@ -115,12 +115,14 @@ class Rows(NamedTuple):
     """State of a warpgroup's 64 queries."""
 
     acc: gl.tensor  # tuple of accumulators: of all columns of v or, of three parts, of the first two and of the last
-    weights: gl.tensor  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.dropout
-    top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.bounded
-    # or, a number for each of the four lanes that hold a row, what exponents are measured from, where T.watches
+    weights: (
+        gl.tensor
+    )  # probabilities of the last key tile, whose values are yet to be added; `packed` where T.modifiers.dropout
+    top: gl.tensor  # maximum score, in units of `unit`; of the first key tile, or more, where T.softmax.bounded
+    # or, a number for each of the four lanes that hold a row, what exponents are measured from, where T.softmax.watches
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
-    ahead: gl.tensor  # of that, where T.draws_ahead: `words_of` it
+    ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
 
 
 @gluon.jit
@@ -131,37 +133,37 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
     region = rest[2]
     given = (load_seed(rest[1], T), region[2])
     turn, use, places = gl.to_tensor(0), gl.to_tensor(0), place_count(whole)
-    place = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
+    place = mem.tickets.read(turn, 4) if T.items.ragged else place_at(turn, whole, T)
     place = gl.where(place < places, place, NONE)
-    if not T.ragged and T.blocks_q == 0:
+    if not T.items.ragged and T.mask.blocks_q == 0:
         job = job_at(place, whole, region, T)
-    if T.watches:
+    if T.softmax.watches:
         forget(mem.again, GROUP, T)
     while place != NONE:  # negative: it is computed again
-        if T.ragged:
+        if T.items.ragged:
             job = told_job(mem.tickets, turn - (place >> 31), T)
-        elif T.blocks_q > 0:
+        elif T.mask.blocks_q > 0:
             mem.queries.wait(turn * T.groups + GROUP)
             job = told(mem.job, whole)
         use, job, ran = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
         turn = turn + 1
         before, following = place, places
-        if not T.watches or place >= 0:
-            following = mem.tickets.read(turn, 4) if T.ragged else place_at(turn, whole, T)
+        if not T.softmax.watches or place >= 0:
+            following = mem.tickets.read(turn, 4) if T.items.ragged else place_at(turn, whole, T)
         place = gl.where(following < places, following, NONE)
-        if T.watches:
+        if T.softmax.watches:
             remember(mem.again, before, ran, GROUP, T)
             if place == NONE:
                 tell_first(mem.again, turn, before, GROUP, T)
-                if T.ragged and before >= 0:
+                if T.items.ragged and before >= 0:
                     mem.tickets.finish(turn)
                 place = meet(mem.again, turn, 4, T)
                 if place != NONE:
                     writes_done(0)  # what was stored of a tile must not come after what will be
-                if not T.ragged and T.blocks_q == 0:
+                if not T.items.ragged and T.mask.blocks_q == 0:
                     job = job_at(place & NONE, whole, region, T)
     let_next()
-    if T.staged:
+    if T.pipeline.staged:
         store_wait(0)
 
 
@@ -177,10 +179,10 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
-    fetched = fetch(tile, at, size, score_args, T.masked, T, SCORE)
-    if T.blocks_q == 0:
+    fetched = fetch(tile, at, size, score_args, T.mask.masked, T, SCORE)
+    if T.mask.blocks_q == 0:
         mem.queries.wait(turn * T.groups + GROUP)
-    if T.halves:
+    if T.schedule.halves:
         if ends_in_lower_half(at, seen, size, T):
             rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, LOWER, T, SCORE, MASK)
         else:
@@ -189,13 +191,13 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
         rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
     use += 1
     low = seen.first
-    if not T.once:
+    if not T.schedule.once:
         rows, use, low = walked(rows, mem, use, seen, indices, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
     sink = load_sink(targets, at, T)  # hidden under the last product
-    if T.halves and T.left and not T.once:
+    if T.schedule.halves and T.mask.left and not T.schedule.once:
         if low > seen.first:
             half = step(rows, mem, use, seen.first, seen.first, at, size, scale, score_args, given,
-                        GROUP, T.below, UPPER, T, SCORE, MASK)  # fmt: skip
+                        GROUP, T.mask.below, UPPER, T, SCORE, MASK)  # fmt: skip
             use += 1
             done, job = conclude(half, job, mem, use - 1, seen.first, size, whole, turn, region, UPPER, T)
         else:
@@ -204,7 +206,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
         done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
     ran = finish(done, sink, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
-    if not T.staged:
+    if not T.pipeline.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
     return use, job, ran
@@ -215,12 +217,12 @@ def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """(Rows, key tiles used, the last of them) behind a Walk's tiles from the second on, all but one that is seen by half."""
     low = seen.first
-    if T.masks_first:
+    if T.mask.masks_first:
         for n in range(seen.end - 1 - seen.high):
             tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
             following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
             rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.above, WHOLE, T, SCORE, MASK)  # fmt: skip
+                        GROUP, T.mask.above, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
     for n in range(seen.high - seen.low):
         tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
@@ -228,13 +230,13 @@ def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
         rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
                     GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
         use += 1
-    if T.left:
-        if T.halves:
+    if T.mask.left:
+        if T.schedule.halves:
             low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
         for n in range(seen.low - low):
             tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
             rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.below, WHOLE, T, SCORE, MASK)  # fmt: skip
+                        GROUP, T.mask.below, WHOLE, T, SCORE, MASK)  # fmt: skip
             use += 1
     return rows, use, low
 
@@ -242,12 +244,14 @@ def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
 @gluon.jit
 def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.constexpr, T: gl.constexpr):
     """(the Rows, all values added; the next turn's Job where that is found here) behind a walk's last tile."""
-    if T.unseen and T.left and not T.asks:
+    if T.mask.unseen and T.mask.left and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     acc = add_values(rows, mem, use, HALF, T)
-    if T.blocks_q == 0 and not T.ragged:
+    if T.mask.blocks_q == 0 and not T.items.ragged:
         job = job_at(place_at(turn + 1, whole, T), whole, region, T)  # divisions and loads, here hidden under the product
-    if T.sink:  # long over, but it ends in a jump: in front of the product ptxas would wait for what `load_sink` loads
+    if (
+        T.modifiers.sink
+    ):  # long over, but it ends in a jump: in front of the product ptxas would wait for what `load_sink` loads
         mem.values.wait(use)
     return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
 
@@ -262,7 +266,7 @@ def enter(use, job, mem, whole, region, GROUP: gl.constexpr, T: gl.constexpr):
     size = sized(whole, at.item)
     loaded, indices = visit(job, size, region, T)
     seen = loaded
-    if T.skips:
+    if T.schedule.skips:
         seen = within(walk(at.row, T.rows, size, T), loaded.end)
         for _ in range(loaded.end - seen.end):
             skip(mem, use, GROUP, T)
@@ -273,7 +277,7 @@ def enter(use, job, mem, whole, region, GROUP: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def leave(use, seen, first, mem, GROUP: gl.constexpr, T: gl.constexpr):
     """use, past the key tiles behind a Walk."""
-    if T.skips and T.left:
+    if T.schedule.skips and T.mask.left:
         for _ in range(seen.first - first):
             skip(mem, use, GROUP, T)
             use += 1
@@ -287,7 +291,7 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
     take_turn(GROUP, T)
     pass_turn(GROUP, T)
     mem.keys.release(use)
-    if T.brought:
+    if T.modifiers.brought:
         mem.biases.wait(use * T.groups + GROUP)
         mem.biases.release(use * T.groups + GROUP)
     mem.values.wait(use)
@@ -299,48 +303,48 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
           GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, or a HALF of it, without its values."""
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
-    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.masked, KEYS, T, SCORE)
-    fetched = fetch(following, at, size, score_args, T.masked, T, SCORE)
+    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.mask.masked, KEYS, T, SCORE)
+    fetched = fetch(following, at, size, score_args, T.mask.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, HALF, T)
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
-    if T.blocks_q > 0:
+    if T.mask.blocks_q > 0:
         if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
-            score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.above, T, SCORE, MASK)
+            score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.mask.above, T, SCORE, MASK)
             blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
         else:
             score = shape_scores(score, tile, at, size, scale, score_args, given[1], False, T, SCORE, MASK)
             score = bent(score, scale, score_args, T, SCORE)
         top = gl.max(score, 1)
     else:
-        BOUNDS: gl.constexpr = T.above if T.masked else 0  # pyright: ignore[reportAssignmentType]
+        BOUNDS: gl.constexpr = T.mask.above if T.mask.masked else 0  # pyright: ignore[reportAssignmentType]
         score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], BOUNDS, T, SCORE, MASK)
         top = gl.max(score, 1)
-        if not T.masked:
+        if not T.mask.masked:
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    if T.bounded:
+    if T.softmax.bounded:
         top = gl.maximum(top, lowest(factor))
-    p = gl.exp2(score * factor - level(top * factor, T.masked, T)[:, None])
+    p = gl.exp2(score * factor - level(top * factor, T.mask.masked, T)[:, None])
     total = lane_sums(p, T)
     drawn, ahead = (), ()
-    if T.dropout:
+    if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
-    if T.draws_ahead:
+    if T.softmax.draws_ahead:
         ahead = words_of(following, at, size, given[0], T)
     if HALF == LOWER:
         p = followed_by_zeros(p)
     weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
-    if T.asks and T.blocks_q == 0:
+    if T.mask.asks and T.mask.blocks_q == 0:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    elif T.unseen and not T.asks:
+    elif T.mask.unseen and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     top = gl.convert_layout(top, row_layout(T.block_k))
-    if T.watches:
+    if T.softmax.watches:
         top = lanes_of(top * factor, T)
     return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead)
 
@@ -351,59 +355,62 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
          MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile, or a HALF of it; the values of the one before are added meanwhile.
 
-    Where T.watches nothing stands between scores and exponentials, neither a maximum nor the wait for that product, and of
-    rescaling a jump is left where no score has grown far. Otherwise the wait stands behind the row maximum: rescaling, summing
-    and packing then hide under the exponentials. What modifiers add is where the product starts from; a curve is evaluated
-    while the values are being added. Where T.apart the values are added before the keys are multiplied: scores need no
-    registers while probabilities have theirs, so that three warpgroups fit, and while one waits the others multiply.
+    Where T.softmax.watches nothing stands between scores and exponentials, neither a maximum nor the wait for that product,
+    and of rescaling a jump is left where no score has grown far. Otherwise the wait stands behind the row maximum: rescaling,
+    summing and packing then hide under the exponentials. What modifiers add is where the product starts from; a curve is
+    evaluated while the values are being added. Where T.schedule.apart the values are added before the keys are multiplied:
+    scores need no registers while probabilities have theirs, so that three warpgroups fit, and while one waits the others
+    multiply.
     """
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
-    if T.apart:
+    if T.schedule.apart:
         acc = settle(add_values(rows, mem, use - 1, WHOLE, T), mem.values, use - 1, T.pieces)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, HALF, T)
-    if not T.apart:
+    if not T.schedule.apart:
         acc = add_values(rows, mem, use - 1, WHOLE, T)
     pass_turn(GROUP, T)
     drawn, ahead = (), ()
-    if T.dropout and not T.draws_ahead:
+    if T.modifiers.dropout and not T.softmax.draws_ahead:
         drawn = draw_tile(tile, at, size, given[0], T)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
-    elif T.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
+    elif T.pipeline.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
         role_barrier()
-    wild = remembered(mem.again, GROUP, T) if T.votes else given[2]
-    score = warpgroup_mma_wait(0 if T.apart else T.pieces, deps=[score])
+    wild = remembered(mem.again, GROUP, T) if T.softmax.votes else given[2]
+    score = warpgroup_mma_wait(0 if T.schedule.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    if T.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
+    if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
             score = bent(score, scale, score_args, T, SCORE)
         p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total + lane_sums(p, T)
         weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
-        if not T.apart:
+        if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
-    elif T.watches:
+    elif T.softmax.watches:
         base = lifted(score, rows.top, factor, wild, MASKED, T)
-        if T.draws_ahead:
+        if T.softmax.draws_ahead:
             drawn = spread_words(rows.ahead, T.block_k, False)
             ahead = words_of(uniform(following), at, size, given[0], T)
         p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-        if T.dropout and not T.apart:  # packed in front of the wait it is more than ptxas can order: each product would wait
+        if (
+            T.modifiers.dropout and not T.schedule.apart
+        ):  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
             weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
         else:
             weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
-            if not T.apart:
+            if not T.schedule.apart:
                 acc = settle(acc, mem.values, use - 1, T.pieces)
         acc = scaled(acc, decay, T)
     else:
@@ -414,14 +421,14 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         top = gl.maximum(rows.top, top)
         shift = level(top * factor, MASKED, T)
         decay = gl.exp2(rows.top * factor - shift)
-        if T.curved and not T.apart:
+        if T.modifiers.curved and not T.schedule.apart:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
-        if not T.apart:
+        if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
         p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
         acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
-    if MASKED and T.asks:
+    if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     return Rows(acc, weights, top, total, fetched, ahead)
 
@@ -430,7 +437,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
 def multiply_keys(score, mem, use, GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr):
     """Queries times a key tile, or a HALF of it, under way, onto `score` if modifiers add."""
     keys = mem.k, mem.keys.at(use)
-    return multiply_parts(score, (mem.q, GROUP), keys, T.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
+    return multiply_parts(score, (mem.q, GROUP), keys, T.modifiers.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
 
 
 @gluon.jit
@@ -438,7 +445,7 @@ def add_values(rows, mem, use, HALF: gl.constexpr, T: gl.constexpr):
     """The accumulators plus probabilities times a value tile, or a HALF of it, under way."""
     mem.values.wait(use)
     weights = rows.weights
-    if T.dropout:
+    if T.modifiers.dropout:
         weights = unpacked(weights, mem.v.dtype)
     return add_parts(rows.acc, weights, mem.v, mem.values.at(use), T.block_k, T.columns_v, T.parts_v, HALF)
 
@@ -450,8 +457,9 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
 
     `swizzle` heads are computed together (see `work.job_at`); it depends on the sizes, so it is no part of T.
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
-    contiguous. bias_desc: the tensor of T.early where it is T.brought, or None. rest = (scale, arguments of modifiers, region);
-    region = (the schedule, its records, where T.ragged; arguments of predicates; the mask's block lists, or None).
+    contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments
+    of modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
+    lists, or None).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
@@ -459,46 +467,49 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
     seqlen_q, seqlen_k = q_desc.shape[2], k_desc.shape[2]
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
-    k = gl.allocate_shared_memory(k_desc.dtype, [T.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [T.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
     out = q
-    if T.staged:
+    if T.pipeline.staged:
         out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     job = q
-    if T.blocks_q > 0:
+    if T.mask.blocks_q > 0:
         job = make_words(5)
-    keys, values = make_channel(T.stages, GROUPS, 1, T.singly), make_channel(T.stages, GROUPS, 1, T.singly)
+    keys, values = (
+        make_channel(T.pipeline.stages, GROUPS, 1, T.pipeline.singly),
+        make_channel(T.pipeline.stages, GROUPS, 1, T.pipeline.singly),
+    )
     tickets = Tickets(q, keys, 1)
-    if T.ragged:
+    if T.items.ragged:
         tickets = make_tickets(GROUPS, 8)
     again = Again(q, q)
-    if T.watches:
+    if T.softmax.watches:
         again = make_again(T)
     bias, biases = q, keys
-    if T.brought:
+    if T.modifiers.brought:
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
         biases = make_channel(GROUPS, 1)
-    queries = make_channel(GROUPS, 0 if T.staged else 1)
+    queries = make_channel(GROUPS, 0 if T.pipeline.staged else 1)
     mem = Memory(q, k, v, out, bias, job, tickets, again, queries, keys, values, biases)
     fence_async_shared()
     await_stream(False)
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)
-    if T.groups == 2 and T.loader_warps == 4:
+    if T.groups == 2 and T.pipeline.loader_warps == 4:
         gl.warp_specialize([
             (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
-        ], [4, 4], [T.registers, T.registers])  # fmt: skip
+        ], [4, 4], [T.pipeline.registers, T.pipeline.registers])  # fmt: skip
     elif T.groups == 2:
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
-        ], [4, 1], [T.registers, T.loader_registers])  # fmt: skip
+        ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 0, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 1, T, SCORE, MASK)),
             (consume, (out_desc, targets, mem, size, (scale, settled(rest[1]), region), 2, T, SCORE, MASK)),
             (load, (q_desc, k_desc, v_desc, bias_desc, None, mem, size, region, T)),
-        ], [4, 4, 1], [T.registers, T.registers, T.loader_registers])  # fmt: skip
+        ], [4, 4, 1], [T.pipeline.registers, T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip

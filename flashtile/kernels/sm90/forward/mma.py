@@ -53,7 +53,7 @@ def settle(acc, channel, use, PIECES: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, decay, T: gl.constexpr):
-    """The accumulators times a number of each row, mostly 1 where T.watches, for each of its lanes: then a jump."""
+    """The accumulators times a number of each row, mostly 1 where T.softmax.watches, for each of its lanes: then a jump."""
     PIECES: gl.constexpr = T.pieces
     result = ()
     for i in gl.static_range(PIECES):
@@ -64,7 +64,7 @@ def scaled(acc, decay, T: gl.constexpr):
 @gluon.jit
 def scaled_columns(acc, decay, T: gl.constexpr):
     COLUMNS: gl.constexpr = acc.shape[1]
-    if T.watches:
+    if T.softmax.watches:
         return scale_unless_one(acc, across(decay, COLUMNS), COLUMNS)
     else:
         return acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]

@@ -21,25 +21,25 @@ from flashtile.triton_glue.gluon import gl, gluon, tma_load
 def load(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, size, region, T: gl.constexpr):
     """Role: bring queries, keys and values of every tile into shared memory; with dout, unless that is None, beside queries."""
     places, place, turn, use = place_count(size), place_at(0, size, T), gl.to_tensor(0), gl.to_tensor(0)
-    if T.ragged:
+    if T.items.ragged:
         if place >= places:
             mem.tickets.publish(turn, (place,))
     while place < places:  # negative: it is computed again
         at = job_at(place & NONE, size, region, T)
-        if T.ragged:
+        if T.items.ragged:
             tell_job(mem.tickets, turn - (place >> 31), place & NONE, at)
             ticket = take_place(region)  # in vain where tiles are computed again
         use = load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, size, region, T)
         turn = turn + 1
         before, place = place, places
         if before >= 0:
-            place = place_of(ticket) if T.ragged else place_at(turn, size, T)
-            if T.ragged:
+            place = place_of(ticket) if T.items.ragged else place_at(turn, size, T)
+            if T.items.ragged:
                 if place >= places:
                     mem.tickets.publish(turn, (place,))
-        if T.watches:
+        if T.softmax.watches:
             if place >= places:
-                place = meet(mem.again, turn, T.loader_warps, T)
+                place = meet(mem.again, turn, T.pipeline.loader_warps, T)
 
 
 @gluon.jit
@@ -52,26 +52,26 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
     key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
     fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, KEYS_FIRST, T)
     # the last products with the old queries are done, and what was told is read, when their last keys are let go of
-    if (T.staged or T.blocks_q > 0) and turn > 0:
+    if (T.pipeline.staged or T.mask.blocks_q > 0) and turn > 0:
         mem.keys.reclaim(use - 1)
-    if T.blocks_q > 0:  # those that wait for the queries find it
+    if T.mask.blocks_q > 0:  # those that wait for the queries find it
         tell(mem.job, at, T)
     load_queries(q_desc, dout_desc, mem, turn, at.slab, at.head, at.item.first_q + at.row, T)
-    if T.brought:
+    if T.modifiers.brought:
         fill_biases(bias_desc, mem, use, at, key, 0, T.groups, T)
     if not KEYS_FIRST:
         fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
         use += 1
-    if not T.once:
+    if not T.schedule.once:
         for n in range(seen.end - 1 - seen.first):
             key = at.item.first_k + tile_at(indices, seen, seen.end - 2 - n, own, T) * T.block_k
             if KEYS_FIRST:  # the place of the next keys is let go of before that of these values
                 fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
-                if T.brought:
+                if T.modifiers.brought:
                     fill_biases(bias_desc, mem, use + 1, at, key, 0, 1, T)
                 value = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
                 fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, value, False, T)
-                if T.brought:  # those for whom it lies there are half a step behind
+                if T.modifiers.brought:  # those for whom it lies there are half a step behind
                     fill_biases(bias_desc, mem, use + 1, at, key, 1, T.groups, T)
             else:
                 fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
@@ -103,7 +103,7 @@ def load_queries(desc, dout_desc, mem, turn, batch, head, row, T: gl.constexpr):
     BYTES: gl.constexpr = desc.block_type.nbytes * PARTS + DOUTS
     for group in gl.static_range(GROUPS):
         use = turn * GROUPS + group
-        bar = mem.queries.announce(use, BYTES) if T.staged else mem.queries.acquire(use, BYTES)
+        bar = mem.queries.announce(use, BYTES) if T.pipeline.staged else mem.queries.acquire(use, BYTES)
         for part in gl.static_range(PARTS):
             tma_load(desc, [batch, head, row + group * T.rows, part * T.columns], bar, part_at(mem.q, group, part, PARTS))
         if dout_desc is not None:
@@ -122,7 +122,7 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
 
 @gluon.jit
 def fill_biases(desc, mem, use, at, key, FIRST: gl.constexpr, END: gl.constexpr, T: gl.constexpr):
-    """Load what T.early adds to the scores of a key tile, for the warpgroups from FIRST to END.
+    """Load what T.modifiers.early adds to the scores of a key tile, for the warpgroups from FIRST to END.
 
     Items or heads may have one for all of them.
     """

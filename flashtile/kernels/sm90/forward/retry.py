@@ -1,9 +1,9 @@
 """Query tiles that are computed again: those of which some exponent ran away.
 
-Where T.watches a step measures exponents from a maximum that it does not look for (`scores.lifted`), so that one may overflow:
-then the sum of its row is infinite. The thread that has the row sees that at the end of the tile, remembers the tile's place,
-and its warp is careful in all tiles after it: so a thread has one place to remember at most. When a block is done with its
-tiles its roles meet, find the first place that some thread remembers, compute that tile again, and so on.
+Where T.softmax.watches a step measures exponents from a maximum that it does not look for (`scores.lifted`), so that one may
+overflow: then the sum of its row is infinite. The thread that has the row sees that at the end of the tile, remembers the
+tile's place, and its warp is careful in all tiles after it: so a thread has one place to remember at most. When a block is
+done with its tiles its roles meet, find the first place that some thread remembers, compute that tile again, and so on.
 What a row gives depends on its own scores alone, for the careful do another thing only with rows that would overflow.
 """
 
@@ -70,8 +70,10 @@ def remembered(again, GROUP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def careful(again, GROUP: gl.constexpr, T: gl.constexpr):
-    """Consumer, where a tile begins: of each warp, whether some thread remembers a place. () where T.votes, and steps ask."""
-    if T.watches and not T.votes:
+    """Consumer, where a tile begins: of each warp, whether some thread remembers a place. () where T.softmax.votes, and steps
+    ask.
+    """
+    if T.softmax.watches and not T.softmax.votes:
         return of_any((remembered(again, GROUP, T) != NONE).to(gl.int32))
     else:
         return ()
@@ -96,7 +98,7 @@ def tell_first(again, turn, before, GROUP: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def meet(again, turn, WARPS: gl.constexpr, T: gl.constexpr):
     """Every role: wait for all others; the place of the tile that is computed again, plus AGAIN, or NONE."""
-    THREADS: gl.constexpr = 128 * T.groups + 32 * T.loader_warps  # pyright: ignore[reportAssignmentType]
+    THREADS: gl.constexpr = 128 * T.groups + 32 * T.pipeline.loader_warps  # pyright: ignore[reportAssignmentType]
     GROUPS: gl.constexpr = T.groups
     named_wait(MEETING, THREADS)
     found = gl.to_tensor(NONE)

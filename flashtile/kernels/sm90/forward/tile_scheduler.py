@@ -58,9 +58,9 @@ def rank(turn, size, T: gl.constexpr):
     themselves (`longest_first`).
     """
     block = gl.program_id(0)
-    if T.zigzag:
+    if T.schedule.zigzag:
         back = (turn & 1) == 1
-        if T.blocks_q > 0:
+        if T.mask.blocks_q > 0:
             back = back & (size.swizzle >= size.items * size.heads)
         block = gl.where(back, gl.num_programs(0) - 1 - block, block)
     return block
@@ -68,11 +68,11 @@ def rank(turn, size, T: gl.constexpr):
 
 @gluon.jit
 def measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, batch, region, T: gl.constexpr):
-    """The Size of a problem; where T.ragged its schedule knows how many tiles there are."""
-    if T.ragged:
+    """The Size of a problem; where T.items.ragged its schedule knows how many tiles there are."""
+    if T.items.ragged:
         return Size(1, gl.load(region[0] + region[1] * RECORD), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
-    elif T.blocks_q > 0:  # whole blocks, for their order counts them
-        tiles = gl.cdiv(seqlen_q, T.blocks_q) * (T.blocks_q // T.block_q)
+    elif T.mask.blocks_q > 0:  # whole blocks, for their order counts them
+        tiles = gl.cdiv(seqlen_q, T.mask.blocks_q) * (T.mask.blocks_q // T.block_q)
         return Size(batch, tiles, heads, group, seqlen_q, seqlen_k, left, right, swizzle)
     else:
         return Size(batch, gl.cdiv(seqlen_q, T.block_q), heads, group, seqlen_q, seqlen_k, left, right, swizzle)
@@ -86,19 +86,19 @@ def place_count(size):
 
 @gluon.jit
 def place_at(turn, size, T: gl.constexpr):
-    """The place of a block's turn, unless T.ragged, where only the first is; from `place_count` on there is none."""
+    """The place of a block's turn, unless T.items.ragged, where only the first is; from `place_count` on there is none."""
     return turn * gl.num_programs(0) + rank(turn, size, T)
 
 
 @gluon.jit
 def job_at(place, size, region, T: gl.constexpr):
-    """The Job at a place in the order of all tiles; region = (schedule, its records) where T.ragged.
+    """The Job at a place in the order of all tiles; region = (schedule, its records) where T.items.ragged.
 
     `swizzle` heads go together, tile by tile: their keys and values stay in the L2 cache, while the long tiles of all of
     them come first.
     """
-    if T.ragged:
-        tile, head, item, _ = scheduled(place, region[0], size.heads, size.swizzle, T.block_q, False, T.last_first)
+    if T.items.ragged:
+        tile, head, item, _ = scheduled(place, region[0], size.heads, size.swizzle, T.block_q, False, T.schedule.last_first)
         return Job(item, slab(item, T), head, tile * T.block_q, Listed(0, 0))
     else:
         heads = size.items * size.heads
@@ -106,11 +106,11 @@ def job_at(place, size, region, T: gl.constexpr):
         first = place // span * size.swizzle
         together = gl.maximum(gl.minimum(heads - first, size.swizzle), 1)
         tile, head = place % span // together, first + place % span % together
-        if T.blocks_q > 0:
+        if T.mask.blocks_q > 0:
             tile, head = gl.minimum(tile, size.tiles - 1), gl.minimum(head, heads - 1)
             return longest_first(tile, head, place // span, size, region[3], T)
         else:
-            if T.last_first:
+            if T.schedule.last_first:
                 tile = size.tiles - 1 - tile
             batch, head = counted(head, size, T)
             item = Item(batch, 0, size.seqlen_q, size.seqlen_q, 0, size.seqlen_k, size.seqlen_k)
@@ -119,8 +119,8 @@ def job_at(place, size, region, T: gl.constexpr):
 
 @gluon.jit
 def counted(batch_head, size, T: gl.constexpr):
-    """(batch, head) of a number that counts both. Items read the same bias at the same time if T.together."""
-    if T.together:
+    """(batch, head) of a number that counts both. Items read the same bias at the same time if T.items.together."""
+    if T.items.together:
         return batch_head % size.items, batch_head // size.items
     else:
         return batch_head // size.heads, batch_head % size.heads
@@ -133,7 +133,7 @@ def longest_first(tile, batch_head, together, size, lists, T: gl.constexpr):
     lists = (counts, their strides, indices, their strides, order, its strides). Every other group of heads that go together
     starts with the shortest, so that who got a longer tile gets a shorter one in the next; the last one ends with them.
     """
-    PER: gl.constexpr = T.blocks_q // T.block_q
+    PER: gl.constexpr = T.mask.blocks_q // T.block_q
     batch, head = counted(batch_head, size, T)
     groups = gl.cdiv(size.items * size.heads, size.swizzle)
     tile = gl.where(((groups - 1 - together) & 1) == 1, size.tiles - 1 - tile, tile)
@@ -150,7 +150,7 @@ def tell(words, at, T: gl.constexpr):
     They read it when the queries arrive, and let go of the last keys after that: so it stands until the next one is told.
     """
     values = (at.item.batch, at.head, at.row, at.blocks.partial, at.blocks.visited)
-    write_words(words, 0, values, T.loader_warps, True)
+    write_words(words, 0, values, T.pipeline.loader_warps, True)
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def told(words, size):
 
 @gluon.jit
 def take_place(region):
-    """Loader: a ticket for a further place, where T.ragged; `place_of` waits for it."""
+    """Loader: a ticket for a further place, where T.items.ragged; `place_of` waits for it."""
     return take(region[0] + region[1] * RECORD + 1)
 
 
@@ -175,7 +175,7 @@ def place_of(ticket):
 
 @gluon.jit
 def tell_job(tickets, turn, place, at):
-    """Loader: tell a turn's Job where T.ragged, and its place, by which consumers see whether there is one."""
+    """Loader: tell a turn's Job where T.items.ragged, and its place, by which consumers see whether there is one."""
     values = (place, at.item.batch, at.head, at.row, at.item.first_q, at.item.span_q, at.item.q, at.item.k)
     tickets.publish(turn, values)
 
@@ -185,7 +185,7 @@ def told_job(tickets, turn, T: gl.constexpr):
     """Consumer: the Job that `tell_job` told, without where its keys lie."""
     tickets.channel.wait(turn)
     batch, q = tickets.number(turn, 1, 4), tickets.number(turn, 6, 4)
-    if T.varlen:
+    if T.items.varlen:
         batch = gl.where(q > 0, batch, 0)  # no tensor has anything for what lies behind the last item
     item = Item(
         batch, tickets.number(turn, 4, 4), tickets.number(turn, 5, 4), q, batch * 0, batch * 0, tickets.number(turn, 7, 4)
@@ -208,16 +208,16 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     shift = size.seqlen_k - size.seqlen_q
     last = gl.minimum(row + ROWS, size.seqlen_q) - 1
     lo, full_lo, full_hi, hi = key_range(
-        row + shift, last + shift, size.seqlen_k, size.left, size.right, T.left, T.right, BLOCK_K
+        row + shift, last + shift, size.seqlen_k, size.left, size.right, T.mask.left, T.mask.right, BLOCK_K
     )
     first = lo // BLOCK_K
     end = gl.maximum(gl.cdiv(gl.where(row < size.seqlen_q, hi, 0), BLOCK_K), first + 1)
     low = gl.minimum(gl.cdiv(full_lo, BLOCK_K), end - 1)
     high = full_hi // BLOCK_K
-    if T.right:  # every row that sees some key sees one of the tiles from `high` on
+    if T.mask.right:  # every row that sees some key sees one of the tiles from `high` on
         high = gl.minimum(high, gl.maximum(row + shift + size.right, 0) // BLOCK_K)
     high = gl.minimum(gl.maximum(high, low), end - 1)
-    if T.predicate:  # any tile may be visible in part
+    if T.mask.predicate:  # any tile may be visible in part
         low = first
         high = first
     return Walk(first, low, high, end)
@@ -228,10 +228,10 @@ def visit(at, size, region, T: gl.constexpr):
     """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name, and its first one
     among those that need the mask.
     """
-    if T.blocks_q > 0:
-        PER: gl.constexpr = T.blocks_k // T.block_k
+    if T.mask.blocks_q > 0:
+        PER: gl.constexpr = T.mask.blocks_k // T.block_k
         end = gl.maximum(at.blocks.visited * PER, 1)
-        indices, _, _ = block_list(region[3], at.item.batch, at.head, at.row // T.blocks_q)
+        indices, _, _ = block_list(region[3], at.item.batch, at.head, at.row // T.mask.blocks_q)
         return Walk(0, 0, end - gl.maximum(at.blocks.partial * PER, 1), end), indices
     else:
         return walk(at.row, T.block_q, size, T), 0
@@ -240,9 +240,9 @@ def visit(at, size, region, T: gl.constexpr):
 @gluon.jit
 def tile_at(indices, seen, n, size, T: gl.constexpr):
     """The n-th key tile of a walk, which goes down: of a list, those visible in part come first."""
-    if T.blocks_q > 0:
-        tile = block_start(indices, seen.end - 1 - n, T.blocks_k, T.block_k) // T.block_k
-        tiles = gl.cdiv(size.seqlen_k, T.blocks_k) * (T.blocks_k // T.block_k)
+    if T.mask.blocks_q > 0:
+        tile = block_start(indices, seen.end - 1 - n, T.mask.blocks_k, T.block_k) // T.block_k
+        tiles = gl.cdiv(size.seqlen_k, T.mask.blocks_k) * (T.mask.blocks_k // T.block_k)
         return gl.maximum(gl.minimum(tile, tiles - 1), 0)  # an empty list may hold anything
     else:
         return n

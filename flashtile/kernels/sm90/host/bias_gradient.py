@@ -73,8 +73,8 @@ def zero_unseen(target_ptr, seqlen_q, seqlen_k, left, right, T: tl.constexpr, BL
     tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK), tl.cdiv(seqlen_k, BLOCK)
     column, rest = tl.program_id(0) % tiles_k * BLOCK, tl.program_id(0) // tiles_k
     row, plane = rest % tiles_q * BLOCK, (rest // tiles_q).to(tl.int64)
-    lo, _, _, hi, _ = tiles_seen(column, seqlen_k, seqlen_q, right, left, T.right, T.left, KEYS, T.block_q, T)
-    if (T.blocks_q > 0) | (row < lo) | (tl.minimum(row + BLOCK, seqlen_q) > hi):
+    lo, _, _, hi, _ = tiles_seen(column, seqlen_k, seqlen_q, right, left, T.mask.right, T.mask.left, KEYS, T.block_q, T)
+    if (T.mask.blocks_q > 0) | (row < lo) | (tl.minimum(row + BLOCK, seqlen_q) > hi):
         query, key = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
         at = (plane * seqlen_q + query)[:, None] * seqlen_k + key[None, :]
         inside = (query < seqlen_q)[:, None] & (key < seqlen_k)[None, :]

@@ -144,7 +144,7 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
 CACHED_BYTES = 24 << 20
 GROUPED_BYTES = 128 << 20  # the same of grouped heads, whose tiles are long and few
 LISTED_BYTES = 16 << 20
-DOCUMENTS = 8
+DOCUMENTS = STAGGERED = 8
 
 
 def is_grouped(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
@@ -157,6 +157,11 @@ def interleaves(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
     if not is_grouped(problem, launch) or paired(problem):  # a second entry's ds is brought back head by head
         return False
     return problem.band.right is None or queries_bytes(problem) > GROUPED_BYTES
+
+
+def _is_staggered(asked: Asked, launch: BackwardLaunch) -> bool:
+    """Whether tiles of grouped heads begin apart, 128 columns wide."""
+    return asked.problem.band.right is not None and asked.columns == 128 and is_grouped(asked.problem, launch)
 
 
 def is_of_documents(problem: AttentionProblem) -> bool:
@@ -257,6 +262,13 @@ HEADS: Rules = (
         "tiles of lists read other queries each: as many heads go together as the cache has room for",
         "an H100, 2026-11-27: 1 x 8192 x 16 x 128 (8 MiB a head) at 80 % by four 0.551 ms, by two 0.541, one by one 0.558; 95 "
         "% diagonal 0.262, 0.250, 0.253",
+    ),
+    Rule(
+        lambda a, launch: _is_staggered(a, launch) and queries_bytes(a.problem) <= GROUPED_BYTES,
+        lambda _, launch: replace(launch, swizzle=STAGGERED),
+        "causal tiles of grouped heads are long and few: eight heads go together, so that no block is left with a long one",
+        "an H200, 2026-11-29: by four, by eight 1 x 8192, 64 heads for 8, 5.319, 4.949 ms, 2 x 4096 2.868, 2.724, 1 x 4096, 32 "
+        "for 8, 0.664, 0.638, 1 x 16384, 16 for 4, 4.666, 4.587, 1 x 8192, 40 for 8, 3.071, 3.054; 64 columns 0.983 to 1.030",
     ),
     Rule(
         lambda a, launch: CACHED_BYTES < queries_bytes(a.problem) <= GROUPED_BYTES and is_grouped(a.problem, launch),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashtile.kernels.device.mask import term_starts
-from flashtile.kernels.device.score import Form, shares_items
+from flashtile.kernels.device.score import Form
+from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.device.varlen import most_tiles, padded_total
 from flashtile.kernels.sm90.host.bias_gradient import paired, stored
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, columns_of, copied, has_unseen_keys
@@ -50,57 +50,109 @@ class BackwardLaunch:
 
 
 @dataclass(frozen=True)
+class BackwardMask(Mask):
+    """Which scores a backward's tile has."""
+
+    blanks: bool  # some query or key may see nothing: what lies there may be NaN
+
+    @property
+    def any(self) -> bool:
+        """Whether scores of a tile that is visited may be hidden."""
+        return self.left or self.right or self.pads_keys or self.predicate
+
+    @property
+    def gaps(self) -> bool:
+        """Whether there are scores whose tile nobody visits."""
+        return self.left or self.right or self.blocks_q > 0
+
+
+@dataclass(frozen=True)
+class BackwardModifiers(Modifiers):
+    """What becomes of scores, and where the pass adds what. Where `prescale`, probabilities are the portable kernels'."""
+
+    early: int  # which of those that add the copy engine brings to shared memory; -1 if none
+    late: bool  # the others add to products that are done, not to what these start from
+    folds: bool  # the matrix unit adds delta (docs/lab/hopper-backward.md, 18 and 19)
+    folds_level: bool  # and level; a curve is taken of the scores without it
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a pass over keys makes."""
+
+    dk: bool = True
+    dv: bool = True
+    dq: bool = True  # with dk; otherwise a pass over queries makes it
+    ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
+    pairs_ds: bool = False  # two batch entries share it: the second's is added to the first's, a group of heads later (11, 12)
+    wide_keys: bool = False  # dk and dv are stored in float32, straight from registers
+
+    @property
+    def parted(self) -> bool:
+        """Whether dk and dv are made by a pass over keys each."""
+        return not (self.dk and self.dv)
+
+    @property
+    def sums_dq(self) -> bool:
+        """Whether shares of dq are added up."""
+        return self.dk and self.dq
+
+    @property
+    def copies_dq(self) -> bool:
+        """Whether the copy engine adds to dq's sum: where shared memory has room for it (15)."""
+        return self.dq and not self.parted
+
+
+@dataclass(frozen=True)
+class BackwardSchedule:
+    """In which order blocks take tiles and steps. Numbers are entries of docs/lab/hopper-backward.md."""
+
+    deterministic: bool  # shares of dq are added in one order ("Deterministic")
+    swizzle: int  # heads that go together, for the L2 cache
+    resident: bool  # as many blocks as SMs, which take one tile after another
+    helps: bool  # blocks of short tiles take the last steps of long ones: see `split_tiles` ("One wave")
+    pieces: int  # in which long tiles are taken, where any are: see `split_tiles` ("Long lists in pieces")
+    wave: int  # tiles that go together at least, as the portable kernels have it; 0: no more than swizzle says
+    rotates: bool  # a key tile begins with queries of its own, and ends with those before them: see `rotates`
+    interleaves: bool  # of grouped heads, no lists, in any order: all heads at each place (40; `producer.load_group`)
+
+
+@dataclass(frozen=True)
+class BackwardPipeline:
+    """What is under way. Numbers are entries of docs/lab/hopper-backward.md."""
+
+    stages: int  # of queries
+    stages_dout: int
+    joined: bool  # dout has no channel of its own, and other words stand one behind another (4, 20: 1 to 4 % at 64 columns)
+    converts: bool  # dq is made of the sum by a warp of this pass: see `dq_convert` ("dq in the pass that adds")
+
+
+@dataclass(frozen=True)
 class BackwardTile:
-    """Plain ints, bools and strings only: Triton keys its cache by their text."""
+    """Compile-time part of the passes over keys: their shape, and by subject what else the compiler must know."""
 
     block_q: int
     head_dim: int
     head_dim_v: int
     columns: int  # head_dim, padded to what a tile can have
     columns_v: int
-    stages: int  # of queries
-    stages_dout: int
     group: int  # query heads per key/value head
-    left: bool  # the band is bounded on the left
-    right: bool
-    pads_keys: bool  # the last key tile reaches beyond the keys
-    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
-    adds: int  # otherwise: modifiers that add
-    curved: bool  # and a last one that is a curve
-    early: int  # which of those that add the copy engine brings to shared memory; -1 if none
-    late: bool  # the others add to products that are done, not to what these start from
-    modified: bool  # modifiers are applied one by one: probabilities are formed as by the portable kernels
-    folds: bool  # the matrix unit adds delta
-    folds_level: bool  # and level; a curve is taken of the scores without it
-    deterministic: bool
-    swizzle: int
-    ragged: bool  # items differ in length: blocks take their tile from a schedule (lib/varlen.py)
-    varlen: bool  # items lie one after another
-    blanks: bool  # some query or key may see nothing: what lies there may be NaN
-    sink: bool  # one more logit per head joins the softmax
-    dropout: bool
-    together: bool  # as `shares_items` says: see `varlen.tile_of`
-    modifiers: int  # how many there are: dropout's arguments follow theirs
-    predicate: bool  # predicates narrow the mask
-    starts: int  # where their terms begin (`term_starts`)
-    blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
-    blocks_k: int
-    makes_dk: bool = True
-    makes_dv: bool = True
-    makes_dq: bool = True  # with dk; otherwise by a pass over queries
-    stores_ds: bool = False  # the gradient of a tensor that adds to every score is stored: see `stored`
-    pairs_ds: bool = False  # two batch entries share it: the second's is added to the first's, a group of heads later
-    resident: bool = True
-    exact: bool = False  # as the portable tile has it: no fp32 here
-    offset: bool = False  # likewise
-    helps: bool = False  # blocks of short tiles take the last steps of long ones: see `helping`
-    pieces: int = 1  # in which long tiles are taken, where any are: see `helping`
-    wave: int = 0  # tiles that go together at least, as there; 0: no more than swizzle says
-    rotates: bool = False  # a key tile begins with queries of its own, and ends with those before them
-    joined: bool = False  # dout has no channel of its own, and other words stand one behind another
-    converts: bool = False  # dq is made of the sum by a warp of this pass: see `convert`
-    interleaves: bool = False  # of grouped heads, no lists, in any order: see `producer.load_group`
-    wide_keys: bool = False  # dk and dv are stored in float32, straight from registers
+    mask: BackwardMask
+    items: Items
+    modifiers: BackwardModifiers
+    outputs: Outputs
+    schedule: BackwardSchedule
+    pipeline: BackwardPipeline
+
+    @property
+    def exact(self) -> bool:
+        """Never float32 here: what is shared with the portable kernels asks."""
+        return False
+
+    @property
+    def offset(self) -> bool:
+        """Likewise: where a row's scores are large the portable kernels follow."""
+        return False
 
     @property
     def wide(self) -> bool:
@@ -114,59 +166,54 @@ class BackwardTile:
     @property
     def singly(self) -> bool:
         """Whether consumers' threads arrive at words between roles each by itself (`channel.Channel`): where it gained."""
-        return self.columns == 64 and not self.ragged
-
-    @property
-    def parted(self) -> bool:
-        """Whether dk and dv are made by a pass over keys each."""
-        return not (self.makes_dk and self.makes_dv)
+        return self.columns == 64 and not self.items.ragged
 
     @property
     def divided(self) -> int:
         """How many tiles, of all heads, are taken in pieces at most because their lists are long."""
-        return min(SUMS // (self.pieces - 1), (COUNTS - 4) // 2) if self.pieces > 1 and self.blocks_q > 0 else 0
+        return (
+            min(SUMS // (self.schedule.pieces - 1), (COUNTS - 4) // 2)
+            if self.schedule.pieces > 1 and self.mask.blocks_q > 0
+            else 0
+        )
 
     @property
     def makes(self) -> set[str]:
         """The gradients, by the names of their tensors."""
-        return {*("k" if self.makes_dk else ""), *("v" if self.makes_dv else ""), *("q" if self.sums_dq else "")}
-
-    @property
-    def sums_dq(self) -> bool:
-        """Whether shares of dq are added up."""
-        return self.makes_dk and self.makes_dq
+        return {*("k" if self.outputs.dk else ""), *("v" if self.outputs.dv else ""), *("q" if self.outputs.sums_dq else "")}
 
     @property
     def parts(self) -> tuple[BackwardTile, ...]:
         """The passes over keys. That of dv also clears the sum to which the other adds dq."""
-        if not self.parted:
+        if not self.outputs.parted:
             return (self,)
-        return replace(self, makes_dk=False, makes_dv=True, stages=2, stages_dout=2), self
-
-    @property
-    def masks(self) -> bool:
-        return self.left or self.right or self.pads_keys or self.predicate
-
-    @property
-    def gaps(self) -> bool:
-        """Whether there are scores whose tile nobody visits."""
-        return self.left or self.right or self.blocks_q > 0
+        of_dv = replace(self.outputs, dk=False, dv=True), replace(self.pipeline, stages=2, stages_dout=2)
+        return replace(self, outputs=of_dv[0], pipeline=of_dv[1]), self
 
     @property
     def splits(self) -> bool:
         """Whether steps that need no mask are a loop of their own, behind those that do: it hardly pays elsewhere."""
-        others = self.left or self.predicate or self.modified or self.curved or self.dropout
-        return self.ragged and self.group == 1 and not others
+        others = (
+            self.mask.left or self.mask.predicate or self.modifiers.prescale or self.modifiers.curved or self.modifiers.dropout
+        )
+        return self.items.ragged and self.group == 1 and not others
 
     @property
     def tells(self) -> bool:
         """Whether the loader tells the other roles tiles and steps: where they would lack registers to find them."""
-        return self.group > 1 or self.ragged or self.predicate or self.blocks_q > 0 or self.modifiers > 0 or self.dropout
+        return (
+            self.group > 1
+            or self.items.ragged
+            or self.mask.predicate
+            or self.mask.blocks_q > 0
+            or self.modifiers.count > 0
+            or self.modifiers.dropout
+        )
 
     @property
     def adds_first(self) -> bool:
         """Whether products of keys and queries start from what modifiers add."""
-        return self.early >= 0 or (self.adds > 0 and not (self.modified or self.late))
+        return self.modifiers.early >= 0 or (self.modifiers.adds > 0 and not (self.modifiers.prescale or self.modifiers.late))
 
     @property
     def begins_early(self) -> bool:
@@ -174,7 +221,7 @@ class BackwardTile:
 
         Beside curves of 128 queries consumers would spill more (docs/lab/hopper-backward.md).
         """
-        return not (self.ragged or self.blocks_q > 0 or (self.curved and self.block_q > GROUP_ROWS))
+        return not (self.items.ragged or self.mask.blocks_q > 0 or (self.modifiers.curved and self.block_q > GROUP_ROWS))
 
     @property
     def takes_late(self) -> bool:
@@ -182,13 +229,13 @@ class BackwardTile:
 
         Where tiles are equally long, or consumers would spill more (docs/lab/hopper-backward.md), it takes it where one begins.
         """
-        spills = self.predicate or (self.ragged and self.block_q > GROUP_ROWS)
-        return (self.gaps or self.ragged) and not spills
+        spills = self.mask.predicate or (self.items.ragged and self.block_q > GROUP_ROWS)
+        return (self.mask.gaps or self.items.ragged) and not spills
 
     @property
     def told_steps(self) -> int:
         """How many steps the loader's words are kept, where it tells: see `visit.tell_step`."""
-        return 1 << (self.stages + 1).bit_length()
+        return 1 << (self.pipeline.stages + 1).bit_length()
 
     @property
     def douts_first(self) -> bool:
@@ -196,37 +243,32 @@ class BackwardTile:
 
         Not where modifiers add to what products of queries start from, which nothing may write to beside another product.
         """
-        return self.makes_dk and self.stages == 1 and not self.adds_first
+        return self.outputs.dk and self.pipeline.stages == 1 and not self.adds_first
 
     @property
     def reports(self) -> bool:
         """Whether consumers, who add to dq's sum themselves, tell the next block that they have."""
-        return self.deterministic and self.sums_dq and not self.copies_dq
+        return self.schedule.deterministic and self.outputs.sums_dq and not self.outputs.copies_dq
 
     @property
     def sways(self) -> bool:
         """Whether every other wave of tiles walks its queries from the last one on (docs/lab/hopper-backward.md)."""
-        return self.parted and self.right and not (self.left or self.tells or self.deterministic)
-
-    @property
-    def copies_dq(self) -> bool:
-        """Whether the copy engine adds to dq's sum: where shared memory has room for it."""
-        return self.makes_dq and not self.parted
+        return self.outputs.parted and self.mask.right and not (self.mask.left or self.tells or self.schedule.deterministic)
 
     @property
     def helpers(self) -> int:
         """Roles of one warp where the copy engine adds: who loads, who add, and who stores ds or makes dq."""
-        return 3 + (self.stores_ds or self.converts)
+        return 3 + (self.outputs.ds or self.pipeline.converts)
 
     @property
     def clears(self) -> bool:
         """Whether the sum of dq is cleared before: the copy engine stores the first share of a part instead of adding it."""
-        return self.parted
+        return self.outputs.parted
 
     @property
     def locked(self) -> bool:
         """Whether every part of dq's sum has a lock: see `order`."""
-        return self.makes_dq and (self.deterministic or not self.clears)
+        return self.outputs.dq and (self.schedule.deterministic or not self.clears)
 
     @property
     def columns_dq(self) -> int:
@@ -236,40 +278,41 @@ class BackwardTile:
     @property
     def cut(self) -> bool:
         """Whether a quarter of the columns of queries and keys is padding, which products leave out."""
-        return self.parted and 4 * self.head_dim <= 3 * self.columns
+        return self.outputs.parted and 4 * self.head_dim <= 3 * self.columns
 
     @property
     def cut_v(self) -> bool:
         """The same of values, for products of their rows."""
-        return self.parted and 4 * self.head_dim_v <= 3 * self.columns_v
+        return self.outputs.parted and 4 * self.head_dim_v <= 3 * self.columns_v
 
     @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
-        if self.wide_keys:
+        if self.outputs.wide_keys:
             return 32  # the copy engine's row of float32; it stores none
-        return self.columns // (4 if self.cut else 2) if self.parted else self.columns
+        return self.columns // (4 if self.cut else 2) if self.outputs.parted else self.columns
 
     @property
     def columns_v_stored(self) -> int:
         """Columns of dv that are stored at a time."""
-        if self.wide_keys:
+        if self.outputs.wide_keys:
             return 32
-        return self.columns_v // 2 if self.parted else self.columns_v
+        return self.columns_v // 2 if self.outputs.parted else self.columns_v
 
     @property
     def last_first(self) -> bool:
         """Whether the last key tile starts first: see `Walk.turn` and `helping`. Otherwise the longest does."""
-        return self.helps or (self.deterministic and self.right and self.blocks_q == 0)
+        return self.schedule.helps or (self.schedule.deterministic and self.mask.right and self.mask.blocks_q == 0)
 
     @property
     def counts(self) -> int:
         """Counts that are cleared before: of tickets and units, and what helpers report."""
-        return COUNTS if self.pieces > 1 else 4 if self.converts else 2
+        return COUNTS if self.schedule.pieces > 1 else 4 if self.pipeline.converts else 2
 
 
 def rotates(problem: AttentionProblem, split: bool) -> bool:
-    """T.rotates: no two tiles of a head add to one part of dq's sum at a time, so that fewer heads have to go together.
+    """T.schedule.rotates: no two tiles of a head add to one part of dq's sum at a time, so that fewer heads have to go
+    together.
 
     Of plain problems without a band, under which tiles begin apart anyway. An H100, 2026-11-27, head_dim 128, the speed of two
     heads (four, eight) over that of four whose tiles all begin with the first query: 1 x 16384 1.012 (1.002, 0.973), 64 items
@@ -289,7 +332,6 @@ def queries_bytes(problem: AttentionProblem) -> int:
 
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form, split: bool = False) -> BackwardTile:
     p = problem
-    band = p.band
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
     folds = not (form.prescale or p.dropout is not None or launch.parted)
     brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
@@ -299,50 +341,36 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         head_dim_v=p.head_dim_v,
         columns=columns_of(p.head_dim),
         columns_v=columns_of(p.head_dim_v),
-        stages=launch.stages,
-        stages_dout=launch.stages_dout,
         group=p.group,
-        left=band.left is not None,
-        right=band.right is not None,
-        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
-        prescale=form.prescale,
-        adds=form.adds,
-        curved=form.curved,
-        early=brought,
-        late=loads(p, form, brought),
-        modified=form.prescale,
-        folds=folds,
-        folds_level=folds and not form.curved,
-        deterministic=deterministic,
-        swizzle=launch.swizzle,
-        ragged=p.lengths.ragged,
-        varlen=p.lengths.varlen,
-        blanks=unseen(p),
-        sink=p.sink is not None,
-        dropout=p.dropout is not None,
-        together=shares_items(p),
-        modifiers=len(p.score),
-        predicate=bool(p.where),
-        starts=term_starts(p),
-        blocks_q=p.blocks.block_q if p.blocks is not None else 0,
-        blocks_k=p.blocks.block_k if p.blocks is not None else 0,
-        makes_dv=not launch.parted,
-        makes_dq=not split,
-        stores_ds=stored(p) is not None,
-        pairs_ds=paired(p) and launch.resident,
-        resident=launch.resident,
-        helps=launch.helps,
-        pieces=2 if launch.helps else launch.pieces,
-        wave=0 if deterministic else WAVE // p.group,
-        rotates=rotates(p, split),
-        joined=launch.joined and launch.stages == launch.stages_dout,
-        converts=launch.converts,
-        interleaves=launch.interleaves and p.group > 1 and not paired(p),
+        mask=BackwardMask.of(p, p.lengths.ragged or p.seqlen_k % launch.block_k != 0, blanks=unseen(p)),
+        items=Items.of(p),
+        modifiers=BackwardModifiers.of(
+            p, form, early=brought, late=loads(p, form, brought), folds=folds, folds_level=folds and not form.curved
+        ),
+        outputs=Outputs(dv=not launch.parted, dq=not split, ds=stored(p) is not None, pairs_ds=paired(p) and launch.resident),
+        schedule=BackwardSchedule(
+            deterministic=deterministic,
+            swizzle=launch.swizzle,
+            resident=launch.resident,
+            helps=launch.helps,
+            pieces=2 if launch.helps else launch.pieces,
+            wave=0 if deterministic else WAVE // p.group,
+            rotates=rotates(p, split),
+            interleaves=launch.interleaves and p.group > 1 and not paired(p),
+        ),
+        pipeline=BackwardPipeline(
+            stages=launch.stages,
+            stages_dout=launch.stages_dout,
+            joined=launch.joined and launch.stages == launch.stages_dout,
+            converts=launch.converts,
+        ),
     )
 
 
 def loads(problem: AttentionProblem, form: Form, brought: int) -> bool:
-    """T.late: whether one that adds, other than T.early, loads for every score: it does so while products are under way."""
+    """T.modifiers.late: whether one that adds, other than T.modifiers.early, loads for every score: it does so while products
+    are under way.
+    """
     return any(
         captured.index is not None or (captured.broadcast and 1 not in tensor.shape[2:])
         for i, spec in enumerate(problem.score[: form.adds])

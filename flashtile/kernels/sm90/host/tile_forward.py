@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import e, log2
 
-from flashtile.kernels.device.mask import term_starts
-from flashtile.kernels.device.score import Form, early, form_of, shares_items
+from flashtile.kernels.device.score import Form, early, form_of
+from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
@@ -49,59 +49,120 @@ class ForwardLaunch:
 
 
 @dataclass(frozen=True)
-class ForwardTile:
-    """Compile-time part of the forward. Plain ints and bools only: Triton keys its cache by their text."""
+class ForwardMask(Mask):
+    """Which scores a forward's tile has, and what that says of a walk over key tiles."""
 
-    groups: int
-    block_k: int
+    narrow: bool  # a tile of scores may meet both bounds of the band
+    unseen: bool  # some keys are seen by no query: their values may be NaN
+    whole: bool  # lists, none of whose blocks is visible in part (lab/hopper-forward.md, 48)
+
+    @property
+    def asks(self) -> bool:
+        """Whether hidden keys may lie anywhere, as predicates or lists say."""
+        return self.predicate or self.blocks_q > 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether any key tile may need a mask: of a list without blocks one is visited."""
+        return self.left or self.masks_first or self.blocks_q > 0
+
+    @property
+    def masks_first(self) -> bool:
+        """Whether the first key tiles of a walk may need a mask."""
+        return self.right or self.pads_keys or (self.asks and not self.whole)
+
+    @property
+    def above(self) -> int:
+        """Which bounds the masked tiles at the end of a walk may meet: 1 the upper one, or the last key, 2 the lower one."""
+        return 3 if self.left and (self.narrow or self.asks) else 1
+
+    @property
+    def below(self) -> int:
+        """The same of those at its beginning."""
+        return 3 if self.narrow else 2
+
+
+@dataclass(frozen=True)
+class ForwardModifiers(Modifiers):
+    """What becomes of scores, and which tensor of it comes ahead."""
+
+    early: (
+        int  # which of those that add is loaded a key tile ahead; -1 if none (58: a bias 16 loads at a time stalled each step)
+    )
+    brought: bool  # by the copy engine, to shared memory; otherwise into registers (60)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How exponentials are formed. Numbers are entries of docs/lab/hopper-forward.md."""
+
+    bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum (20)
+    deep: bool  # so far from it that 2^ of some is no normal float32 number
+    watches: (
+        bool  # from a maximum of before, until sums tell that scores have passed it by far (`retry.py`; 31: 4 to 7 % faster)
+    )
+    votes: (
+        bool  # then a warp asks in every step whether it is careful, otherwise once a tile (35, 37: 1 to 2 % where it is set)
+    )
+    draws_ahead: bool  # dropout's words are drawn a key tile ahead, beside exponentials, not products (45: 64 1.032, 256 1.018)
+    mixes: int  # of so many exponentials one is a polynomial; 0 where none is (18: 2 to 7 % beside a soft cap)
+
+
+@dataclass(frozen=True)
+class ForwardSchedule:
+    """In which order, and how much of, what is to be computed. Numbers are entries of docs/lab/hopper-forward.md."""
+
+    once: bool  # one key tile is all there is: no loops, and no step that could have to be done again (38: 1 to 8 %)
+    last_first: bool  # under a bound on the right the longest tiles start first
+    zigzag: bool  # turns go to and fro over the resident blocks, so that long tiles and short ones meet
+    skips: bool  # a warpgroup passes over key tiles that only others of its block see (3: causal 4 to 6 %; 115)
+    turns: bool  # warpgroups take turns: one multiplies while another exponentiates (12: 1 to 3 %)
+    apart: (
+        bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys (72: three have registers)
+    )
+    halves: bool  # of the first and last key tile no more is multiplied than the half that a warpgroup sees (85: 1 to 5 %)
+
+
+@dataclass(frozen=True)
+class ForwardPipeline:
+    """What is under way, and who has which registers. Numbers are entries of docs/lab/hopper-forward.md."""
+
+    stages: int  # key and value tiles under way (8)
+    staged: bool  # out has shared memory of its own, so that the next queries arrive during the epilogue
+    loader_warps: int  # of the producer: one takes tickets where items differ in length, or saves registers (11)
+    loader_registers: int  # of each of its threads
+    registers: int  # of each thread of a consumer
+    singly: bool  # threads let go of keys and values each by itself: their warpgroup need not meet (`channel.Channel`; 35)
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Compile-time part of the forward: its shape, and by subject what else the compiler must know (`device/tile.py`)."""
+
+    groups: int  # consumer warpgroups of GROUP_ROWS queries
+    block_k: int  # keys
     columns: int  # head_dim is cut into `parts` of so many columns (a power of two)
     parts: int
     columns_v: int
     parts_v: int
-    stages: int
-    once: bool  # one key tile is all there is: no loops, and no step that could have to be done again
-    left: bool  # the band is bounded on the left
-    right: bool
-    narrow: bool  # a tile of scores may meet both bounds
-    pads_keys: bool  # the last key tile reaches beyond the keys
-    unseen: bool  # some keys are seen by no query: their values may be NaN
-    ragged: bool  # items differ in length: blocks take their tiles from a schedule (lib/varlen.py)
-    varlen: bool  # items lie one after another
-    sink: bool  # one more logit per head joins the softmax
-    dropout: bool
-    draws_ahead: bool  # words are drawn a key tile ahead, beside exponentials, not beside products
-    modifiers: int  # how many there are: dropout's arguments follow theirs
-    predicate: bool  # predicates narrow the mask
-    starts: int  # where their terms begin (`term_starts`)
-    blocks_q: int  # the sizes of the blocks that the mask's lists count; 0 without lists
-    blocks_k: int
-    whole: bool  # lists, none of whose blocks is visible in part
     head_dim: int
     head_dim_v: int
-    prescale: bool  # scores are scaled before the softmax and modifiers applied one by one (lib/score.py: Form)
-    adds: int  # otherwise: modifiers that add
-    curved: bool  # and a last one that is a curve
-    early: int  # which of those that add is loaded a key tile ahead; -1 if none
-    brought: bool  # by the copy engine, to shared memory; otherwise into registers
-    together: bool  # as `shares_items` says: see `work.counted`
-    bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum
-    deep: bool  # so far from it that 2^ of some is no normal float32 number
-    watches: bool  # they are from one of before, until sums of probabilities tell that scores have passed it by far (again.py)
-    votes: bool  # then a warp asks in every step whether it is careful, otherwise once a tile
-    mixes: int  # of so many exponentials one is a polynomial; 0 where none is
-    exact: bool  # float32 (never here; the device library asks)
-    offset: bool  # likewise: where a row's scores are large the portable kernels follow
-    last_first: bool
-    zigzag: bool  # turns go to and fro over the blocks
-    skips: bool  # a warpgroup passes over key tiles that only others of its block see
-    turns: bool
-    staged: bool
-    loader_warps: int
-    loader_registers: int
-    registers: int
-    apart: bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys
-    singly: bool  # threads let go of keys and values each by itself, so that their warpgroup need not meet: `channel.Channel`
-    halves: bool  # of the first and last key tile of a walk, no more is multiplied than the half that a warpgroup sees
+    mask: ForwardMask
+    items: Items
+    modifiers: ForwardModifiers
+    softmax: Softmax
+    schedule: ForwardSchedule
+    pipeline: ForwardPipeline
+
+    @property
+    def exact(self) -> bool:
+        """Never float32 here: what is shared with the portable kernels asks."""
+        return False
+
+    @property
+    def offset(self) -> bool:
+        """Likewise: where a row's scores are large the portable kernels follow."""
+        return False
 
     @property
     def wide(self) -> bool:
@@ -130,39 +191,15 @@ class ForwardTile:
         return 2 if self.parts_v == 3 else 1
 
     @property
-    def masked(self) -> bool:
-        """Whether any key tile may need a mask: of a list without blocks one is visited."""
-        return self.left or self.masks_first or self.blocks_q > 0
-
-    @property
-    def blind(self) -> bool:
+    def may_start_empty(self) -> bool:
         """Whether a row may have seen nothing before a tile without a mask (`work.walk`): a modifier may add -inf."""
-        return (self.asks and not self.whole) or self.prescale or self.adds > 0
-
-    @property
-    def masks_first(self) -> bool:
-        """Whether the first key tiles of a walk may need a mask."""
-        return self.right or self.pads_keys or (self.asks and not self.whole)
-
-    @property
-    def above(self) -> int:
-        """Which bounds the masked tiles at the end of a walk may meet: 1 the upper one, or the last key, 2 the lower one."""
-        return 3 if self.left and (self.narrow or self.asks) else 1
-
-    @property
-    def below(self) -> int:
-        """The same of those at its beginning."""
-        return 3 if self.narrow else 2
-
-    @property
-    def asks(self) -> bool:
-        """Whether hidden keys may lie anywhere, as predicates or lists say."""
-        return self.predicate or self.blocks_q > 0
+        hides = self.mask.asks and not self.mask.whole
+        return hides or self.modifiers.prescale or self.modifiers.adds > 0
 
     @property
     def asks_narrow(self) -> bool:
         """Whether predicates are asked for 64 keys at a time, where that was measured to gain (docs/lab/hopper-forward.md)."""
-        return self.right or (self.blocks_q > 0 and self.columns_v == 128)
+        return self.mask.right or (self.mask.blocks_q > 0 and self.columns_v == 128)
 
 
 def columns_of(head_dim: int) -> int:
@@ -194,61 +231,59 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         parts=parts,
         columns_v=columns_v,
         parts_v=parts_v,
-        stages=launch.stages,
-        once=once,
-        left=band.left is not None,
-        right=band.right is not None,
-        narrow=band.left is not None and band.left + min(band.right or 0, 0) < launch.block_q + launch.block_k,
-        pads_keys=p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
-        unseen=has_unseen_keys(p),
-        ragged=p.lengths.ragged,
-        varlen=p.lengths.varlen,
-        sink=p.sink is not None,
-        dropout=p.dropout is not None,
-        modifiers=len(p.score),
-        predicate=bool(p.where),
-        starts=term_starts(p),
-        blocks_q=p.blocks.block_q if p.blocks is not None else 0,
-        blocks_k=p.blocks.block_k if p.blocks is not None else 0,
-        whole=has_whole_blocks(p),
         head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
-        prescale=form.prescale,
-        adds=form.adds,
-        curved=form.curved,
-        early=loads_ahead(p, launch, form),
-        brought=brought(p, launch, form),
-        together=shares_items(p),
-        bounded=bounded(p, form),
-        deep=not bounded(p, form, DEEPEST),
-        watches=watched,
-        votes=watched and (p.dropout is not None or columns * parts == 64),  # measured: 1 to 2 % faster there, elsewhere slower
-        draws_ahead=p.dropout is not None and watched and parts == 1 and columns != 128,  # there products hide more
-        mixes=mixes(p, form),
-        exact=False,
-        offset=False,
-        last_first=band.right is not None,
-        zigzag=launch.resident and (band.right is not None or p.blocks is not None),
-        skips=skips(p, launch) and not once,
-        turns=launch.turns and launch.groups > 1,
-        staged=has_out_tiles(p, launch),
-        loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
-        loader_registers=24,
-        registers=consumer_registers(launch),
-        apart=launch.apart,
-        singly=columns == 32 or (columns == 128 and bounded(p, form) and band.right is None),  # measured to gain there
-        halves=sees_halves(p, launch, form),
+        mask=ForwardMask.of(
+            p,
+            p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
+            narrow=band.left is not None and band.left + min(band.right or 0, 0) < launch.block_q + launch.block_k,
+            unseen=has_unseen_keys(p),
+            whole=has_whole_blocks(p),
+        ),
+        items=Items.of(p),
+        modifiers=ForwardModifiers.of(p, form, early=loads_ahead(p, launch, form), brought=brought(p, launch, form)),
+        softmax=Softmax(
+            bounded=bounded(p, form),
+            deep=not bounded(p, form, DEEPEST),
+            watches=watched,
+            votes=watched and (p.dropout is not None or columns * parts == 64),  # measured: elsewhere slower
+            draws_ahead=p.dropout is not None and watched and parts == 1 and columns != 128,  # there products hide more
+            mixes=mixes(p, form),
+        ),
+        schedule=ForwardSchedule(
+            once=once,
+            last_first=band.right is not None,
+            zigzag=launch.resident and (band.right is not None or p.blocks is not None),
+            skips=skips(p, launch) and not once,
+            turns=launch.turns and launch.groups > 1,
+            apart=launch.apart,
+            halves=sees_halves(p, launch, form),
+        ),
+        pipeline=ForwardPipeline(
+            stages=launch.stages,
+            staged=has_out_tiles(p, launch),
+            loader_warps=1 if p.lengths.ragged else launch.loader_warps,  # one warp takes a ticket
+            loader_registers=24,
+            registers=consumer_registers(launch),
+            singly=columns == 32 or (columns == 128 and bounded(p, form) and band.right is None),  # measured to gain there
+        ),
     )
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """That of a pass over queries that makes dq: probabilities come from lse, and dq takes the place of its queries."""
-    off = ("once", "sink", "brought", "bounded", "watches", "votes", "draws_ahead", "staged", "singly", "halves")
-    return replace(make_forward_tile(problem, launch, form), early=-1, mixes=0, **dict.fromkeys(off, False))
+    made = make_forward_tile(problem, launch, form)
+    return replace(
+        made,
+        modifiers=replace(made.modifiers, sink=False, early=-1, brought=False),
+        softmax=replace(made.softmax, bounded=False, watches=False, votes=False, draws_ahead=False, mixes=0),
+        schedule=replace(made.schedule, once=False, halves=False),
+        pipeline=replace(made.pipeline, staged=False, singly=False),
+    )
 
 
 def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bool:
-    """T.bounded: where a last curve has bounds, and bfloat16 has exponents enough for whatever lies between them."""
+    """T.softmax.bounded: where a last curve has bounds, and bfloat16 has exponents enough for whatever lies between them."""
     curve = problem.score[-1].kind.curve if form.curved else None
     if curve is None or curve.largest is None or problem.dtype is not DType.BF16:
         return False
@@ -256,7 +291,7 @@ def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bo
 
 
 def mixes(problem: AttentionProblem, form: Form) -> int:
-    """T.mixes: where the slow unit is the bottleneck, which of 128 columns without maxima and bounds it hardly is."""
+    """T.softmax.mixes: where the slow unit is the bottleneck, which of 128 columns without maxima and bounds it hardly is."""
     p, (columns, parts) = problem, cut(problem.head_dim)
     if not form.curved or p.returns_lse or columns * parts > 128:
         return 0
@@ -264,7 +299,7 @@ def mixes(problem: AttentionProblem, form: Form) -> int:
 
 
 def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
-    """T.halves: where the mask is a band, nothing is added or drawn for every score of a tile, and walks are short.
+    """T.schedule.halves: where the mask is a band, nothing is added or drawn for every score of a tile, and walks are short.
 
     Of 16k keys under a causal mask, walks of 64 tiles on average, and of 192 columns it gains nothing
     (docs/lab/hopper-forward.md).
@@ -281,7 +316,7 @@ SHORT = 4096  # keys
 
 
 def skips(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
-    """T.skips: key tiles that only other warpgroups' queries see or, where items end within a block, all of them.
+    """T.schedule.skips: key tiles that only other warpgroups' queries see or, where items end within a block, all of them.
 
     The latter by two warpgroups alone. An H100, 2026-11-27, 64 items of 1k: head_dim 128 1.012 and, causal, 1.006 of the speed
     (with one head together instead of four where full), 64 by three warpgroups 0.998.
@@ -293,7 +328,7 @@ def skips(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
 
 
 def has_whole_blocks(problem: AttentionProblem) -> bool:
-    """T.whole: lists count blocks at a ragged end, and those that a band or a predicate cuts, as visible in part."""
+    """T.mask.whole: lists count blocks at a ragged end, and those that a band or a predicate cuts, as visible in part."""
     p = problem
     if p.blocks is None or p.where or p.band.left is not None or p.band.right is not None:
         return False
@@ -301,12 +336,12 @@ def has_whole_blocks(problem: AttentionProblem) -> bool:
 
 
 def sees_once(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
-    """T.once. Of items of unequal lengths none is known here, and lists are walked through whatever they name."""
+    """T.schedule.once. Of items of unequal lengths none is known here, and lists are walked through whatever they name."""
     return not problem.lengths.ragged and problem.blocks is None and problem.seqlen_k <= launch.block_k
 
 
 def watches(problem: AttentionProblem, form: Form) -> bool:
-    """T.watches: not beside curves, nor where a modifier may well rise along the keys, as ALiBi does towards the query.
+    """T.softmax.watches: not beside curves, nor where a modifier may well rise along the keys, as ALiBi does towards the query.
 
     A bias of 64 columns takes the registers for it.
     """
@@ -330,13 +365,15 @@ COPIED_KEYS = 8  # the copy engine wants strides of 16 bytes
 
 
 def brought(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> bool:
-    """T.brought: where shared memory has room for a tile of scores."""
+    """T.modifiers.brought: where shared memory has room for a tile of scores."""
     room = H100.smem_bytes - tile_bytes(problem, launch)
     return copied(problem, form) >= 0 and room >= bias_bytes(launch)
 
 
 def loads_ahead(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> int:
-    """T.early. What is on its way takes up to 32 registers, which none of three warpgroups has: 78 spills a key tile."""
+    """T.modifiers.early. What is on its way takes up to 32 registers, which none of three warpgroups has: 78 spills a key
+    tile.
+    """
     which = early(problem, form) if launch.groups == 2 or brought(problem, launch, form) else None
     return -1 if which is None else which
 
@@ -361,7 +398,7 @@ def consumer_registers(launch: ForwardLaunch) -> int:
 
 
 def has_out_tiles(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
-    """T.staged: where a launch asks for it, or the queries' tiles are too small for out."""
+    """T.pipeline.staged: where a launch asks for it, or the queries' tiles are too small for out."""
     (columns, parts), (columns_v, parts_v) = cut(problem.head_dim), cut(problem.head_dim_v)
     return launch.staged or columns_v * parts_v > columns * parts
 

@@ -1,0 +1,154 @@
+"""Statistics of the softmax as operators of `torch.library`, for eager calls too: they are few and long.
+
+    flashtile::attention_statistics(q, k?, v?, others, lse, which, last, wanted, text, floats, ints) -> (peak, entropy, mass)
+    flashtile::attention_entropy_backward(dentropy, entropy, q, k?, v?, others, lse, wanted, text, floats, ints) -> gradients
+
+which: those of "peak", "entropy", "mass" that are wanted, joined by commas; the others are without elements. peak is each row's
+largest score; last is of how many last queries mass is, 0 for all. All else as in `operator.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.torch.execute.directed import entropy_gradients, statistics
+from flashtile.torch.routes.derivatives import record_at_level, second_derivative
+from flashtile.torch.routes.functional import one_by_one
+from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.operator import (
+    ASKED,
+    GIVEN,
+    Maybe,
+    below_autograd,
+    fake_backward,
+    fake_forward,
+    laid,
+    layout_of_call,
+    spread,
+)
+from flashtile.torch.routes.request import read
+
+NAMES = ("peak", "entropy", "mass")
+
+
+def run_statistics(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], lse: torch.Tensor, which: str, last: int, *asked: Any
+) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        layout, packs, rest = layout_of_call((q, k, v), others, *asked)
+        lse = lse[None] if layout.varlen else lse
+        made = statistics(layout.call, layout.slabs(packs), rest, lse, frozenset(which.split(",")), last)
+        none = lse.new_empty(0)
+        return tuple((made[n][0] if layout.varlen else made[n]).contiguous() if n in made else none.clone() for n in NAMES)
+
+
+def fake_statistics(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], lse: torch.Tensor, which: str, last: int, *asked: Any
+) -> tuple[torch.Tensor, ...]:
+    rows = fake_forward(q, k, v, others, *asked)[1]
+    packing, varlen = read(asked[1]).packing(asked[3]), read(asked[1]).varlen
+    keys = packing.unpack(tuple(t[None] if varlen else t for t in (q, k, v) if t is not None))["k"].shape[1]
+    shapes = {"peak": rows.shape, "entropy": rows.shape, "mass": (*rows.shape[:-1], keys)}
+    return tuple(rows.new_empty(shapes[n] if n in which.split(",") else 0) for n in NAMES)
+
+
+def run_entropy(
+    arriving: torch.Tensor, entropy: torch.Tensor, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    lse: torch.Tensor, *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    with torch.no_grad():
+        layout, packs, rest = layout_of_call((q, k, v), others, *asked)
+        rows = tuple(t[None] if layout.varlen else t for t in (lse, entropy, arriving))
+        found = entropy_gradients(layout.call, layout.slabs(packs), rest, *rows, layout.needs)
+        made: list[torch.Tensor] = []
+        for i, grad in enumerate(found):
+            if grad is not None:
+                made.append(laid(grad[0] if layout.varlen else grad, layout.strides[i]) if i < len(packs) else grad)
+        return made
+
+
+def fake_entropy(
+    arriving: torch.Tensor, entropy: torch.Tensor, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    lse: torch.Tensor, *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    return fake_backward(None, None, q, k, v, others, q, lse, lse, *asked)
+
+
+class _Statistics(torch.autograd.Function):
+    """The operator; the entropy alone has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, which: str, last: int, asked: tuple[Any, ...], q: torch.Tensor, k: Maybe, v: Maybe, lse: torch.Tensor,
+        *others: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        with below_autograd():
+            peak, entropy, mass = STATISTICS(q, k, v, list(others), lse, which, last, *asked)
+        packs = [t for t in (q, k, v) if t is not None]
+        ctx.asked, ctx.count = asked, len(packs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(peak, mass)
+        ctx.save_for_backward(*packs, *others, lse, entropy)
+        return peak, entropy, mass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        wanted, count, (*given, lse, entropy) = ctx.asked[0], ctx.count, ctx.saved_tensors
+        if not wanted or grads[1] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        found = iter(ENTROPY(grads[1], entropy, *spread(given[:count]), given[count:], lse, *ctx.asked))
+        made = [next(found) if wanted >> i & 1 else None for i in range(len(given))]
+        return None, None, None, *spread(made[:count]), None, *made[count:]
+
+
+def _record(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], lse: torch.Tensor, which: str, last: int, wanted: int,
+    text: str, *asked: Any,
+) -> Any:  # fmt: skip
+    packs = [t for t in (q, k, v) if t is not None]
+    for i, tensor in enumerate((*packs, *others[: read(text).captured])):
+        wanted |= int(tensor.requires_grad) << i
+    return record_at_level(_Statistics, which, last, (wanted, text, *asked), q, k, v, lse, *others)
+
+
+class _Gradients(torch.autograd.Function):
+    """The operator of the entropy's gradients, with a refusal for theirs. Its inputs are there for their edges alone."""
+
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *_: Maybe) -> tuple[torch.Tensor, ...]:
+        with below_autograd():
+            return tuple(ENTROPY(*given))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        raise second_derivative("attention's entropy", "autograd")
+
+
+def _record_entropy(*given: Any) -> list[torch.Tensor]:
+    arriving, entropy, q, k, v, others, *_ = given
+    return list(record_at_level(_Gradients, given, arriving, entropy, q, k, v, *others))
+
+
+STATISTICS = define(
+    f"attention_statistics({GIVEN}Tensor lse, str which, int last, {ASKED}) -> (Tensor, Tensor, Tensor)",
+    run_statistics, fake_statistics, _record,
+)  # fmt: skip
+ENTROPY = define(
+    f"attention_entropy_backward(Tensor dentropy, Tensor entropy, {GIVEN}Tensor lse, {ASKED}) -> Tensor[]",
+    run_entropy, fake_entropy, _record_entropy,
+)  # fmt: skip
+
+
+def _map_statistics(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return tuple(one_by_one(STATISTICS, info.batch_size, in_dims, args)), (0,) * 3
+
+
+def _map_entropy(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    made = one_by_one(ENTROPY, info.batch_size, in_dims, args)
+    return made, [0] * len(made)
+
+
+torch.library.register_vmap(f"{NAMESPACE}::attention_statistics", _map_statistics, lib=LIBRARY)
+torch.library.register_vmap(f"{NAMESPACE}::attention_entropy_backward", _map_entropy, lib=LIBRARY)
