@@ -63,7 +63,7 @@ site: .venv-docs/.ready
 .venv-docs/.ready: pyproject.toml | .venv/.demo
 	@if [ -L .venv-docs ]; then echo ".venv-docs is a link to another checkout's, which is not touched here." >&2; exit 1; fi
 	$(PY) -m venv --clear --without-pip .venv-docs
-	$(PY) -m pip --disable-pip-version-check --python .venv-docs/bin/python install --quiet --group docs
+	$(PY) -m pip --disable-pip-version-check --python .venv-docs/bin/python install --quiet --no-compile --group docs
 	@touch $@
 
 .venv-jax/.ready: pyproject.toml tools/setup_jax.sh

@@ -27,8 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.processes import Failure, in_processes
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one
 from flashtile import dispatch
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
@@ -189,38 +190,54 @@ def report(rows: list[dict[str, Any]]) -> None:
         print(f"worst {name}:", ", ".join(f"{r['name']} {r['dtype']} {r[f'{name}_ratio']:.2f}" for r in worst))
 
 
+class Accuracy(Experiment[Case]):
+    """A cell is a case; several processes judge them side by side."""
+
+    output, budget_s = "benchmarks/results/accuracy.csv", 400
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.rows: list[dict[str, Any]] = []
+        self.refusals = 0
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", type=at_least_one, default=2400)
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--backend", default="triton", choices=[backend.name for backend in dispatch.BACKENDS])
+        parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+        parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if not cls(chosen).cells():
+            parser.error("no case is left of those that are asked for")
+        return None
+
+    def cells(self) -> list[Case]:
+        chosen = self.chosen
+        drawn = (draw(number, chosen.seed) for number in chosen.numbers or range(chosen.cases))
+        cases = [case for case in drawn if case.dtype in chosen.dtype]
+        return [as_hopper_has_it(case) for case in cases] if chosen.backend == "hopper" else cases
+
+    def run(self, record: Record) -> None:
+        """Several processes judge cases side by side."""
+        for row in check_all(checked, self.cells(), self.chosen.backend, record, record.ends):
+            if row:
+                self.rows.append(row)
+                record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
+            else:
+                self.refusals += 1
+
+    def report(self, record: Record) -> None:
+        if self.refusals and not (self.rows or record.missing):
+            raise SystemExit("no case is left of those that are asked for: Hopper refuses all")
+        report(self.rows)
+        print(f"{self.refusals} refused")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=at_least_one, default=2400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", default="triton", choices=[backend.name for backend in dispatch.BACKENDS])
-    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
-    options(parser, "benchmarks/results/accuracy.csv", 400)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    device = torch.device("cuda", 0)
-    cases = [
-        case for case in (draw(n, chosen.seed) for n in chosen.numbers or range(chosen.cases)) if case.dtype in chosen.dtype
-    ]
-    if not cases:
-        parser.error("no case is left of those that are asked for")
-    if chosen.backend == "hopper":
-        cases = [as_hopper_has_it(case) for case in cases]
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
-    rows: list[dict[str, Any]] = []
-    refusals = 0
-    for row in check_all(checked, cases, chosen.backend, record, record.ends):
-        if row:
-            rows.append(row)
-            record.add({column: f"{v:.3e}" if isinstance(v, float) else v for column, v in row.items()})
-        else:
-            refusals += 1
-    if refusals and not (rows or record.missing):
-        parser.error("no case is left of those that are asked for: Hopper refuses all")
-    report(rows)
-    print(f"{refusals} refused")
-    return record.end()
+    return main_of(Accuracy)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -20,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.companion_cells import Session
 from benchmarks.companion_sections import SECTIONS
-from benchmarks.processes import WORKERS, compile_ahead
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.record import Record
 
 
 def configure() -> None:
@@ -52,33 +54,49 @@ def warm(section: str, number: int) -> None:
         raise RuntimeError(f"{'; '.join(wrong)}")
 
 
+class Companions(Experiment[str]):
+    """A cell is a section."""
+
+    output, budget_s, ahead_share = "benchmarks/results/companions.csv", 200, 0.5
+    session: Session
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--section", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+
+    def ahead(self) -> Ahead:
+        configure()
+        cells = [(number, section) for section in self.chosen.section for number, _ in enumerate(SECTIONS[section]())]
+        gc.collect()
+        torch.cuda.empty_cache()  # the other processes need the memory
+        return warm, [(section, number) for number, section in sorted(cells, key=lambda cell: cell[0])]  # the large ones apart
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        self.session = Session(self.device(), record)
+        self.session.measure_ceilings()
+        yield
+
+    def cells(self) -> list[str]:
+        return self.chosen.section
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(section=cell, case="all")
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        self.session.until = until
+        for part in SECTIONS[cell]():
+            place = dict(section=cell, case=part.case, direction=part.direction)
+            if self.session.left() < 0:
+                record.leave(" ".join(place.values()))
+                continue
+            with record.attempt(**place, provider="all"):
+                self.session.run(part)
+            gc.collect()
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    options(parser, "benchmarks/results/companions.csv", 200)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    configure()
-    device = torch.device("cuda", 0)
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
-    session = Session(device, record)
-    cells = [(number, section) for section in chosen.section for number, _ in enumerate(SECTIONS[section]())]
-    gc.collect()
-    torch.cuda.empty_cache()  # the other processes need the memory
-    ahead = [(section, number) for number, section in sorted(cells, key=lambda cell: cell[0])]  # the large ones apart
-    compile_ahead(warm, ahead, record.left(), 0.5, min(WORKERS, 12))
-    session.measure_ceilings()
-    for section, session.until in record.parts(chosen.section):
-        with record.attempt(section=section, case="all"):
-            for cell in SECTIONS[section]():
-                place = dict(section=section, case=cell.case, direction=cell.direction)
-                if session.left() < 0:
-                    record.leave(" ".join(place.values()))
-                    continue
-                with record.attempt(**place, provider="all"):
-                    session.run(cell)
-                gc.collect()
-    return record.end()
+    return main_of(Companions)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import Failure, in_processes
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from benchmarks.experiment import Judged, main_of
+from benchmarks.processes import Failure
+from benchmarks.record import Record, at_least_one
 from flashtile.kernels.ops.catalogue import OPS
 from tests.companions.cases import Case, ce, mlp, norm, rope
 from tests.companions.judge import breaches, plain, result, truth
@@ -114,34 +116,49 @@ def checked(spelling: str, layout: str, backend: str) -> tuple[str, str]:
     return case.name, "; ".join(breaches(case, got, truth(case, tensors), plain(case, tensors)))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=at_least_one, default=1000, help="of each op")
-    parser.add_argument("--op", nargs="+", choices=list(DRAW), default=list(DRAW))
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("triton",), default="triton")
-    options(parser, "benchmarks/results/companions-accuracy.csv", 300)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda", 0), chosen.commit))
-    jobs: dict[tuple[str, str, str], str] = {}
-    cases = {op: drawn(op, chosen.cases, chosen.seed, chosen.dtype) for op in chosen.op}
-    for alike in zip(*([(op, case) for case in cases[op]] for op in chosen.op), strict=True):
-        jobs |= {(*case, chosen.backend): op for op, case in alike}  # the ops in turn: none is left out where time is short
-    left = dict(jobs)
-    for job, made in in_processes(checked, list(jobs), record.ends):
-        op = left.pop(job)
-        name, failure = (f"{job[0]} {job[1]}", made.text) if isinstance(made, Failure) else made
-        record.add(dict(op=op, case=name, failure=failure))
+class CompanionsAccuracy(Judged):
+    """A cell is a spelling, a layout and a backend."""
+
+    output, budget_s = "benchmarks/results/companions-accuracy.csv", 300
+    judge = staticmethod(checked)
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", type=at_least_one, default=1000, help="of each op")
+        parser.add_argument("--op", nargs="+", choices=list(DRAW), default=list(DRAW))
+        parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--backend", choices=("triton",), default="triton")
+
+    @cached_property
+    def ops(self) -> dict[tuple[Any, ...], str]:
+        """The op of each cell; the ops in turn: none is left out where time is short."""
+        asked = self.chosen
+        cases = {op: drawn(op, asked.cases, asked.seed, asked.dtype) for op in asked.op}
+        turns = zip(*([(op, case) for case in cases[op]] for op in asked.op), strict=True)
+        return {(*case, asked.backend): op for alike in turns for op, case in alike}
+
+    def cells(self) -> list[tuple[Any, ...]]:
+        return list(self.ops)
+
+    def name(self, cell: tuple[Any, ...]) -> str:
+        return f"{self.ops[cell]} {cell[0]} {cell[1]}"
+
+    def write(self, cell: tuple[Any, ...], made: Any, record: Record) -> None:
+        name, failure = (f"{cell[0]} {cell[1]}", made.text) if isinstance(made, Failure) else made
+        record.add(dict(op=self.ops[cell], case=name, failure=failure))
         if failure:
             print(f"FAILED {name}: {failure}", flush=True)
-    for op, count in Counter(left.values()).items():
-        record.leave(f"{count} of {op}")
-    for op in chosen.op:
-        mine = [row for row in record.rows if row["op"] == op]
-        print(f"{op}: {len(mine)} cases, {sum(bool(row['failure']) for row in mine)} breaches", flush=True)
-    return record.end()
+
+    def report(self, record: Record) -> None:
+        record.count_missing(lambda name: name.split(" ", 1)[0])
+        for op in self.chosen.op:
+            mine = [row for row in record.rows if row["op"] == op]
+            print(f"{op}: {len(mine)} cases, {sum(bool(row['failure']) for row in mine)} breaches", flush=True)
+
+
+def main() -> int:
+    return main_of(CompanionsAccuracy)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -33,7 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import flashtile
-from benchmarks.record import Record, at_least_one, machine, options, sized
+from benchmarks.experiment import Experiment, main_of, run_experiment
+from benchmarks.record import Record, at_least_one, sized
 from flashtile.distributed import Context, attention, attention_varlen, shard, unshard
 
 REPEATS, CHECKED = 4, 4096
@@ -212,63 +214,90 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
     }
 
 
-def rank_main(rank: int, ranks: int, chosen: Any, meet: str | None) -> None:
-    """What every rank does; the first writes the rows."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+class Ranks(Experiment[tuple[int, Form]]):
+    """A cell is a sequence's length and what is asked of it; every rank measures it, and the first writes the rows."""
+
+    output, budget_s, gpu = "bench-output/context.csv", 600, False
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        many = [16384, 65536, 131072]
+        parser.add_argument("--ranks", type=at_least_one, default=2, help="processes to start, without torchrun")
+        parser.add_argument("--seqlens", nargs="+", type=at_least_one, default=many, help="of the whole sequence")
+        parser.add_argument("--shape", type=sized(4), default="1x32x8x128", help="batch x heads of q x heads of k x head_dim")
+        parser.add_argument("--windows", nargs="*", type=at_least_one, default=[], help="also with windows of so many keys")
+        parser.add_argument("--packed", action="store_true", help="also with packed documents")
+        parser.add_argument("--dropout", nargs="*", type=float, default=[], help="also with such chances of dropout")
+        parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+        parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+        parser.add_argument("--rounds", type=at_least_one, default=5)
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+        if "RANK" in os.environ:  # torchrun's
+            return rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, "env://")
+        with tempfile.TemporaryDirectory() as folder:
+            meet = f"file://{Path(folder) / 'meet'}"
+            try:
+                spawn(rank_main, (chosen.ranks, chosen, meet), nprocs=chosen.ranks)
+            except ProcessExitedException as ended:
+                return ended.exit_code or 1
+        return 0
+
+    def device(self) -> torch.device:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+
+    def cells(self) -> list[tuple[int, Form]]:
+        forms = [Form(), *(Form((n, 0)) for n in self.chosen.windows), *[Form(packed=True)] * self.chosen.packed]
+        forms += [Form(dropout=p) for p in self.chosen.dropout]
+        return [(seqlen, form) for seqlen in self.chosen.seqlens for form in forms]
+
+    def place(self, cell: tuple[int, Form]) -> dict[str, Any]:
+        about = {"ranks": dist.get_world_size(), "shape": self.chosen.shape, "dtype": self.chosen.dtype, "seqlen": cell[0]}
+        return about | cell[1].told()
+
+    def measure(self, cell: tuple[int, Form], record: Record, until: float) -> None:
+        chosen, device, (seqlen, form) = self.chosen, self.device(), cell
+        short, given = (inputs(chosen.shape, n, getattr(torch, chosen.dtype), device) for n in (min(seqlen, CHECKED), seqlen))
+        right: dict[str, dict[str, float]] = {}
+        for name in chosen.providers:
+            with record.attempt(provider=name, **self.place(cell)):  # all ranks meet an error alike, or end in a time-out
+                right[name] = errors(name, short, form)
+        for name, found in measure(list(right), given, form, chosen.rounds).items():
+            row = {"provider": name, **self.place(cell), **found, **right[name]}
+            record.add(row)
+            if dist.get_rank() == 0:
+                print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
+
+    def run(self, record: Record) -> None:
+        """Every cell: ranks go on together, so that none of them asks its own clock."""
+        for cell in self.cells():
+            self.measure(cell, record, record.ends)
+
+
+def rank_main(rank: int, ranks: int, chosen: Any, meet: str) -> int:
+    """What every rank does: the exit status."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     elif ranks > 1:
         torch.set_num_threads(1)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, init_method=meet, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit)) if rank == 0 else None
-    dtype = getattr(torch, chosen.dtype)
-    for seqlen in chosen.seqlens:
-        short, given = (inputs(chosen.shape, n, dtype, device) for n in (min(seqlen, CHECKED), seqlen))
-        forms = [Form(), *(Form((n, 0)) for n in chosen.windows), *[Form(packed=True)] * chosen.packed]
-        for form in (*forms, *(Form(dropout=p) for p in chosen.dropout)):
-            about = {"ranks": ranks, "shape": chosen.shape, "dtype": chosen.dtype, "seqlen": seqlen, **form.told()}
-            right: dict[str, dict[str, float]] = {}
-            for name in chosen.providers:
-                try:
-                    right[name] = errors(name, short, form)
-                except Exception as error:  # all ranks meet it alike, or end in a time-out
-                    if record is not None:
-                        record.fail(error, provider=name, **about)
-            for name, found in measure(list(right), given, form, chosen.rounds).items():
-                if record is not None:
-                    row = {"provider": name, **about, **found, **right[name]}
-                    record.add(row)
-                    print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
-    if record is not None and record.end():
-        raise SystemExit(1)
+    if rank:
+        chosen.output = Path(os.devnull)
+    status = run_experiment(Ranks(chosen), chosen)
+    if rank == 0 and status:
+        raise SystemExit(status)
     dist.destroy_process_group()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=at_least_one, default=2, help="processes to start, without torchrun")
-    parser.add_argument("--seqlens", nargs="+", type=at_least_one, default=[16384, 65536, 131072], help="of the whole sequence")
-    parser.add_argument("--shape", type=sized(4), default="1x32x8x128", help="batch x heads of q x heads of k x head_dim")
-    parser.add_argument("--windows", nargs="*", type=at_least_one, default=[], help="also with windows of so many keys")
-    parser.add_argument("--packed", action="store_true", help="also with packed documents")
-    parser.add_argument("--dropout", nargs="*", type=float, default=[], help="also with such chances of dropout")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--rounds", type=at_least_one, default=5)
-    options(parser, "bench-output/context.csv", 600)
-    chosen = parser.parse_args()
-    if "RANK" in os.environ:  # torchrun's
-        rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, "env://")
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        meet = f"file://{Path(folder) / 'meet'}"
-        try:
-            spawn(rank_main, (chosen.ranks, chosen, meet), nprocs=chosen.ranks)
-        except ProcessExitedException as ended:
-            return ended.exit_code or 1
     return 0
 
 
+def main() -> int:
+    return main_of(Ranks)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,9 +30,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Ahead, Experiment, main_of
 from benchmarks.hopper_backward import Tensors, bind
-from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.record import Record, need_gpu
 from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.plan.backend import Gradients
 from flashtile.plan.call import Plan
@@ -255,30 +256,56 @@ def measure(ncu: str, cells: list[str], columns: dict[str, str], record: Record)
         print(f"{row['cell']:30s} {row['kernel'][:24]:24s} {row.get('us') or 0:9.1f} us | {busy} | {waits}", flush=True)
 
 
+class Counters(Experiment[list[str]]):
+    """A cell is a problem: its passes, which one process of ncu reads."""
+
+    output, budget_s, ahead_share, reserve_s = "benchmarks/results/profile-h100.csv", 540, 0.4, LEAST_S
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cell", nargs="+", choices=[*PROBLEMS, *CELLS], default=list(PROBLEMS), metavar="NAME")
+        parser.add_argument("--list", action="store_true", help="say which cells there are")
+        parser.add_argument("--child", nargs="+", choices=list(CELLS), metavar="NAME", help="call these, of one problem, once")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if chosen.list:
+            print(*(f"{cell:34s} {PROBLEMS[problem].spell()}" for cell, (problem, _) in CELLS.items()), sep="\n")
+            return 0
+        need_gpu(parser)
+        if chosen.child:
+            called(chosen.child)
+            return 0
+        chosen.ncu, chosen.version = nsight(parser)
+        return None
+
+    def about(self) -> dict[str, str]:
+        return {"ncu": self.chosen.version}
+
+    def cells(self) -> list[list[str]]:
+        cells = [cell for cell, (problem, _) in CELLS.items() if {cell, problem} & set(self.chosen.cell)]
+        return [list(group) for _, group in groupby(cells, lambda cell: CELLS[cell][0])]
+
+    def ahead(self) -> Ahead:
+        return warm, [(CELLS[group[0]][0], *(CELLS[cell][1] for cell in group)) for group in self.cells()]
+
+    def place(self, cell: list[str]) -> dict[str, str]:
+        return {"cell": self.name(cell)}
+
+    def name(self, cell: list[str]) -> str:
+        return " ".join(cell)
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        self.columns = known_columns(ask(self.chosen.ncu, "--query-metrics", "--chips", "gh100"))
+        yield
+
+    def measure(self, cell: list[str], record: Record, until: float) -> None:
+        measure(self.chosen.ncu, cell, self.columns, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell", nargs="+", choices=[*PROBLEMS, *CELLS], default=list(PROBLEMS), metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="say which cells there are")
-    parser.add_argument("--child", nargs="+", choices=list(CELLS), metavar="NAME", help="call these, of one problem, once here")
-    options(parser, "benchmarks/results/profile-h100.csv", 540)
-    chosen = parser.parse_args()
-    if chosen.list:
-        print(*(f"{cell:34s} {PROBLEMS[problem].spell()}" for cell, (problem, _) in CELLS.items()), sep="\n")
-        return 0
-    need_gpu(parser)
-    if chosen.child:
-        called(chosen.child)
-        return 0
-    ncu, version = nsight(parser)
-    record = Record(chosen.output, chosen.budget, {"ncu": version, **machine(torch.device("cuda", 0), chosen.commit)})
-    columns = known_columns(ask(ncu, "--query-metrics", "--chips", "gh100"))
-    cells = [cell for cell, (problem, _) in CELLS.items() if {cell, problem} & set(chosen.cell)]
-    groups = [list(group) for _, group in groupby(cells, lambda cell: CELLS[cell][0])]
-    jobs = [(CELLS[group[0]][0], *(CELLS[cell][1] for cell in group)) for group in groups]
-    compile_ahead(warm, jobs, record.left(), 0.4)
-    for group, _ in record.parts(groups, " ".join, LEAST_S):
-        measure(ncu, group, columns, record)
-    return record.end()
+    return main_of(Counters)
 
 
 if __name__ == "__main__":

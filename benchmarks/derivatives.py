@@ -29,7 +29,8 @@ from torch.autograd import forward_ad
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options, sized
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.record import Record, at_least_one, sized
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.portable import directed as portable
@@ -232,23 +233,30 @@ def alone(plan: Any, kernel: str, tensors: dict[str, torch.Tensor], device: torc
     return call
 
 
+class Derivatives(Experiment[tuple[str, bool]]):
+    """A cell is a shape, full or causal."""
+
+    output, budget_s = "bench-output/derivatives.csv", 600
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
+        parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
+        parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
+
+    def cells(self) -> list[tuple[str, bool]]:
+        return [(shape, causal) for shape in self.chosen.shapes for causal in (False, True)]
+
+    def place(self, cell: tuple[str, bool]) -> dict[str, str]:
+        return {"shape": cell[0], "mask": "causal" if cell[1] else "full"}
+
+    def measure(self, cell: tuple[str, bool], record: Record, until: float) -> None:
+        how = tiles if self.chosen.tiles else measure
+        how(Cell(*cell, self.device()), record, self.chosen.rounds, self.device(), self.place(cell))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, "bench-output/derivatives.csv", 600)
-    parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
-    parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
-    told = parser.parse_args()
-    need_gpu(parser)
-    device = torch.device("cuda", 0)
-    record = Record(told.output, told.budget, machine(device, told.commit))
-    cells = [(shape, causal) for shape in told.shapes for causal in (False, True)]
-    for (shape, causal), _ in record.parts(cells, str):
-        row = {"shape": shape, "mask": "causal" if causal else "full"}
-        with record.attempt(**row):
-            (tiles if told.tiles else measure)(Cell(shape, causal, device), record, told.rounds, device, row)
-        torch.cuda.empty_cache()
-    return record.end()
+    return main_of(Derivatives)
 
 
 if __name__ == "__main__":

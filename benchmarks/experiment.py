@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
-from benchmarks.processes import compile_ahead
+from benchmarks import processes
+from benchmarks.processes import WORKERS, Failure
 from benchmarks.record import Record, machine, need_gpu, options
 
 Cell = TypeVar("Cell")
@@ -49,6 +50,10 @@ class Experiment(Generic[Cell]):
         """Columns of every row, before those of machine, date and commit."""
         return {}
 
+    def machine(self) -> Mapping[str, str]:
+        """Columns of every row: machine, date and commit."""
+        return machine(self.device(), self.chosen.commit)
+
     def ahead(self) -> Ahead | None:
         """A function that a new process can import, and jobs for it, which leave compiled kernels in the caches."""
 
@@ -74,6 +79,45 @@ class Experiment(Generic[Cell]):
     def report(self, record: Record) -> None:
         """Say what comes of all rows."""
 
+    def run(self, record: Record) -> None:
+        """Every cell for which there is time, one after another; one that raises is a failed row."""
+        for cell, until in record.parts(self.cells(), self.name, self.reserve_s):
+            with record.attempt(**self.place(cell)):
+                self.measure(cell, record, until)
+            _let_go(self.gpu)
+
+
+class Judged(Experiment[tuple[Any, ...]]):
+    """Cells that are judged in several processes side by side. A cell is what a process is given; nothing is timed."""
+
+    judge: Callable[..., Any]  # a static method, or set before `run`: a function that a new process can import
+    workers: int = WORKERS
+    fresh: bool = False  # every cell has a process of its own
+
+    def write(self, cell: tuple[Any, ...], made: Any, record: Record) -> None:
+        """Add the rows of a cell of which `judge` made this, or of its Failure."""
+        raise NotImplementedError
+
+    def name(self, cell: tuple[Any, ...]) -> str:
+        return " ".join(map(str, cell))
+
+    def measure(self, cell: tuple[Any, ...], record: Record, until: float) -> None:
+        """One cell alone, in this process."""
+        try:
+            made = self.judge(*cell)
+        except Exception as error:
+            made = Failure(f"{type(error).__name__}: {error}")
+        self.write(cell, made, record)
+
+    def run(self, record: Record) -> None:
+        """Every cell, in the order in which they are done; those that are not done in time are noted."""
+        left = {cell: self.name(cell) for cell in self.cells()}
+        for cell, made in processes.in_processes(self.judge, list(left), record.ends, self.workers, self.fresh):
+            del left[cell]
+            self.write(cell, made, record)
+        for name in left.values():
+            record.leave(name)
+
 
 def main_of(kind: type[Experiment[Any]]) -> int:
     """The command line of an experiment: its exit status, 1 if a row failed."""
@@ -87,15 +131,16 @@ def main_of(kind: type[Experiment[Any]]) -> int:
         return status
     if kind.gpu:
         need_gpu(parser)
-    experiment = kind(chosen)
-    record = Record(chosen.output, chosen.budget, {**experiment.about(), **machine(experiment.device(), chosen.commit)})
+    return run_experiment(kind(chosen), chosen)
+
+
+def run_experiment(experiment: Experiment[Any], chosen: argparse.Namespace) -> int:
+    """Everything behind the command line: the exit status, 1 if a row failed."""
+    record = Record(chosen.output, chosen.budget, {**experiment.about(), **experiment.machine()})
     if ahead := experiment.ahead():
-        compile_ahead(*ahead, record.left(), kind.ahead_share)
+        processes.compile_ahead(*ahead, record.left(), experiment.ahead_share)
     with experiment.begin(record):
-        for cell, until in record.parts(experiment.cells(), experiment.name, kind.reserve_s):
-            with record.attempt(**experiment.place(cell)):
-                experiment.measure(cell, record, until)
-            _let_go(kind.gpu)
+        experiment.run(record)
     experiment.report(record)
     return record.end()
 

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -27,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Ahead, Experiment, main_of
 from benchmarks.llmc_kernels import Theirs
-from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options, positive, sized
+from benchmarks.record import Record, at_least_one, positive, sized
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for, host_us
 from flashtile.bench.yardstick import Yardstick, tolerance
@@ -231,35 +232,60 @@ def measure(
             record.add(row)
 
 
+class ExportedLibrary(Experiment[tuple[str, str]]):
+    """A cell is a dtype and a shape. Before them come random sizes, which are checked and not timed."""
+
+    output, budget_s, ahead_share = "bench-output/exported.csv", 180, 0.4
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("library", type=Path)
+        parser.add_argument("--shapes", nargs="+", type=sized(2), default=SHAPES, help="BxT")
+        parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=["fp32", "fp16", "bf16"])
+        parser.add_argument("--seconds", type=positive, default=20.0, help="of random checks")
+        parser.add_argument("--rounds", type=at_least_one, default=8)
+        parser.add_argument(
+            "--beside", nargs=2, type=Path, metavar=("LLMC", "FLASHATTENTIONC"), help="sources of their fp32 kernels, timed too"
+        )
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if not chosen.library.exists():
+            parser.error(f"{chosen.library} is not there")
+        return None
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        torch.manual_seed(0)
+        torch.zeros(1, device="cuda")  # makes a context current, which the library wants to find when it is loaded
+        self.exported = Exported(str(chosen.library.resolve()))
+        self.theirs = Theirs(*chosen.beside) if chosen.beside else None
+
+    def cells(self) -> list[tuple[str, str]]:
+        return [(dtype, shape) for dtype in self.chosen.dtypes for shape in self.chosen.shapes]
+
+    def ahead(self) -> Ahead:
+        timed = [(dtype, (*map(int, shape.split("x")), HEADS, HEADS * HEAD_DIM)) for dtype, shape in self.cells()]
+        odd = [(dtype, sizes) for sizes in islice(random_sizes(), LEAST_SIZES) for dtype in self.chosen.dtypes]
+        return warm, [(*cell, 1) for cell in timed] + [(*cell, 0) for cell in odd]
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        check(self.exported, self.chosen.dtypes, self.chosen.seconds, record)
+        yield
+
+    def place(self, cell: tuple[str, str]) -> dict[str, str]:
+        return dict(problem=self.name(cell), direction="both")
+
+    def name(self, cell: tuple[str, str]) -> str:
+        return " ".join(cell)
+
+    def measure(self, cell: tuple[str, str], record: Record, until: float) -> None:
+        measure(self.exported, self.theirs, *cell, self.chosen.rounds, until, record)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", type=Path)
-    parser.add_argument("--shapes", nargs="+", type=sized(2), default=SHAPES, help="BxT")
-    parser.add_argument("--dtypes", nargs="+", choices=list(CODES), default=["fp32", "fp16", "bf16"])
-    parser.add_argument("--seconds", type=positive, default=20.0, help="of random checks")
-    parser.add_argument("--rounds", type=at_least_one, default=8)
-    parser.add_argument(
-        "--beside", nargs=2, type=Path, metavar=("LLMC", "FLASHATTENTIONC"), help="sources of their fp32 kernels, timed too"
-    )
-    options(parser, "bench-output/exported.csv", 180)
-    arguments = parser.parse_args()
-    if not arguments.library.exists():
-        parser.error(f"{arguments.library} is not there")
-    need_gpu(parser)
-    torch.manual_seed(0)
-    torch.zeros(1, device="cuda")  # makes a context current, which the library wants to find when it is loaded
-    exported = Exported(str(arguments.library.resolve()))
-    theirs = Theirs(*arguments.beside) if arguments.beside else None
-    record = Record(arguments.output, arguments.budget, machine(torch.device("cuda", 0), arguments.commit))
-    cells = [(dtype, shape) for dtype in arguments.dtypes for shape in arguments.shapes]
-    timed = [(dtype, (*map(int, shape.split("x")), HEADS, HEADS * HEAD_DIM)) for dtype, shape in cells]
-    odd = [(dtype, sizes) for sizes in islice(random_sizes(), LEAST_SIZES) for dtype in arguments.dtypes]
-    compile_ahead(warm, [(*cell, 1) for cell in timed] + [(*cell, 0) for cell in odd], record.left(), 0.4)
-    check(exported, arguments.dtypes, arguments.seconds, record)
-    for (dtype, shape), until in record.parts(cells, lambda cell: " ".join(cell)):
-        with record.attempt(problem=f"{dtype} {shape}", direction="both"):
-            measure(exported, theirs, dtype, shape, arguments.rounds, until, record)
-    return record.end()
+    return main_of(ExportedLibrary)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import STARTED, Record, at_least_one, is_lost, machine, need_gpu, options
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.record import STARTED, Record, at_least_one, is_lost
 
 # Of each test how many draws, and at most how many cases of each. (1, 2): 300,000 cases of one refusal need no more.
 DRAWS: dict[str, dict[str, tuple[int, int]]] = {
@@ -231,54 +232,72 @@ def collect(lines: queue.SimpleQueue[str | None], processes: int, record: Record
                 record.add({**row, "failure": row["why"] if row["outcome"] == "failed" else ""})
 
 
-def main() -> int:
-    """0 where nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", type=Path, help="folder `tests` of flash-attention")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
-    parser.add_argument("--file", nargs="+", default=list(DRAWS), choices=list(DRAWS))
-    parser.add_argument("--jobs", type=at_least_one, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    options(parser, "field-tests/cases.csv", 220)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    missing = [file for file in chosen.file if not (chosen.tests / file).exists()]
-    wheels = sorted(chosen.wheels.resolve().glob("*.whl")) if chosen.wheels else []
-    if missing or (chosen.wheels and not wheels):
-        parser.error(f"{chosen.tests} lacks {', '.join(missing)}" if missing else f"{chosen.wheels} has no wheels")
-    sys.path += map(str, wheels)
-    if chosen.worker is not None:
-        work(chosen)
-        return 0
-    need_gpu(parser)
-    import torch
+class FieldTests(Experiment[Path]):
+    """One cell: all draws of the tests in a folder, which processes take in shares and print as they come."""
 
-    about = machine(torch.device("cuda", 0), chosen.commit)
-    record = Record(chosen.output, chosen.budget, {"seed": chosen.seed, **about})
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    with ExitStack() as stack:
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(chosen.jobs)]
-        running = [
-            subprocess.Popen([sys.executable, *sys.argv, "--worker", str(i)], stdout=subprocess.PIPE, stderr=error, text=True)
-            for i, error in enumerate(errors)
-        ]
-        for process in running:
-            threading.Thread(target=listen, args=(process, lines), daemon=True).start()
-        collect(lines, len(running), record)
-        for i, (process, error) in enumerate(zip(running, errors, strict=True)):
-            try:
-                broken = process.wait(10.0 if record.left() > 0 else 0.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                record.leave(f"what process {i} was at")
-                continue
-            if broken:
-                error.seek(0)
-                why = f"ended with {broken}: {error.read()[-1500:]}"
-                record.fail(why, file="", test=f"process {i}", outcome="failed", why=why, arguments="")
-    report(record, chosen.output.parent)
-    record.missing = [f"{n} x {test}" for test, n in Counter(record.missing).items()]
-    return record.end()
+    output, budget_s = "field-tests/cases.csv", 220
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("tests", type=Path, help="folder `tests` of flash-attention")
+        parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
+        parser.add_argument("--file", nargs="+", default=list(DRAWS), choices=list(DRAWS))
+        parser.add_argument("--jobs", type=at_least_one, default=12)
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        missing = [file for file in chosen.file if not (chosen.tests / file).exists()]
+        wheels = sorted(chosen.wheels.resolve().glob("*.whl")) if chosen.wheels else []
+        if missing or (chosen.wheels and not wheels):
+            parser.error(f"{chosen.tests} lacks {', '.join(missing)}" if missing else f"{chosen.wheels} has no wheels")
+        sys.path += map(str, wheels)
+        if chosen.worker is not None:
+            work(chosen)
+            return 0
+        return None
+
+    def about(self) -> dict[str, int]:
+        return {"seed": self.chosen.seed}
+
+    def cells(self) -> list[Path]:
+        return [self.chosen.tests]
+
+    def place(self, cell: Path) -> dict[str, str]:
+        return dict(file="", test="all")
+
+    def measure(self, cell: Path, record: Record, until: float) -> None:
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+        with ExitStack() as stack:
+            errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(self.chosen.jobs)]
+            running = [
+                subprocess.Popen([*command, "--worker", str(i)], stdout=subprocess.PIPE, stderr=error, text=True)
+                for i, error in enumerate(errors)
+            ]
+            for process in running:
+                threading.Thread(target=listen, args=(process, lines), daemon=True).start()
+            collect(lines, len(running), record)
+            for i, (process, error) in enumerate(zip(running, errors, strict=True)):
+                try:
+                    broken = process.wait(10.0 if record.left() > 0 else 0.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    record.leave(f"what process {i} was at")
+                    continue
+                if broken:
+                    error.seek(0)
+                    why = f"ended with {broken}: {error.read()[-1500:]}"
+                    record.fail(why, file="", test=f"process {i}", outcome="failed", why=why, arguments="")
+
+    def report(self, record: Record) -> None:
+        report(record, self.chosen.output.parent)
+        record.count_missing()
+
+
+def main() -> int:
+    return main_of(FieldTests)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.processes import WORKERS, Failure, compile_ahead, in_processes
-from benchmarks.record import Record, at_least_one, machine, need_gpu, options
+from benchmarks.experiment import Ahead, Experiment, main_of
+from benchmarks.processes import WORKERS, Failure, in_processes
+from benchmarks.record import Record, at_least_one, need_gpu
 from flashtile import Options
 from tests.cases import Case
 from tests.judge import run
@@ -206,63 +207,84 @@ def late(row: dict[str, Any]) -> str:
     return "; ".join(slow + different)
 
 
-def main() -> int:
-    usual = ["repeats", "first", "sanitizer"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=usual, default=usual)
-    every = [*CONFIGURATIONS, HANDOVER]
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME")
-    parser.add_argument("--repeats", type=at_least_one, default=1000)
-    parser.add_argument(
-        "--first", choices=list(CONFIGURATIONS), metavar="NAME", help="print the seconds of a configuration's first calls here"
-    )
-    parser.add_argument("--once", choices=every, metavar="NAME", help="run a configuration once here")
-    parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM")
-    options(parser, "bench-output/hopper-checks.csv", 240)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    if chosen.first or chosen.once:
-        if chosen.once == HANDOVER:
-            from benchmarks.handover import all_arrive
+class HopperChecks(Experiment[str]):
+    """A cell is a section; several processes check its configurations side by side."""
 
-            return 0 if all_arrive() else 1
-        if chosen.once:
-            warm(chosen.once)
-            torch.cuda.synchronize()
-        else:
+    output, budget_s, ahead_share = "bench-output/hopper-checks.csv", 240, 0.4
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        usual, every = ["repeats", "first", "sanitizer"], [*CONFIGURATIONS, HANDOVER]
+        parser.add_argument("--sections", nargs="+", choices=usual, default=usual)
+        parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME")
+        parser.add_argument("--repeats", type=at_least_one, default=1000)
+        parser.add_argument(
+            "--first", choices=list(CONFIGURATIONS), metavar="NAME", help="print the seconds of a configuration's first calls"
+        )
+        parser.add_argument("--once", choices=every, metavar="NAME", help="run a configuration once here")
+        parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        need_gpu(parser)
+        if chosen.first:
             print(*first_call(chosen.first))
-        return 0
-    tool = ""
-    if "sanitizer" in chosen.sections:
-        if shutil.which(chosen.sanitizer) is None:
+            return 0
+        if chosen.once:
+            return run_once(chosen.once)
+        if "sanitizer" in chosen.sections and shutil.which(chosen.sanitizer) is None:
             parser.error(f"there is no {chosen.sanitizer} here: --sanitizer PROGRAM names one, --sections leaves it out")
-        tool = version(chosen.sanitizer)
-    only = set(chosen.only)
-    jobs_of_sections = {
-        section: [job for job in jobs_of(section, chosen.repeats, chosen.sanitizer) if job[0] in only]
-        for section in chosen.sections
-    }
-    if not any(jobs_of_sections.values()):
-        parser.error("--only names nothing that these sections check")
-    record = Record(chosen.output, chosen.budget, machine(torch.device("cuda"), chosen.commit))
-    if set(chosen.sections) & {"repeats", "sanitizer"}:
-        compile_ahead(warm, [(name,) for name in CONFIGURATIONS if name in only], record.left(), 0.4)
-    for section, ends in record.parts(chosen.sections):
-        jobs = jobs_of_sections[section]
-        wanted = [named(section, job) for job in jobs]
-        for job, made in in_processes(FOUND_BY[section], jobs, ends, AT_ONCE[section]):
-            name = named(section, job)
+        if not any(map(cls(chosen).jobs, chosen.sections)):
+            parser.error("--only names nothing that these sections check")
+        chosen.tool = version(chosen.sanitizer) if "sanitizer" in chosen.sections else ""
+        return None
+
+    def jobs(self, section: str) -> list[tuple[Any, ...]]:
+        """The jobs of a section that are asked for."""
+        chosen = self.chosen
+        return [job for job in jobs_of(section, chosen.repeats, chosen.sanitizer) if job[0] in chosen.only]
+
+    def ahead(self) -> Ahead | None:
+        if not {"repeats", "sanitizer"} & set(self.chosen.sections):
+            return None
+        return warm, [(name,) for name in CONFIGURATIONS if name in self.chosen.only]
+
+    def cells(self) -> list[str]:
+        return self.chosen.sections
+
+    def place(self, cell: str) -> dict[str, str]:
+        return {"section": cell, "name": "the section"}
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        jobs = self.jobs(cell)
+        wanted = [named(cell, job) for job in jobs]
+        for job, made in in_processes(FOUND_BY[cell], jobs, until, AT_ONCE[cell]):
+            name = named(cell, job)
             wanted.remove(name)
-            about = {"section": section, "name": name, "tool": tool if section == "sanitizer" else ""}
+            about = {"section": cell, "name": name, "tool": self.chosen.tool if cell == "sanitizer" else ""}
             if isinstance(made, Failure):
                 record.fail(made.text, **about)
             else:
-                row = {**about, "repeats": chosen.repeats if section == "repeats" else "", **made}
+                row = {**about, "repeats": self.chosen.repeats if cell == "repeats" else "", **made}
                 record.add({**row, "failure": late(made)})
                 print(*row.values(), late(made), flush=True)
         for name in wanted:
-            record.leave(f"{section} {name}")
-    return record.end()
+            record.leave(f"{cell} {name}")
+
+
+def run_once(name: str) -> int:
+    """Run a configuration once here: the exit status."""
+    if name == HANDOVER:
+        from benchmarks.handover import all_arrive
+
+        return 0 if all_arrive() else 1
+    warm(name)
+    torch.cuda.synchronize()
+    return 0
+
+
+def main() -> int:
+    return main_of(HopperChecks)
 
 
 if __name__ == "__main__":

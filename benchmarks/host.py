@@ -23,8 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.hopper_backward import draw
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.record import Record
 from flashtile import ops
 from flashtile.bench.cases import suite_named
 from flashtile.problem.attention import AttentionProblem
@@ -132,41 +133,6 @@ def pair(call: Callable[..., object], leaves: tuple[torch.Tensor, ...]) -> tuple
     return lambda: call(*fixed), both
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument("--ops", action="store_true", help="calls of flashtile.ops in the place of attention")
-    others.add_argument("--cross", action="store_true", help="backwards of cross attention, beside cuDNN's")
-    options(parser, "benchmarks/results/host.csv", 60)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    device = torch.device("cuda", 0)
-    record = Record(chosen.output, chosen.budget, {"calls": CALLS, "rounds": ROUNDS, **machine(device, chosen.commit)})
-    peer = "sdpa/cudnn" if chosen.cross else "sdpa/flash"
-    times: dict[tuple[str, str], list[float]] = {}
-    backend = SDPBackend.CUDNN_ATTENTION if chosen.cross else SDPBackend.FLASH_ATTENTION
-    with record.attempt(provider="all"), sdpa_kernel(backend):
-        begun = time.monotonic()
-        named = cross_calls(device) if chosen.cross else calls_of(ops_providers(device) if chosen.ops else providers(device))
-        for call in named.values():
-            for _ in range(WARM_CALLS):
-                call()
-        torch.cuda.synchronize()
-        print(f"compiled and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
-        for turn in range(ROUNDS):
-            if turn and record.left() < 0:
-                record.leave(f"rounds {turn + 1} to {ROUNDS}")
-                break
-            for key in list(named) if turn % 2 == 0 else list(reversed(named)):
-                times.setdefault(key, []).append(host_us(named[key], chosen.cross))
-        for (name, what), taken in times.items():
-            middle, beside = statistics.median(taken), times.get((peer, what))
-            ratio = f", {middle / statistics.median(beside):.2f} x {peer}'s" if beside else ""
-            print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}){ratio}", flush=True)
-            record.add(dict(provider=name, what=what, host_us=round(middle, 2), least_us=round(min(taken), 2)))
-    return record.end()
-
-
 def calls_of(providers: dict[str, tuple[Call, Call]]) -> dict[tuple[str, str], Call]:
     """The calls by provider and by what they do."""
     return {(name, what): call for name, pair in providers.items() for what, call in zip(WHAT, pair, strict=True)}
@@ -179,6 +145,55 @@ def cross_calls(device: torch.device) -> dict[tuple[str, str], Call]:
         what = f"backward of batch {problem.batch}"
         found |= {(name, what): call for name, call in cross_backwards(problem, device).items()}
     return found
+
+
+class Host(Experiment[str]):
+    """The one cell is a set of calls, all in one rotation."""
+
+    output, budget_s = "benchmarks/results/host.csv", 60
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        others = parser.add_mutually_exclusive_group()
+        others.add_argument("--ops", action="store_true", help="calls of flashtile.ops in the place of attention")
+        others.add_argument("--cross", action="store_true", help="backwards of cross attention, beside cuDNN's")
+
+    def about(self) -> dict[str, int]:
+        return {"calls": CALLS, "rounds": ROUNDS}
+
+    def cells(self) -> list[str]:
+        return ["cross" if self.chosen.cross else "ops" if self.chosen.ops else "attention"]
+
+    def place(self, cell: str) -> dict[str, str]:
+        return {"provider": "all"}
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        crosses, device = cell == "cross", self.device()
+        peer = "sdpa/cudnn" if crosses else "sdpa/flash"
+        times: dict[tuple[str, str], list[float]] = {}
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if crosses else SDPBackend.FLASH_ATTENTION):
+            begun = time.monotonic()
+            named = cross_calls(device) if crosses else calls_of((ops_providers if cell == "ops" else providers)(device))
+            for call in named.values():
+                for _ in range(WARM_CALLS):
+                    call()
+            torch.cuda.synchronize()
+            print(f"compiled and warmed up in {time.monotonic() - begun:.0f} s", flush=True)
+            for turn in range(ROUNDS):
+                if turn and record.left() < 0:
+                    record.leave(f"rounds {turn + 1} to {ROUNDS}")
+                    break
+                for key in list(named) if turn % 2 == 0 else list(reversed(named)):
+                    times.setdefault(key, []).append(host_us(named[key], crosses))
+        for (name, what), taken in times.items():
+            middle, beside = statistics.median(taken), times.get((peer, what))
+            ratio = f", {middle / statistics.median(beside):.2f} x {peer}'s" if beside else ""
+            print(f"{name} {what} {middle:.2f} us (least {min(taken):.2f}){ratio}", flush=True)
+            record.add(dict(provider=name, what=what, host_us=round(middle, 2), least_us=round(min(taken), 2)))
+
+
+def main() -> int:
+    return main_of(Host)
 
 
 if __name__ == "__main__":

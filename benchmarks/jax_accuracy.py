@@ -22,8 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import WORKERS, Failure, in_processes
-from benchmarks.record import Record, at_least_one, options, provenance
+from benchmarks.experiment import Judged, main_of
+from benchmarks.processes import WORKERS, Failure
+from benchmarks.record import Record, at_least_one, provenance
 
 FACTOR, FLOOR_ULP, FLOOR_SUM_ULP, LSE_TOLERANCE = 1.5, 2.0, 16.0, 1e-5  # tests/judge.py
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
@@ -406,34 +407,47 @@ def by_torch(case: dict[str, Any], arranged: Arranged) -> Callable[[], Any]:
     return call
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=at_least_one, default=600)
-    parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
-    parser.add_argument("--repeat", nargs="?", type=case_text, const=SUSPECT, help=(
-        f"this case alone, as `options` has it, {REPEATS} times on poisoned memory in each of {PROCESSES} processes: by JAX, "
-        f"by JAX without CUDA graphs, by PyTorch; {SUSPECT}"))  # fmt: skip
-    parser.add_argument("--workers", type=at_least_one, default=WORKERS)
-    options(parser, "benchmarks/results/jax-accuracy.csv", 150)
-    chosen = parser.parse_args()
-    about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
-    record = Record(chosen.output, chosen.budget, {**about, **provenance(chosen.commit)})
-    numbers = chosen.numbers or sorted(range(chosen.cases), key=lambda n: (n % SHAPES, n))  # the first of every kind first
-    function: Callable[..., dict[str, Any]] = checked
-    jobs: list[tuple[Any, ...]] = [(n,) for n in numbers]
-    if chosen.repeat:
-        function, jobs = repeat, [(chosen.repeat, how, i) for i in range(PROCESSES) for how in FLAGS]
-    left = dict.fromkeys(jobs)
-    # a process that has imported JAX keeps its flags: repetitions have one each
-    for job, made in in_processes(function, jobs, record.ends, chosen.workers, bool(chosen.repeat)):
-        del left[job]
-        row = dict(case=job[0], failure=made.text) if isinstance(made, Failure) else made
-        if row["failure"] or chosen.repeat:
-            print("FAIL" if row["failure"] else "right", *job, row.get("options", ""), row["failure"], flush=True)
+class JaxAccuracy(Judged):
+    """A cell is a case's number; with --repeat a way to run the one case, and a process."""
+
+    output, budget_s, gpu = "benchmarks/results/jax-accuracy.csv", 150, False  # JAX asks for the GPU, in the processes
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", type=at_least_one, default=600)
+        parser.add_argument("--numbers", type=int, nargs="+", help="the cases of these numbers alone")
+        parser.add_argument("--repeat", nargs="?", type=case_text, const=SUSPECT, help=(
+            f"this case alone, as `options` has it, {REPEATS} times on poisoned memory in each of {PROCESSES} processes: by "
+            f"JAX, by JAX without CUDA graphs, by PyTorch; {SUSPECT}"))  # fmt: skip
+        parser.add_argument("--workers", type=at_least_one, default=WORKERS)
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.judge = repeat if chosen.repeat else checked
+        self.workers, self.fresh = chosen.workers, bool(chosen.repeat)  # a process that has imported JAX keeps its flags
+
+    def about(self) -> dict[str, str]:
+        return {name: importlib.metadata.version(name) for name in ("jax", "triton")}
+
+    def machine(self) -> dict[str, str]:
+        return provenance(self.chosen.commit)
+
+    def cells(self) -> list[tuple[Any, ...]]:
+        chosen = self.chosen
+        if chosen.repeat:
+            return [(chosen.repeat, how, i) for i in range(PROCESSES) for how in FLAGS]
+        numbers = chosen.numbers or sorted(range(chosen.cases), key=lambda n: (n % SHAPES, n))  # the first of every kind first
+        return [(n,) for n in numbers]
+
+    def write(self, cell: tuple[Any, ...], made: Any, record: Record) -> None:
+        row = dict(case=cell[0], failure=made.text) if isinstance(made, Failure) else made
+        if row["failure"] or self.chosen.repeat:
+            print("FAIL" if row["failure"] else "right", *cell, row.get("options", ""), row["failure"], flush=True)
         record.add(row)
-    for job in left:
-        record.leave(" ".join(map(str, job)))
-    return record.end()
+
+
+def main() -> int:
+    return main_of(JaxAccuracy)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.processes import Failure, in_processes
-from benchmarks.record import Record, at_least_one, options, positive, provenance
+from benchmarks.record import Record, at_least_one, positive, provenance
 
 CELLS = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
 BATCH, SEQLEN, TOLERANCE = 4, 4096, 1.5e-2  # of the norm, against float32 attention of a part
@@ -352,44 +354,6 @@ def report(rows: list[dict[str, Any]]) -> None:
                 print(*cell, f"split backward: {theirs / split:.2f} x {name}'s, of {bar:g}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jax-triton", type=Path, metavar="FILE", help="jax-triton's attention.py, timed too")
-    known = [*OURS, FRONT_ENDS[1], ORIGINAL, *PEERS]
-    parser.add_argument("--providers", nargs="+", choices=known, default=known, help="these alone; the rest take their time")
-    parser.add_argument("--rounds", type=at_least_one, default=6)
-    parser.add_argument("--limit", type=positive, default=70.0, help="seconds for compiling; 70")
-    options(parser, "benchmarks/results/jax-attention.csv", 180)
-    chosen = parser.parse_args()
-    if chosen.jax_triton and not chosen.jax_triton.exists():
-        parser.error(f"{chosen.jax_triton} is not there")
-    original = str(chosen.jax_triton.resolve()) if chosen.jax_triton else None
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ |= {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes, and PyTorch, need memory too
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        about = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
-        record = Record(chosen.output, chosen.budget, {**gpu(parser), **about, **provenance(chosen.commit)})
-        torch_too = importlib.util.find_spec("torch") is not None
-        there = {ORIGINAL: original is not None, FRONT_ENDS[1]: torch_too}
-        names = [n for n in known if n in chosen.providers and there.get(n, True)]
-        both_front_ends = set(FRONT_ENDS) <= set(names)
-        jobs = [n for n in names if n not in (*TUNED, FRONT_ENDS[1])]
-        ahead = compile_all(sorted(jobs, key=lambda n: n in OURS), original, chosen.limit, record)  # the slow ones first
-        for (head_dim, causal), until in record.parts(CELLS, reserve_s=KERNELS_S * both_front_ends):
-            here = [n for n in names if n in (*TUNED, FRONT_ENDS[1]) or (head_dim, causal, n) in ahead]
-            with record.attempt(head_dim=head_dim, causal=causal, provider="all"):
-                measure(head_dim, causal, here, original, chosen.rounds, until, record)
-        for (head_dim, causal), _ in record.parts(CELLS if both_front_ends else []):
-            with record.attempt(head_dim=head_dim, causal=causal, provider="kernels of both front ends"):
-                measure_kernels(head_dim, causal, min(3, chosen.rounds), record)
-        report(record.rows)
-        return record.end()
-
-
 def gpu(parser: argparse.ArgumentParser) -> dict[str, str]:
     """JAX's GPU; ends with a usage error where there is none."""
     import jax
@@ -398,6 +362,80 @@ def gpu(parser: argparse.ArgumentParser) -> dict[str, str]:
         return {"device": jax.devices("cuda")[0].device_kind}
     except RuntimeError as error:
         parser.error(f"JAX sees no GPU here: {error}")
+
+
+class JaxAttention(Experiment[tuple[int, bool]]):
+    """A cell is a head dim, full or causal: by the clock, then by the profiler where both front ends are asked for."""
+
+    output, budget_s, gpu = "benchmarks/results/jax-attention.csv", 180, False  # JAX asks for the GPU
+    everything: ClassVar = (*OURS, FRONT_ENDS[1], ORIGINAL, *PEERS)
+    cache: ClassVar[tempfile.TemporaryDirectory[str] | None] = None  # of what JAX compiles, for all processes
+    compiled: set[tuple[Any, ...]]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        known = list(cls.everything)
+        parser.add_argument("--jax-triton", type=Path, metavar="FILE", help="jax-triton's attention.py, timed too")
+        parser.add_argument(
+            "--providers", nargs="+", choices=known, default=known, help="these alone; the rest take their time"
+        )
+        parser.add_argument("--rounds", type=at_least_one, default=6)
+        parser.add_argument("--limit", type=positive, default=70.0, help="seconds for compiling; 70")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if chosen.jax_triton and not chosen.jax_triton.exists():
+            parser.error(f"{chosen.jax_triton} is not there")
+        cls.cache = tempfile.TemporaryDirectory()
+        os.environ |= {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes, and PyTorch, need memory too
+            "JAX_COMPILATION_CACHE_DIR": cls.cache.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        chosen.device = gpu(parser)
+        return None
+
+    def __init__(self, chosen: argparse.Namespace):
+        super().__init__(chosen)
+        self.original = str(chosen.jax_triton.resolve()) if chosen.jax_triton else None
+        there = {ORIGINAL: self.original is not None, FRONT_ENDS[1]: importlib.util.find_spec("torch") is not None}
+        self.names = [n for n in self.everything if n in chosen.providers and there.get(n, True)]
+        self.both_front_ends = set(FRONT_ENDS) <= set(self.names)
+
+    def about(self) -> dict[str, str]:
+        return {**self.chosen.device, **{name: importlib.metadata.version(name) for name in ("jax", "triton")}}
+
+    def machine(self) -> dict[str, str]:
+        return provenance(self.chosen.commit)
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        jobs = [n for n in self.names if n not in (*TUNED, FRONT_ENDS[1])]
+        slow_first = sorted(jobs, key=lambda n: n in OURS)
+        self.compiled = compile_all(slow_first, self.original, self.chosen.limit, record)
+        yield
+
+    def cells(self) -> list[tuple[int, bool]]:
+        return list(CELLS)
+
+    def place(self, cell: tuple[int, bool]) -> dict[str, Any]:
+        return dict(head_dim=cell[0], causal=cell[1], provider="all")
+
+    def measure(self, cell: tuple[int, bool], record: Record, until: float) -> None:
+        here = [n for n in self.names if n in (*TUNED, FRONT_ENDS[1]) or (*cell, n) in self.compiled]
+        kept_s = KERNELS_S / len(CELLS) if self.both_front_ends else 0.0
+        measure(*cell, here, self.original, self.chosen.rounds, until - kept_s, record)
+        if self.both_front_ends:
+            with record.attempt(**{**self.place(cell), "provider": "kernels of both front ends"}):
+                measure_kernels(*cell, min(3, self.chosen.rounds), record)
+
+    def report(self, record: Record) -> None:
+        report(record.rows)
+
+
+def main() -> int:
+    return main_of(JaxAttention)
 
 
 if __name__ == "__main__":

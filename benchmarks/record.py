@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -118,6 +119,10 @@ class Record:
     def leave(self, cell: object) -> None:
         """Note a cell for which there is no time."""
         self.missing.append(str(cell))
+
+    def count_missing(self, kind: Callable[[str], str] = str) -> None:
+        """Name kinds of what is missing, with their number, in the place of each."""
+        self.missing = [f"{n} x {name}" for name, n in Counter(map(kind, self.missing)).items()]
 
     def parts(
         self, cells: Sequence[Cell], name: Callable[[Cell], object] = str, reserve_s: float = 0.0

@@ -28,8 +28,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.processes import compile_ahead
-from benchmarks.record import Record, at_least_one, machine, options
+from benchmarks.record import Record, at_least_one
 
 Attend = Callable[[Tensor], Tensor]  # (batch, seqlen, 3, heads, head_dim) -> (batch, seqlen, heads, head_dim), causal
 WIDTH, LAYERS, HEADS, VOCABULARY = 768, 12, 12, 50304
@@ -269,19 +270,36 @@ def train(chosen: argparse.Namespace, device: torch.device, record: Record) -> N
         print(*(f"{name}={row[name]}" for name in ("contestant", "tokens_per_s", "step_ms", "last_loss", "most_apart")))
 
 
+class Train(Experiment[str]):
+    """Two cells: the training of all contestants, step by step in turns, and the host time of their calls."""
+
+    output, budget_s, gpu = "benchmarks/results/train.csv", 160, False  # a CPU trains too, if it is told to be small
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        for name, default in (("steps", 50), ("context", 8192), ("batch", 2), ("layers", LAYERS), ("vocabulary", VOCABULARY)):
+            parser.add_argument(f"--{name}", type=at_least_one, default=default)
+        parser.add_argument("--only", nargs="+", choices=CONTESTANTS)
+
+    def device(self) -> torch.device:
+        return configure()
+
+    def cells(self) -> list[str]:
+        return ["train", "host"]
+
+    def place(self, cell: str) -> dict[str, str]:
+        return {"section": cell, "contestant": "all"}
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        device = self.device()
+        if cell == "train":
+            train(self.chosen, device, record)
+        else:
+            host_rows(device, record, 100 if device.type == "cuda" else 2)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 50), ("context", 8192), ("batch", 2), ("layers", LAYERS), ("vocabulary", VOCABULARY)):
-        parser.add_argument(f"--{name}", type=at_least_one, default=default)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS)
-    options(parser, "benchmarks/results/train.csv", 160)
-    chosen = parser.parse_args()
-    device = configure()
-    record = Record(chosen.output, chosen.budget, machine(device, chosen.commit))
-    with record.attempt(section="train", contestant="all"):
-        train(chosen, device, record)
-    host_rows(device, record, 100 if device.type == "cuda" else 2)
-    return record.end()
+    return main_of(Train)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
+from benchmarks.experiment import Experiment, main_of
 from benchmarks.poisoned import DEVICE, KINDS, one_poisoned, starts, tokens
 from benchmarks.processes import Failure, compile_ahead, in_processes
-from benchmarks.record import Record, at_least_one, is_lost, machine, need_gpu, options
+from benchmarks.record import Record, at_least_one, is_lost
 from flashtile import Blocks, Document, Options
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.sm90.backend import BACKEND as HOPPER
@@ -474,25 +475,34 @@ def blocks_of(run: Run, seqlen: int) -> Iterator[Row]:
 SECTIONS = {"poison": poison, "varlen": varlen, "tiles": tiles, "build": build, "blocks": blocks}
 
 
+class Varlen(Experiment[str]):
+    """A cell is a section."""
+
+    output, budget_s = "bench-output/varlen.csv", 240
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+        parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="chosen")
+        parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[8192, 32768], help="of the section blocks")
+
+    def cells(self) -> list[str]:
+        return self.chosen.section
+
+    def place(self, cell: str) -> dict[str, str]:
+        return dict(section=cell, name="the section")
+
+    def measure(self, cell: str, record: Record, until: float) -> None:
+        backend = None if self.chosen.backend == "chosen" else self.chosen.backend
+        run = Run(record, backend, tuple(self.chosen.tokens), until)
+        print(cell, flush=True)
+        for row in SECTIONS[cell](run):
+            record.add({**vars(row), "backend": run.word})
+            print("  ", *(v if not isinstance(v, float) else f"{v:.4g}" for v in vars(row).values()), flush=True)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--backend", choices=["triton", "hopper", "chosen"], default="chosen")
-    parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[8192, 32768], help="of the section blocks")
-    options(parser, "bench-output/varlen.csv", 240)
-    chosen = parser.parse_args()
-    need_gpu(parser)
-    record = Record(chosen.output, chosen.budget, machine(DEVICE, chosen.commit))
-    run = Run(record, None if chosen.backend == "chosen" else chosen.backend, tuple(chosen.tokens))
-    for name, run.ends in record.parts(chosen.section):
-        begun = time.monotonic()
-        print(name, flush=True)
-        with record.attempt(section=name, name="the section"):
-            for row in SECTIONS[name](run):
-                record.add({**vars(row), "backend": run.word})
-                print("  ", *(v if not isinstance(v, float) else f"{v:.4g}" for v in vars(row).values()), flush=True)
-        print(f"  {time.monotonic() - begun:.0f} s", flush=True)
-    return record.end()
+    return main_of(Varlen)
 
 
 if __name__ == "__main__":

@@ -217,8 +217,7 @@ class Barrier:
 
     def _passes(self, parity: int) -> bool:
         """Whether the phase has ended, or ends when the loads under way arrive."""
-        arriving = sum(nbytes for nbytes, _ in self.copies)
-        return self.phase != parity or (self.missing == 0 and self.bytes == arriving)
+        return self.phase != parity or (self.missing == 0 and self.bytes == sum(nbytes for nbytes, _ in self.copies))
 
     def _turn(self) -> None:
         if self.missing == 0 and self.bytes == 0:
@@ -266,8 +265,9 @@ class Memory:
         return self.tensor.shape
 
     def index(self, i: Any) -> Memory:
-        assert 0 <= int(i) < len(self.tensor)
-        return Memory(self.tensor[int(i)])
+        place = int(i)
+        assert 0 <= place < self.tensor.shape[0]
+        return Memory(self.tensor.select(0, place))
 
     def reshape(self, shape: list[int]) -> Memory:
         return Memory(self.tensor.view(shape))
@@ -327,6 +327,8 @@ class Abreast(Memory):
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first element and behind the last."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -53,8 +54,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What modules hold stays: no garbage collection looks through it again."""
+    global _spent
+    _spent = sum(os.times()[:4])
     gc.freeze()
     gc.set_threshold(20_000, 20)
+
+
+CORE_SECONDS: Counter[str] = Counter()  # of tests that have run, by folder
+_spent = 0.0  # by this process and what it has started, when it last reported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports say what a test, its fixtures or their end have cost, also of what they started: xdist hands that on."""
+    global _spent
+    report = yield
+    before, _spent = _spent, sum(os.times()[:4])
+    report.core_seconds = _spent - before
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    *_, folder = report.nodeid.partition("::")[0].rpartition("/")[0].split("/")
+    CORE_SECONDS[folder] += getattr(report, "core_seconds", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Core minutes by folder: what a run takes on so many cores, however busy they are."""
+    if (total := sum(CORE_SECONDS.values())) > 60:
+        most = ", ".join(f"{folder} {spent / 60:.1f}" for folder, spent in CORE_SECONDS.most_common() if spent > 6)
+        terminalreporter.write_line(f"Core minutes: {total / 60:.1f} in all; {most}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

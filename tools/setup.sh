@@ -29,18 +29,19 @@ fi
 
 has() { .venv/bin/python -c "import $1" 2>/dev/null; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# Nothing is compiled to bytecode ahead: Python does so with what it imports, which is little of 240 MB of sources.
 
-pip install --quiet --upgrade 'pip>=25.1' # the first that knows --group
-if ! has torch; then pip install $torch; fi # unquoted: options may follow the name
+pip install --quiet --no-compile --upgrade 'pip>=25.1' # the first that knows --group
+if ! has torch; then pip install --no-compile $torch; fi # unquoted: options may follow the name
 if ! has triton && [ "$(uname)" = Linux ]; then
-    pip install triton==3.6.0 || echo "There is no Triton for this machine: flashtile runs on its CPU backend." >&2
+    pip install --no-compile triton==3.6.0 || echo "There is no Triton for this machine: flashtile runs on its CPU backend." >&2
 fi
 if [ "${1:-}" = demo ]; then
-    pip install --quiet --editable '.[cli]'
+    pip install --quiet --no-compile --editable '.[cli]'
     exit
 fi
 # Beside .venv's own packages, and installed while those are:
-beside() { if [ ! -d ".venv/$1" ]; then pip install --quiet --no-deps --target ".venv/$1" "${@:2}" || rm -rf ".venv/$1"; fi; }
+beside() { if [ ! -d ".venv/$1" ]; then pip install --quiet --no-compile --no-deps --target ".venv/$1" "${@:2}" || rm -rf ".venv/$1"; fi; }
 trap wait EXIT
 # The newest Triton: the compile tests compile the kernels with both. Nothing else looks there.
 if has triton; then beside newest-triton triton==3.9.0 & fi
@@ -56,4 +57,4 @@ beside jax jax==0.10.2 jaxlib==0.10.2 opt_einsum &
 ) &
 # Zig, whose compiler of C is clang: the tests compile what `flashtile export` writes with it where the machine has no clang.
 beside clang ziglang==0.17.1 &
-pip install --quiet --editable . --group dev
+pip install --quiet --no-compile --editable . --group dev

@@ -25,6 +25,6 @@ fi
 echo "Building .venv-jax, once."
 "$found" -m venv --clear .venv-jax
 pip() { .venv-jax/bin/python -m pip --disable-pip-version-check "$@"; }
-pip install --quiet 'pip>=25.1' # the first that knows --group
-pip install --quiet --group jax
-pip install --quiet --no-deps jax-cuda13-plugin==0.11.2 # jaxlib's launcher of Triton kernels: 8 MB; lowering needs it alone
+pip install --quiet --no-compile 'pip>=25.1' # the first that knows --group
+pip install --quiet --no-compile --group jax
+pip install --quiet --no-compile --no-deps jax-cuda13-plugin==0.11.2 # jaxlib's launcher of Triton kernels: 8 MB; lowering needs it alone

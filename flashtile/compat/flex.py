@@ -28,8 +28,9 @@ def flex_attention(
 
     query: (batch, heads, seqlen_q, head_dim); enable_gqa: key and value may have fewer heads.
     score_mod: a function of scalars as torch has it: score (float32; `score.dtype` says query's), batch, head, q_idx, kv_idx.
-        It is recorded at every call; no GPU kernel is compiled anew for other tensors or other factors. What it makes of each
-        query and key together by gathers or reductions takes an element for every pair.
+        It is recorded once if it reads tensors and plain values alone, and none of these is another one since; else at every
+        call. No GPU kernel is compiled anew for other tensors or other factors. What it makes of each query and key together by
+        gathers or reductions takes an element for every pair.
     block_mask: a BlockMask, read as `Blocks.from_flex` reads it: once, until another mask_mod is set in it, or a tensor that
         its mask_mod captures is written to.
     kernel_options: of kernels that do not run here; None alone.

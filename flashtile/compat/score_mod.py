@@ -10,16 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from flashtile.compat.scalar_score import in_place, scalar_score
 from flashtile.errors import InvalidProblem
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
-from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, Node, Sizes, Spread, record
+from flashtile.torch.api.fingerprint import fingerprint
+from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, Node, Recorded, Sizes, Spread, record
 
+# of each score_mod what it was recorded for, the objects that this names by their identity, and what it does
+_RECORDED: WeakKeyDictionary[Any, tuple[list[Any], list[Any], Recorded]] = WeakKeyDictionary()
 WIDE = (torch.float32, torch.float64)
 
 
@@ -35,7 +40,7 @@ def modifiers_of(
     shown: what `score.dtype` is for the function, q's dtype as in torch; the score is float32. Raises NotSupported where
     there are none, InvalidProblem for a function that is none of scalars.
     """
-    result = record(score_mod, "score_mod", device, INPUTS, shown).result
+    result = _recorded(score_mod, device, shown).result
     if result.dtype is None or result.dtype.is_complex:
         raise InvalidProblem(f"score_mod returns {result.dtype}; it must return a real number.")
     spread = Spread(sizes, device, "score_mod")
@@ -43,6 +48,27 @@ def modifiers_of(
         return _known(result, spread)
     except _OtherForm:
         return 1.0, (scalar_score(result, spread),)
+
+
+def _recorded(score_mod: Callable[..., Any], device: torch.device, shown: torch.dtype) -> Recorded:
+    """What a score_mod does; as it was recorded before, where the function and what it reads are known to be the same."""
+    found = None if _is_watched() else fingerprint(score_mod)
+    if found is None:
+        return record(score_mod, "score_mod", device, INPUTS, shown)
+    marks, kept = [device, shown, *found[0]], found[1]
+    known = _RECORDED.get(score_mod)
+    if known is not None and known[0] == marks:
+        return known[2]
+    made = record(score_mod, "score_mod", device, INPUTS, shown)
+    if not made.by_value:
+        _RECORDED[score_mod] = marks, kept, made
+    return made
+
+
+def _is_watched() -> bool:
+    """Whether a mode, torch.compile or a transform of torch.func takes part in what functions do."""
+    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return bool(modes) or _functorch.maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
 def _known(result: Node, spread: Spread) -> tuple[float, tuple[Any, ...]]:

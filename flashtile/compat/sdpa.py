@@ -31,6 +31,7 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:  # fmt: skip
     """out (..., heads, seqlen_q, head_dim_v). query: (..., heads, seqlen_q, head_dim); two axes are one head of one item.
 
+    Axes before seqlen that are 1 in some of query, key and value broadcast to those of the others, as in torch.
     query, key and value may also be nested, (batch, heads, jagged seqlen, head_dim), without an attn_mask.
     attn_mask: bool, True where a query sees a key, or a number that is added to the score, broadcasting to (..., heads,
         seqlen_q, seqlen_k), with its gradient; or `torch.nn.attention.bias.causal_lower_right` and its like.
@@ -40,10 +41,8 @@ def scaled_dot_product_attention(
     if min(query.dim(), key.dim(), value.dim()) < 2 or not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise InvalidProblem(f"query, key and value have shapes {shapes}; they must have as many axes, at least two.")
-    if query.dim() > 3 and not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        axes = ", ".join(str(tuple(t.shape[:-3])) for t in (query, key, value))
-        raise InvalidProblem(f"query, key and value have {axes} before their heads; they must be equal.")
-    if query.dim() > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+    query, key, value = _broadcast(query, key, value)
+    if query.dim() > 2 and key.shape[-3] not in (1, query.shape[-3]) and not enable_gqa:
         raise InvalidProblem(
             f"key has {key.shape[-3]} heads and query {query.shape[-3]}; they must be equal unless enable_gqa is True."
         )
@@ -98,6 +97,28 @@ _OURS = {
     F.scaled_dot_product_attention: _ours_or_theirs,
     F.multi_head_attention_forward: _with_ours(F.multi_head_attention_forward),
 }
+
+
+def _broadcast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """query, key and value with the same axes before the heads, and as many heads as the others where one has one head."""
+    if tensors[0].dim() < 3 or tensors[0].is_nested:
+        return tensors
+    before = [t.shape[:-3] for t in tensors]
+    if not before[0] == before[1] == before[2]:
+        try:
+            whole = torch.broadcast_shapes(*before)
+        except RuntimeError:
+            axes = ", ".join(str(tuple(shape)) for shape in before)
+            raise InvalidProblem(f"query, key and value have {axes} before their heads; they must broadcast.") from None
+        tensors = tuple(t.expand(*whole, *t.shape[-3:]) for t in tensors)
+    query, key, value = tensors
+    many = max(key.shape[-3], value.shape[-3])  # one head of both serves all queries as it is
+    key, value = _heads(key, many), _heads(value, many)
+    return _heads(query, many), key, value
+
+
+def _heads(tensor: torch.Tensor, many: int) -> torch.Tensor:
+    return tensor.expand(*tensor.shape[:-3], many, *tensor.shape[-2:]) if tensor.shape[-3] == 1 else tensor
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:

@@ -195,13 +195,20 @@ class AttentionProblem:
 
     @cached_property
     def listed(self) -> AttentionProblem:
-        """The same for kernels that walk the lists of blocks: without predicates, if they are the same all over a block."""
+        """The same for kernels that walk the lists of blocks: without predicates, if they are the same all over a block.
+
+        Where a bound cuts blocks anywhere but along their diagonal, some of a block's queries and keys see nothing of it, and
+        nothing at all where the next block is not listed: kernels find these, which may hold NaN, by the predicates.
+        """
         if self.blocks is None:
             return self
         block = self.blocks.block_q, self.blocks.block_k
         grains = [leaf.kind.grain(leaf.scalars) for leaf in self.leaves]
         whole = all(grain % size == 0 for some in grains for grain, size in zip(some, block, strict=True))
-        return replace(self, where=()) if whole else self
+        left, right = self.band.left, self.band.right
+        bounds = [self.shift + bound for bound in (None if left is None else -left, right) if bound is not None]
+        diagonal = not bounds or (block[0] == block[1] and all(bound % block[0] == 0 for bound in bounds))
+        return replace(self, where=()) if whole and diagonal else self
 
     @property
     def lone(self) -> bool:

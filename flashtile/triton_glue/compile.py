@@ -15,8 +15,9 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
@@ -121,6 +122,28 @@ def compile_kernel(call: KernelCall, special: Specialisation, device: Device) ->
     )
     with compiling(device.kind):
         return triton.compile(source, target=gpu_target(device), options=call.options)
+
+
+def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
+    """What a call's kernel says to the compiler: its first representation, without names and places of sources.
+
+    It is made in a fraction of a second. What is made of one text differs by the compiler's own whims alone.
+    """
+    special = specialise(call, {b.name: b for b in plan.buffers})
+    source = source_class(call.kernel)(
+        call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
+    )
+    target = gpu_target(device)
+    backend = make_backend(target)
+    with compiling(device.kind):
+        options = backend.parse_options({**source.parse_options(), **call.options})
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        made = source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+        text = made.str_nodebug()
+    names: dict[str, str] = {}
+    return re.sub(r'@(?:"[^"]*"|[\w.$]+)', lambda found: names.setdefault(found.group(0), f"@{len(names)}"), text)
 
 
 def descriptor_type(descriptor: Descriptor, dtype: str) -> str:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flashtile import Options
 from flashtile.compat import asked
 from flashtile.compat.flex import flex_attention
+from flashtile.compat.score_mod import modifiers_of
 from tests.compat.scalar_functions import BATCH, HEADS, KEYS, ROWS, compiled, environment, mask_mod, score_mod
 
 SCORE_MODS, MASK_MODS, PART = 280, 120, 40
@@ -69,6 +70,12 @@ def both(seed: int, place: torch.device, text: str, masked: bool) -> None:
     if mask is not None:
         with torch.no_grad():
             block_mask = create_block_mask(mask, BATCH, HEADS, ROWS, KEYS, device=str(place))
+    if mod is not None:  # what is remembered of a function holds for other numbers in the tensors that it reads
+        for tensor in captured:
+            tensor.data.neg_()
+        modifiers_of(mod, (BATCH, HEADS, ROWS, KEYS), place, torch.float32)
+        for tensor in captured:
+            tensor.data.neg_()
     out, lse = flex_attention(*qkv, mod, block_mask, scale=SCALE, return_lse=True)
     with torch.no_grad():  # torch's own, which has no gradients on a CPU
         everything = lambda b, h, i, j: b.new_ones((), dtype=torch.bool)  # noqa: E731

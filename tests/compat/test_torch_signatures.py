@@ -56,6 +56,26 @@ def test_sdpa_mask(through: str, place: torch.device, shape: tuple[int, ...], bo
         close(mine, theirs)
 
 
+@pytest.mark.parametrize("shapes", [
+    ((1, 4, 6, 16), (2, 4, 9, 16), (2, 4, 9, 16)), ((2, 4, 6, 16), (1, 4, 9, 16), (1, 1, 9, 16)),
+    ((2, 4, 6, 16), (2, 1, 9, 16), (1, 4, 9, 16)), ((2, 4, 6, 16), (2, 1, 9, 16), (2, 1, 9, 16)),
+    ((2, 1, 6, 16), (2, 4, 9, 16), (2, 4, 9, 16)), ((3, 1, 4, 6, 16), (1, 2, 4, 9, 16), (1, 2, 1, 9, 16)),
+    ((4, 6, 16), (1, 9, 16), (1, 9, 16)),
+], ids=str)  # fmt: skip
+def test_sdpa_broadcasts_axes_of_one(through: str, place: torch.device, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """With gradients of the shapes that were given."""
+    packs = heads_first(*shapes, place=place)
+    agree_with_torch(packs, is_causal=True)
+    mask = torch.rand(6, 9).to(place) < 0.6
+    mask[..., 0] = True
+    agree_with_torch(packs, attn_mask=mask)
+
+
+def test_sdpa_repeats_one_head_of_keys_or_of_values(place: torch.device) -> None:
+    agree_with_torch(heads_first((2, 4, 6, 16), (2, 1, 9, 16), (2, 2, 9, 16), place=place), enable_gqa=True)
+    agree_with_torch(heads_first((2, 4, 6, 16), (2, 2, 9, 16), (2, 1, 9, 16), place=place), enable_gqa=True)
+
+
 def test_sdpa_shapes(through: str, place: torch.device) -> None:
     agree_with_torch(heads_first((6, 16), (9, 16), (9, 16), place=place))
     agree_with_torch(heads_first((3, 6, 16), (3, 9, 16), (3, 9, 16), place=place), is_causal=True)
@@ -86,7 +106,7 @@ def test_sdpa_shapes(through: str, place: torch.device) -> None:
         scaled_dot_product_attention(*grouped, causal_lower_right(6, 9), enable_gqa=True)
     with pytest.raises(InvalidProblem, match="as many axes, at least two"):
         scaled_dot_product_attention(grouped[0], grouped[1][0], grouped[2])
-    with pytest.raises(InvalidProblem, match=r"have \(2, 3\), \(3, 2\), \(3, 2\) before their heads; they must be equal"):
+    with pytest.raises(InvalidProblem, match=r"have \(2, 3\), \(3, 2\), \(3, 2\) before their heads; they must broadcast"):
         scaled_dot_product_attention(torch.randn(2, 3, 4, 8, 16), *torch.randn(2, 3, 2, 4, 8, 16))
 
 

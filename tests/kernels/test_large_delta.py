@@ -1,4 +1,4 @@
-"""delta of large 16-bit problems, whose backward does not correct it by the keys: all columns of v, less lse's gradient."""
+"""Backwards of large 16-bit problems, which apply modifiers in other forms, and do not correct delta by the keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import flashtile
 from flashtile import Options, dispatch
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
-from tests.judge import FACTOR
+from tests.cases import CASES, Case
+from tests.judge import FACTOR, expected, judge, run
 
 
 def forget() -> None:
@@ -49,3 +50,17 @@ def test_delta_has_every_column_and_the_gradient_of_lse(
     for name, mine, other, true in zip("qkv", made, theirs, exact, strict=True):
         allowed = FACTOR * (other.double() - true).abs().max() + 2.0 * 2.0**-10 * true.abs().max()
         assert (mine.double() - true).abs().max() <= allowed, name
+
+
+# Curves and sums on the raw product, and rows of two keys, whose delta is a sum.
+NAMES = [f"{score}-fp16-{how}" for score in ("softcap", "alibi", "bias") for how in ("split", "fused")]
+FORMS = [
+    *(case for case in CASES if case.name in NAMES),
+    *(Case(f"two-keys-{how}", window=(1, 0), dtype="fp16", backward=how) for how in ("split", "fused")),
+]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=[case.name for case in FORMS])
+def test_forms_of_modifiers_that_small_problems_do_not_have(case: Case, place: torch.device) -> None:
+    tensors = case.tensors(place)
+    judge(case, run("triton", case, tensors), *expected(case, case.tensors(place)))

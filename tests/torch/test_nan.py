@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile import Band
+from flashtile import Band, Document, KeyPadding, Options, attention
 from flashtile.problem.attention import PRECISIONS, Precision
 from flashtile.problem.mask import make_mask
 from flashtile.problem.options import Variant
@@ -67,6 +67,41 @@ def test_queries_that_see_nothing(
     got = run(backend, case, dirty)
     assert_same(case, got, run_clean(backend, case, place))
     assert (got["dq"][:, :35] == 0).all()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_predicates_hide(backend: str, place: torch.device, variant: Variant, value: float) -> None:
+    """Keys that are padding, and queries whose document no key has, in the same tiles as others."""
+    ids_q, ids_k = (torch.arange(n, device=place)[None] % 3 for n in (40, 50))
+    ids_q = torch.where(ids_q == 2, 9, ids_q).int()
+    there = torch.arange(50, device=place)[None] % 4 != 1
+    mask = KeyPadding(there) & Document(ids_q, ids_k.int())
+    hidden = {"q": ids_q == 9, "k": ~there | (ids_k == 2), "v": ~there | (ids_k == 2), "dout": ids_q == 9}
+    clean = {name: torch.randn(1, 40 if name in ("q", "dout") else 50, 2, 16, device=place) for name in hidden}
+
+    def made(given: Tensors) -> Tensors:
+        leaves = {name: given[name].clone().requires_grad_() for name in "qkv"}
+        options = Options(backend=backend, backward=variant)
+        out, lse = attention(*leaves.values(), mask=mask, return_lse=True, options=options)
+        gradients = torch.autograd.grad(out, list(leaves.values()), given["dout"])
+        return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip("qkv", gradients, strict=True)}}
+
+    dirty = {name: tensor.masked_fill(hidden[name][..., None, None], value) for name, tensor in clean.items()}
+    dirty["dout"] = clean["dout"]
+    assert_same(Case("hidden", backward=variant), made(dirty), made(clean))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_beyond_the_end_beside_large_negative_scores(
+    backend: str, place: torch.device, variant: Variant, dtype: torch.dtype
+) -> None:
+    """exp(0 - lse), of a key that is none, is not finite."""
+    q, k = (torch.full((1, n, 1, 16), x, dtype=dtype, device=place) for n, x in ((17, 8.0), (19, -8.0)))
+    leaves = [t.requires_grad_() for t in (q, k, torch.randn(1, 19, 1, 16, device=place).to(dtype))]
+    out = attention(*leaves, scale=1.0, options=Options(backend=backend, backward=variant))
+    torch.testing.assert_close(out, leaves[2].mean(1, keepdim=True).expand_as(out))
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert gradient.isfinite().all()
 
 
 def test_storage_outside_the_view(backend: str, place: torch.device, variant: Variant) -> None:

@@ -222,8 +222,8 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
                 dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, True, T,
                                         SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, False, T, SCORE,
-                                    MASK)  # fmt: skip
+            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, False, T,
+                                    SCORE, MASK)  # fmt: skip
         for start in tl.range(full_hi, hi, BLOCK_K):
             dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE,
                                     MASK)  # fmt: skip

@@ -85,6 +85,7 @@ class Recorded:
 
     result: Node
     captured: tuple[torch.Tensor, ...]  # what it read of the caller's
+    by_value: bool = False  # whether it went by numbers in a captured tensor
 
 
 class Recorder(TorchDispatchMode):
@@ -98,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.wrapped: dict[int, torch.Tensor] = {}  # by the id of a tensor that torch.func wraps what stands for it
         self.stands: dict[int, torch.Tensor] = {}  # and by that one's id the wrapped one
+        self.by_value = False
         self.count = 0
 
     def refusal(self, reason: str) -> NotSupported:
@@ -148,10 +150,10 @@ class Recorder(TorchDispatchMode):
         if needs and name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE):
             what = "item" if name == "_local_scalar_dense" else name
             raise self.refusal(f"it asks for a value ({what}), which differs from score to score")
-        if needs and name in _GATHERS and any(
-            isinstance(i, Node) and i.dtype in (torch.bool, torch.uint8) for i in seen_args[1]
-        ):  # fmt: skip
+        boolean = [i for i in seen_args[1] if _is_boolean(i)] if name in _GATHERS else []
+        if needs and any(isinstance(i, Node) for i in boolean):
             raise self.refusal("it indexes a tensor by a boolean, which differs from score to score")
+        self.by_value |= bool(boolean) or (name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE))
         if func._schema.is_mutable:
             return self.change(func, name, args, kwargs, (seen_args, seen_kwargs), detached)
         result = func(*args, **kwargs)
@@ -211,6 +213,8 @@ class _Scalars(TorchFunctionMode):
             args, kwargs = each(self.recorder.plain, args), each(self.recorder.plain, kwargs)
         name = getattr(func, "__name__", "")
         recorded = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in made
+        copies = name in ("tensor", "new_tensor") and any(isinstance(t, torch.Tensor) for t in leaves_of((args[-1:], kwargs)))
+        self.recorder.by_value |= copies or name in _VALUES
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, torch.Tensor) for i in leaves_of(index)):
@@ -281,6 +285,10 @@ def _merged(func: Any, args: Any) -> Any:
     return args
 
 
+def _is_boolean(index: Any) -> bool:
+    return isinstance(index, (Node, torch.Tensor)) and index.dtype in (torch.bool, torch.uint8)
+
+
 def _dims(value: Any) -> int:
     return len(value.shape)
 
@@ -322,7 +330,7 @@ def record(
     own = _custom_gradient(result, {id(t.grad_fn) for t in captured if t.grad_fn is not None})
     if own is not None:
         raise recorder.refusal(f"it has a gradient of its own, {own} (torch.autograd.Function), which cannot be read")
-    return Recorded(node, tuple(captured))
+    return Recorded(node, tuple(captured), recorder.by_value)
 
 
 def _custom_gradient(result: torch.Tensor, known: set[int]) -> str | None:

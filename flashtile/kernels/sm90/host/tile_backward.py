@@ -109,6 +109,7 @@ class BackwardSchedule:
 
     deterministic: bool  # shares of dq are added in one order ("Deterministic")
     swizzle: int  # heads that go together, for the L2 cache
+    last_first: bool  # the last key tile starts first: see `Walk.turn` and `split_tiles`; otherwise the longest does
     resident: bool  # as many blocks as SMs, which take one tile after another
     helps: bool  # blocks of short tiles take the last steps of long ones: see `split_tiles` ("One wave")
     pieces: int  # in which long tiles are taken, where any are: see `split_tiles` ("Long lists in pieces")
@@ -300,11 +301,6 @@ class BackwardTile:
         return self.columns_v // 2 if self.outputs.parted else self.columns_v
 
     @property
-    def last_first(self) -> bool:
-        """Whether the last key tile starts first: see `Walk.turn` and `helping`. Otherwise the longest does."""
-        return self.schedule.helps or (self.schedule.deterministic and self.mask.right and self.mask.blocks_q == 0)
-
-    @property
     def counts(self) -> int:
         """Counts that are cleared before: of tickets and units, and what helpers report."""
         return COUNTS if self.schedule.pieces > 1 else 4 if self.pipeline.converts else 2
@@ -351,6 +347,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         schedule=BackwardSchedule(
             deterministic=deterministic,
             swizzle=launch.swizzle,
+            last_first=launch.helps or (deterministic and p.band.right is not None and p.blocks is None),
             resident=launch.resident,
             helps=launch.helps,
             pieces=2 if launch.helps else launch.pieces,
