@@ -5,10 +5,11 @@ torchrun --nproc_per_node 2 -m benchmarks.context            joins those that th
 
 Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
-zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. torch's SDPA gets the keys of all
-heads, since its context_parallel takes no grouped ones; it knows no window. Errors of out, dq, dk and dv are relative RMS
-against one process's float32 of the same values, of at most CHECKED tokens; beside them one process's
-own. peak_bytes is what the busiest rank's allocator held, without the inputs.
+zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal
+lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's
+SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone. Errors of out, dq,
+dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
+process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -34,7 +36,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 import flashtile
 from benchmarks.experiment import Experiment, main_of, run_experiment
 from benchmarks.record import Record, at_least_one, sized
-from flashtile.distributed import Context, attention, shard, unshard
+from flashtile.distributed import Context, attention, attention_varlen, shard, unshard
 
 REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
@@ -44,6 +46,40 @@ PROVIDERS = (*METHODS, *TORCH)
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[], Tensors]
+SHARES = (0.25, 0.11, 0.25, 0.09, 0.25, 0.05)  # of a packed sequence, its documents'
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is asked besides causal order."""
+
+    window: tuple[int, int] | None = None
+    packed: bool = False
+    dropout: float | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Columns of a row."""
+        return {
+            "window": "" if self.window is None else self.window[0],
+            "packed": "packed" if self.packed else "",
+            "dropout": "" if self.dropout is None else self.dropout,
+        }
+
+    def call(self, home: Callable[..., torch.Tensor], packed: Callable[..., torch.Tensor], seqlen: int, **how: Any) -> Any:
+        """The function of q, k and v, of (batch, seqlen, heads, head_dim); home, packed: `attention` and `attention_varlen`."""
+        how |= {"causal": True, "window": self.window}
+        if self.dropout is not None:
+            how["dropout"] = flashtile.Dropout(self.dropout, 59)
+        if not self.packed:
+            return lambda *qkv: home(*qkv, **how)
+        ends = [round(seqlen * sum(SHARES[: i + 1])) for i in range(len(SHARES))]
+
+        def of_documents(*qkv: torch.Tensor) -> torch.Tensor:
+            starts = torch.tensor([0, *ends], dtype=torch.int32, device="cpu").to(qkv[0].device, non_blocking=True)
+            longest = round(seqlen * max(SHARES)) + 1
+            return packed(*(t[0] for t in qkv), starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, **how)[None]
+
+        return of_documents
 
 
 def inputs(shape: str, seqlen: int, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -72,15 +108,15 @@ def layout_of(name: str) -> Any:
 
 
 @contextmanager
-def made(name: str, given: Tensors, window: tuple[int, int] | None) -> Generator[Step]:
+def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
     """A provider's step with this rank's shards."""
     if name not in TORCH:
         context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
         *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
-        yield step(lambda *qkv: attention(*qkv, context=context, causal=True, window=window), tuple(leaves), dout)
+        yield step(form.call(attention, attention_varlen, given[0].shape[1], context=context), tuple(leaves), dout)
         return
-    if window is not None:
-        raise NotImplementedError("torch's context_parallel knows no window")
+    if form != Form():
+        raise NotImplementedError("torch's context_parallel knows no windows, packed documents or dropout")
     home = importlib.import_module("torch.distributed.tensor.experimental._attention")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -125,19 +161,19 @@ def slowest(value: float, device: torch.device) -> float:
     return float(told)
 
 
-def alone(given: Tensors, window: tuple[int, int] | None, **how: Any) -> Step:
+def alone(given: Tensors, form: Form, **how: Any) -> Step:
     """One process's step with the whole sequence."""
     leaves = tuple(t.detach().requires_grad_() for t in given[:3])
-    return step(lambda *qkv: flashtile.attention(*qkv, causal=True, window=window, **how), leaves, given[3])
+    return step(form.call(flashtile.attention, flashtile.attention_varlen, given[0].shape[1], **how), leaves, given[3])
 
 
-def errors(name: str, given: Tensors, window: tuple[int, int] | None) -> dict[str, float]:
+def errors(name: str, given: Tensors, form: Form) -> dict[str, float]:
     """Relative RMS of a provider, and of one process, against one process's float32."""
-    true = alone(tuple(t.float() for t in given), window, options=flashtile.Options(precision="ieee"))()
-    with made(name, given, window) as run:
+    true = alone(tuple(t.float() for t in given), form, options=flashtile.Options(precision="ieee"))()
+    with made(name, given, form) as run:
         ours = [unshard(t.contiguous(), Context(layout=layout_of(name))) for t in run()]
     found: dict[str, float] = {}
-    for prefix, tensors in (("error", ours), ("error_of_one", alone(given, window)())):
+    for prefix, tensors in (("error", ours), ("error_of_one", alone(given, form)())):
         for of, mine, exact in zip(NAMES, tensors, true, strict=True):
             found[f"{prefix}_{of}"] = float((mine.double() - exact.double()).norm() / exact.double().norm())
     for of in NAMES:
@@ -147,9 +183,9 @@ def errors(name: str, given: Tensors, window: tuple[int, int] | None) -> dict[st
     return found
 
 
-def measure(names: list[str], given: Tensors, window: tuple[int, int] | None, rounds: int) -> dict[str, dict[str, float]]:
+def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[str, dict[str, float]]:
     """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
-    device, whole = given[0].device, alone(given, window)
+    device, whole = given[0].device, alone(given, form)
     one: list[float] = []
     many: dict[str, list[float]] = {name: [] for name in names}
     peak = dict.fromkeys(names, 0.0)
@@ -157,7 +193,7 @@ def measure(names: list[str], given: Tensors, window: tuple[int, int] | None, ro
         dist.barrier()
         one.append(slowest(timed(whole, device) if dist.get_rank() == 0 else 0.0, device))
         for name in names:
-            with made(name, given, window) as run:
+            with made(name, given, form) as run:
                 dist.barrier()
                 before = 0
                 if device.type == "cuda":
@@ -178,8 +214,8 @@ def measure(names: list[str], given: Tensors, window: tuple[int, int] | None, ro
     }
 
 
-class Ranks(Experiment[tuple[int, int | None]]):
-    """A cell is a sequence's length and a window; every rank measures it, and the first writes the rows."""
+class Ranks(Experiment[tuple[int, Form]]):
+    """A cell is a sequence's length and what is asked of it; every rank measures it, and the first writes the rows."""
 
     output, budget_s, gpu = "bench-output/context.csv", 600, False
 
@@ -190,6 +226,8 @@ class Ranks(Experiment[tuple[int, int | None]]):
         parser.add_argument("--seqlens", nargs="+", type=at_least_one, default=many, help="of the whole sequence")
         parser.add_argument("--shape", type=sized(4), default="1x32x8x128", help="batch x heads of q x heads of k x head_dim")
         parser.add_argument("--windows", nargs="*", type=at_least_one, default=[], help="also with windows of so many keys")
+        parser.add_argument("--packed", action="store_true", help="also with packed documents")
+        parser.add_argument("--dropout", nargs="*", type=float, default=[], help="also with such chances of dropout")
         parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
         parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
         parser.add_argument("--rounds", type=at_least_one, default=5)
@@ -211,22 +249,23 @@ class Ranks(Experiment[tuple[int, int | None]]):
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
 
-    def cells(self) -> list[tuple[int, int | None]]:
-        return [(seqlen, window) for seqlen in self.chosen.seqlens for window in (None, *self.chosen.windows)]
+    def cells(self) -> list[tuple[int, Form]]:
+        forms = [Form(), *(Form((n, 0)) for n in self.chosen.windows), *[Form(packed=True)] * self.chosen.packed]
+        forms += [Form(dropout=p) for p in self.chosen.dropout]
+        return [(seqlen, form) for seqlen in self.chosen.seqlens for form in forms]
 
-    def place(self, cell: tuple[int, int | None]) -> dict[str, Any]:
+    def place(self, cell: tuple[int, Form]) -> dict[str, Any]:
         about = {"ranks": dist.get_world_size(), "shape": self.chosen.shape, "dtype": self.chosen.dtype, "seqlen": cell[0]}
-        return about | {"window": "" if cell[1] is None else cell[1]}
+        return about | cell[1].told()
 
-    def measure(self, cell: tuple[int, int | None], record: Record, until: float) -> None:
-        chosen, device, (seqlen, window) = self.chosen, self.device(), cell
+    def measure(self, cell: tuple[int, Form], record: Record, until: float) -> None:
+        chosen, device, (seqlen, form) = self.chosen, self.device(), cell
         short, given = (inputs(chosen.shape, n, getattr(torch, chosen.dtype), device) for n in (min(seqlen, CHECKED), seqlen))
-        band = None if window is None else (window, 0)
         right: dict[str, dict[str, float]] = {}
         for name in chosen.providers:
             with record.attempt(provider=name, **self.place(cell)):  # all ranks meet an error alike, or end in a time-out
-                right[name] = errors(name, short, band)
-        for name, found in measure(list(right), given, band, chosen.rounds).items():
+                right[name] = errors(name, short, form)
+        for name, found in measure(list(right), given, form, chosen.rounds).items():
             row = {"provider": name, **self.place(cell), **found, **right[name]}
             record.add(row)
             if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ import torch
 from flashtile import Alibi, Band, Bias, Dilated, Document, KeyPadding, Prefix, Softcap, TopLeft
 from flashtile.torch.context.context import METHODS, refusals
 from flashtile.torch.context.layout import LAYOUTS
-from flashtile.torch.context.wanted import against, wanted
+from flashtile.torch.context.wanted import against, against_dropout, wanted
 
 RANKS, ROWS, HEADS = 4, 8, 8  # ranks, a rank's queries, heads of q and k
 SLOPES, IDS = torch.ones(HEADS), torch.zeros(ROWS, dtype=torch.int32)
@@ -35,7 +35,7 @@ def table() -> list[str]:
         "## Sequences over ranks", "",
         "`flashtile.distributed`, whose local calls are the calls above. **run on cpu**: tests/distributed runs it in 2",
         "processes, forward and backward, and most of it in 4. Two H200 have run causal calls. Packed documents go by each",
-        "method, too. Refused by all are dropout, masks with blocks, masks and modifiers of your own. JAX's",
+        "method, too. Refused by all are masks with blocks, masks and modifiers of your own. JAX's",
         "`dot_product_attention_sharded` is an all-gather: causal order, windows that look back, softcap, ALiBi, sinks.",
         "",
         "| feature | " + " | ".join(methods) + " |", "| --- |" + " --- |" * len(methods),
@@ -45,6 +45,10 @@ def table() -> list[str]:
                         (("causal", False), ("window", None), ("mask", None), ("score", ()), ("scale", None), ("sink", None),
                          ("options", None))))  # fmt: skip
         lines.append(f"| {feature} | " + " | ".join(_cell(against(want, method, ROWS)) for method in methods) + " |")
+    for said, packed in (("dropout", False), ("dropout, packed documents", True)):
+        lengths = (ROWS * RANKS, ROWS * RANKS)
+        cells = (_cell(against_dropout(method, "zigzag", lengths, RANKS, "cpu", packed)) for method in methods)
+        lines.append(f"| {said} | " + " | ".join(cells) + " |")
     for layout in LAYOUTS:
         cells = (_cell(refusals(method, layout, HEADS, HEADS, RANKS)) for method in methods)
         lines.append(f"| layout {layout} | " + " | ".join(cells) + " |")

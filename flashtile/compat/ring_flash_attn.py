@@ -71,6 +71,7 @@ def _varlen_family(name: str, layout: Any) -> Functions:
             _check_causal(name, layout, causal)
             refuse(f"{name}_func", {
                 "window_size beside documents that are each shared out": window_of(window_size) is not None,
+                "dropout of packed documents, whose order here is no sequence's": bool(dropout_p),
                 "alibi_slopes beside documents that are each shared out": alibi_slopes is not None,
             })  # fmt: skip
             total, starts = q.shape[0], check_cu_seqlens(cu_seqlens)

@@ -55,7 +55,7 @@ def attention_forward(
     attn_mask: bool, True where a query sees a key, or numbers that are added to the scores, broadcasting to (batch, heads,
         seqlen_q, seqlen_k); or either of keys alone, (batch, seqlen_k). scale: 1 / sqrt(head_dim) by default.
     enable_gqa: key and value may have fewer heads than query. _parallel_config: with ring and Ulysses degrees query, key and
-        value are this rank's shards (`flashtile.distributed`), without masks and dropout. Raises NotSupported for return_lse.
+        value are this rank's shards (`flashtile.distributed`), without masks. Raises NotSupported for return_lse.
     """
     degrees = getattr(_parallel_config, "context_parallel_config", None)
     refused = {

@@ -117,7 +117,8 @@ def test_a_script_runs_to_its_end(name, tmp_path, pretended, capsys) -> None:
 def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
     """In processes of its own, without the interpreter: two ranks over gloo compute what one does, and are timed."""
     told = ["--ranks", "2", "--seqlens", "16", "--shape", "1x2x2x16", "--windows", "4", "--rounds", "1", "--dtype", "float32"]
-    told += ["--providers", "ulysses", "allgather", "ring", "--output", str(tmp_path / "rows.csv"), "--commit", "told"]
+    told += ["--packed", "--dropout", "0.2", "--providers", "ulysses", "allgather", "ring"]
+    told += ["--output", str(tmp_path / "rows.csv"), "--commit", "told"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     root = Path(record.__file__).parent.parent
     command = [sys.executable, "-m", "benchmarks.context", *told]
@@ -132,9 +133,9 @@ def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    assert [(row["provider"], row["window"]) for row in rows] == [
-        (name, window) for window in ("", "4") for name in ("ulysses", "allgather", "ring")
-    ]
+    forms = [("", "", ""), ("4", "", ""), ("", "packed", ""), ("", "", "0.2")]
+    expected = [(name, *form) for form in forms for name in ("ulysses", "allgather", "ring")]
+    assert [(row["provider"], row["window"], row["packed"], row["dropout"]) for row in rows] == expected
     assert all(float(row["ranks_ms"]) > 0 and float(row["error_dk"]) < 1e-6 for row in rows)
 
 

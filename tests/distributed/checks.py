@@ -25,7 +25,7 @@ from flashtile.distributed import (
     unshard,
 )
 from flashtile.problem.dropout import Origin
-from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks
+from tests.distributed.cases import CU, IDS, SEQLEN, Case, data, one_process, over_ranks, relative
 
 METHODS: tuple[Any, ...] = ("ulysses", "allgather", "ring")
 LAYOUTS: tuple[Any, ...] = ("contiguous", "zigzag", "striped")
@@ -335,6 +335,33 @@ def dropout_keeps_what_one_device_keeps() -> None:
         assert not torch.equal(one, other)
 
 
+def float64_stays_float64() -> None:
+    d = data(torch.float64, 1)
+    leaves = [t.clone().requires_grad_() for t in (d.q, d.k, d.v)]
+    out = flashtile.attention(*leaves, causal=True)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, d.dout)]
+    for method in METHODS:
+        context = Context(method=method, layout="zigzag")
+        local = [shard(t, context).requires_grad_() for t in (d.q, d.k, d.v)]
+        ours = attention(*local, context=context, causal=True)
+        for one, true in zip((ours, *torch.autograd.grad(ours, local, shard(d.dout, context))), expected, strict=True):
+            torch.testing.assert_close(unshard(one, context), true, rtol=1e-12, atol=1e-12)
+
+
+def sixteen_bits_are_as_exact_as_on_one_process() -> None:
+    """Shapes of parts that the CPU computes otherwise than the whole's."""
+    for n, heads_kv, dtype, feature in (
+        (256, 4, torch.bfloat16, "causal"), (256, 4, torch.float16, "causal"), (256, 8, torch.bfloat16, "full"),
+    ):  # fmt: skip
+        d, told = data(dtype, heads_kv, n, n), {"causal": feature == "causal"}
+        true = flashtile.attention(d.q.double(), d.k.double(), d.v.double(), **told)
+        alone = relative(flashtile.attention(d.q, d.k, d.v, **told), true)
+        for method in METHODS:
+            context = Context(method=method, layout="zigzag")
+            out = attention(*(shard(t, context) for t in (d.q, d.k, d.v)), context=context, **told)
+            assert relative(unshard(out, context), true) <= 1.02 * alone, (method, n, dtype, feature)
+
+
 def documents_that_cannot_be_are_refused() -> None:
     rank, total = dist.get_rank(), 4 * dist.get_world_size()
     given, cu = [t[0] for t in shards()], torch.tensor([0, 3, total], dtype=torch.int32)
@@ -456,5 +483,6 @@ OF_FOUR = (
 CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
     the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning,
-    a_query_for_each_rank_has_its_own_bias, dropout_keeps_what_one_device_keeps,
+    a_query_for_each_rank_has_its_own_bias, dropout_keeps_what_one_device_keeps, float64_stays_float64,
+    sixteen_bits_are_as_exact_as_on_one_process,
 )  # fmt: skip

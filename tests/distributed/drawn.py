@@ -15,7 +15,7 @@ from flashtile import Alibi, Band, Bias, Dilated, Document, Dropout, KeyPadding,
 from flashtile.distributed import Context
 from tests.distributed.cases import FEATURES, IDS, KEEP, SEQLEN, USED, Case, Cut, Told, judge
 
-COUNTS = {2: 40, 4: 12}
+COUNTS = {2: 24, 4: 8}
 MASKS: dict[str, Any] = {
     "documents": lambda cut: Document(cut(IDS, 0)), "padding": lambda cut: KeyPadding(cut(KEEP, 1)),
     "prefix or window": lambda cut: Prefix(torch.tensor([7, 30])) | Band(left=6, right=0),

@@ -83,7 +83,13 @@ def names_of_ring_flash_attn() -> None:
             call()
     with pytest.raises(InvalidProblem, match="causal is False; of stripe_flash_attn it must be True"):
         theirs.stripe_flash_attn_func(q, q, q)
-    with pytest.raises(NotSupported, match="dropout"):
-        theirs.ring_flash_attn_func(q, q, q, 0.1)
+    whole, context = data(torch.float32, 8), Context()
+    torch.manual_seed(7)
+    dropped = theirs.ring_flash_attn_func(*(shard(t, context) for t in (whole.q, whole.k, whole.v)), 0.5)  # pyright: ignore[reportCallIssue]
+    torch.manual_seed(7)
+    of_one = flashtile.attention(whole.q, whole.k, whole.v, dropout=flashtile.Dropout(0.5))
+    torch.testing.assert_close(dropped, shard(of_one, context), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotSupported, match="dropout of packed documents"):
+        theirs.ring_flash_attn_varlen_func(q[0], q[0], q[0], own, 4, 0.1)
     with pytest.raises(NotSupported, match="window_size beside documents"):
         theirs.ring_flash_attn_varlen_func(q[0], q[0], q[0], own, 4, window_size=(3, 0))

@@ -80,8 +80,11 @@ def degrees_of_diffusers() -> None:
         found = torch.autograd.grad(out, local, shard(d.dout, Context()))
         for mine, of_one in zip((out, *found), (expected, *truth), strict=True):
             torch.testing.assert_close(mine, shard(of_one, Context()), rtol=1e-5, atol=1e-5)
-        with pytest.raises(NotSupported, match="dropout"):
-            attention_forward(local[0], local[1], local[2], dropout_p=0.5, _parallel_config=config)
+        torch.manual_seed(7)
+        dropped = attention_forward(local[0], local[1], local[2], dropout_p=0.5, _parallel_config=config)
+        torch.manual_seed(7)
+        of_one = shard(flashtile.attention(*whole, dropout=flashtile.Dropout(0.5)), Context())
+        torch.testing.assert_close(dropped, of_one, rtol=1e-5, atol=1e-5)
         with pytest.raises(NotSupported, match="attn_mask is given beside context parallelism"):
             attention_forward(
                 local[0], local[1], local[2], attn_mask=torch.ones(8, 8, dtype=torch.bool), _parallel_config=config

@@ -38,11 +38,7 @@ class Seed(NamedTuple):
     above: tl.tensor  # or up
     factor: tl.tensor  # 1 / (1 - p)
     zero: tl.tensor
-    head: tl.tensor  # from here on the call's Origin, of steps that are 1
-    heads: tl.tensor
-    more: tl.tensor
-    query: tl.tensor
-    key: tl.tensor
+    origin: tl.tuple  # the call's Origin but for its steps, which are 1; empty where it has none
 
 
 @jit
@@ -65,23 +61,22 @@ def load_seed(score_args, T: tl.constexpr):
         factor = args[2]
         if T.wide:
             factor = WHOLE / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
-        zero = args[2] - args[2]
         if len(args) == 3:
-            return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, zero, 0, 1, 0, 0, 0)
+            return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2], ())
         else:
-            head, heads, more = tl.load(args[0] + 4), tl.load(args[0] + 5), tl.load(args[0] + 6)
-            query, first = tl.load(args[0] + 7), tl.load(args[0] + 8)
-            return Seed(
-                low, high, offset, dither, limit, rest, flip, below, above, factor, zero, head, heads, more, query, first
-            )
+            origin = (
+                tl.load(args[0] + 4), tl.load(args[0] + 5), tl.load(args[0] + 6), tl.load(args[0] + 7), tl.load(args[0] + 8),
+            )  # fmt: skip
+            return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2], origin)
     else:
-        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0, 0, 1, 0, 0, 0)
+        return Seed(0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.0, ())
 
 
 @jit
 def placed(seed, batch_head, row, key):
-    """The same positions in the larger call that the Seed's Origin says. Without one compilers fold this away."""
-    return batch_head + batch_head // seed.heads * seed.more + seed.head, row + seed.query, key + seed.key
+    """The same positions in the larger call that the Seed's Origin says; asked only where there is one."""
+    head, heads, more, first_query, first_key = seed.origin
+    return batch_head + batch_head // heads * more + head, row + first_query, key + first_key
 
 
 @jit
@@ -124,7 +119,8 @@ def kept(seed, batch_head, row, key, BY_KEY: tl.constexpr, T: tl.constexpr):
     T.modifiers.dropout the answer is 0, unread.
     """
     if T.modifiers.dropout:
-        batch_head, row, key = placed(seed, batch_head, row, key)
+        if len(seed.origin) > 0:
+            batch_head, row, key = placed(seed, batch_head, row, key)
         LINES: tl.constexpr = T.block_k if BY_KEY else T.block_q
         COLUMNS: tl.constexpr = T.block_q if BY_KEY else T.block_k
         line, column = tl.arange(0, LINES // 2), tl.arange(0, COLUMNS // 4)  # without bit 3; without bits 0 and 3

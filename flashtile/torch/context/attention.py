@@ -22,7 +22,7 @@ from flashtile.torch.call.inputs import check_arguments, check_tensors, modifier
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
-from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered
+from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered, wider
 from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
@@ -219,7 +219,7 @@ def by_heads(
     ranks, heads = context.ranks, q.shape[2] // context.ranks
     copies, wire = max(ranks // k.shape[2], 1), k.dtype
     if copies > 1:  # gradients of copies are summed, and travel, in float32
-        k, v = (t.float().repeat_interleave(copies, 2) for t in (k, v))
+        k, v = (t.to(wider(t.dtype)).repeat_interleave(copies, 2) for t in (k, v))
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
     arguments = want.of_heads(context, slice(context.rank * heads, (context.rank + 1) * heads)).arguments()
     if copies > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.context.collectives import WHAT
+from flashtile.torch.context.collectives import WHAT, wider
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import attention, prepared
@@ -28,8 +28,19 @@ class Keys:
         return Keys(self.k[:, keys], self.v[:, keys], self.k_sums[:, keys], self.v_sums[:, keys])
 
 
+def widens(q: torch.Tensor) -> bool:
+    """Whether parts of 16-bit calls are computed in float32: on the CPU, whose backward does that anyway, and whose forward
+    rounds probabilities of some shapes to 16 bits, so of a part where it does not of the whole.
+    """
+    return q.device.type == "cpu" and q.dtype.itemsize == 2
+
+
 def call(q: torch.Tensor, keys: Keys, return_lse: bool, **arguments: Any) -> Any:
     """`attention` of these keys."""
+    if widens(q):
+        keys = Keys(keys.k.float(), keys.v.float(), keys.k_sums, keys.v_sums)
+        made = call(q.float(), keys, return_lse, **arguments)
+        return (made[0].to(q.dtype), made[1]) if return_lse else made.to(q.dtype)
     if not (torch.is_grad_enabled() and (keys.k_sums.requires_grad or keys.v_sums.requires_grad)):
         return attention(q, keys.k, keys.v, return_lse=return_lse, **arguments)
     if is_traced(q, keys.k, keys.v):  # by an operator, whose dk and dv have the dtype of k and v
@@ -49,7 +60,7 @@ class _StoodFor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *(g.float() for g in grads)
+        return None, None, *(g.to(wider(g.dtype)) for g in grads)
 
 
 class _WideKeys(torch.autograd.Function):

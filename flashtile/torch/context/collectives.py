@@ -16,6 +16,11 @@ from flashtile.torch.routes.derivatives import first_derivatives
 WHAT = "attention over ranks"
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype parts are summed: float32, of float64 its own."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Gathering:
     """All ranks' tensors on their way here. Both buffers live until they are: the transport works beside the current stream."""
 
@@ -85,7 +90,7 @@ class Gather(torch.autograd.Function):
         at = order(whole.shape[1], context.layout, context.ranks, tensor.device)
         whole = whole if at is None else torch.empty_like(whole).index_copy_(1, at, whole)
         ctx.mark_non_differentiable(whole)
-        return whole, whole.new_zeros((), dtype=torch.float32).expand(whole.shape)
+        return whole, whole.new_zeros((), dtype=wider(whole.dtype)).expand(whole.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -114,7 +119,7 @@ class Fetch(torch.autograd.Function):
         for at, part in _moved(tensor, taken, put, context):
             some[:, at] = part
         ctx.mark_non_differentiable(some)
-        return some, some.new_zeros((), dtype=torch.float32).expand(some.shape)
+        return some, some.new_zeros((), dtype=wider(some.dtype)).expand(some.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.context.calls import Keys, call
-from flashtile.torch.context.collectives import WHAT, Passing
+from flashtile.torch.context.calls import Keys, call, widens
+from flashtile.torch.context.collectives import WHAT, Passing, wider
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece, pairs, runs
 from flashtile.torch.context.wanted import Wanted
@@ -39,11 +39,6 @@ class Ring:
         return pairs(own, runs(c.layout, self.seqlen_k, c.ranks, source), self.shift, self.want.band)
 
 
-def widens(q: torch.Tensor) -> bool:
-    """Whether parts of 16-bit calls are computed in float32: on the CPU, whose backward does that anyway."""
-    return q.device.type == "cpu"
-
-
 def attend_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
     return _Ring.apply(ring, q, k, v, *ring.want.captured)  # pyright: ignore[reportReturnType]
@@ -66,8 +61,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor) -> Any:
         context, wide = ring.context, widens(q)
-        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
+        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wider(q.dtype))
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype)
         block = torch.cat([k, v], -1)
         for step in range(context.ranks):
             passing = Passing(block, context) if step + 1 < context.ranks else None
@@ -79,7 +74,7 @@ class _Ring(torch.autograd.Function):
                 out[:, rows], lse[..., rows] = merge(out[:, rows], lse[..., rows], *part)
             block = block if passing is None else passing.arrived()
         if ring.want.sink is not None:
-            out, lse = merge(out, lse, torch.zeros_like(out), ring.want.sink.float()[:, None].expand_as(lse))
+            out, lse = merge(out, lse, torch.zeros_like(out), ring.want.sink.to(lse.dtype)[:, None].expand_as(lse))
         ctx.ring, ctx.needs = ring, (any(ctx.needs_input_grad[2:4]), ctx.needs_input_grad)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -89,13 +84,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         ring, context, wide = ctx.ring, ctx.ring.context, widens(q)
-        dout = torch.zeros_like(out) if grads[0] is None else grads[0].float()
+        dout = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
         rest = -(dout * out).sum(-1).transpose(1, 2)  # what every probability adds: minus delta, and lse's gradient
         rest = rest if grads[1] is None else rest + grads[1]
-        dq, block = torch.zeros_like(q, dtype=torch.float32), torch.cat([k, v], -1)
-        dblock = torch.zeros_like(block, dtype=torch.float32)
+        dq, block = torch.zeros_like(q, dtype=wider(q.dtype)), torch.cat([k, v], -1)
+        dblock = torch.zeros_like(block, dtype=wider(block.dtype))
         captured = ring.want.captured
-        sums = [torch.zeros_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured]
+        sums = [torch.zeros_like(t, dtype=wider(t.dtype)) if t.requires_grad else None for t in captured]
         others = [t for t in (captured[:-1] if ring.want.sink is not None else captured) if t.requires_grad]
         for step in range(context.ranks):
             passing = Passing(block, context) if step + 1 < context.ranks else None
@@ -103,7 +98,7 @@ class _Ring(torch.autograd.Function):
                 rows = piece.rows
                 parts = q[:, rows], *block[:, piece.keys].split([k.shape[3], v.shape[3]], -1)
                 values = [t.detach().to(torch.float32 if wide else t.dtype) for t in parts]
-                leaves = [t.new_zeros((), dtype=torch.float32).expand(t.shape).requires_grad_() for t in values[1:]]
+                leaves = [t.new_zeros((), dtype=wider(t.dtype)).expand(t.shape).requires_grad_() for t in values[1:]]
                 leaves = [values[0].requires_grad_(), *leaves]
                 with torch.enable_grad():
                     made = call(leaves[0], Keys(*values[1:], *leaves[1:]), True, **ring.want.piece(piece, ring.shift))
@@ -121,7 +116,7 @@ class _Ring(torch.autograd.Function):
             block = block if passing is None else passing.arrived()
             dblock = Passing(dblock, context).arrived()  # after as many steps as ranks it is at home
         if ring.want.sink is not None and sums[-1] is not None:
-            share = (ring.want.sink.detach().float()[:, None] - lse).exp()
+            share = (ring.want.sink.detach().to(lse.dtype)[:, None] - lse).exp()
             sums[-1] += (share * rest).sum((0, 2))
         dk, dv = dblock.split([k.shape[3], v.shape[3]], -1)
         made_of = [None if s is None else s.to(t.dtype) for t, s in zip(captured, sums, strict=True)]

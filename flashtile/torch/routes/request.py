@@ -16,7 +16,7 @@ from flashtile.memory import remembered
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.blocks import BlockSpec
 from flashtile.problem.describe import Wanted, describe
-from flashtile.problem.dropout import ORIGINS, threshold
+from flashtile.problem.dropout import ORIGINS, OriginKind, threshold
 from flashtile.problem.lengths import ALIKE
 from flashtile.problem.mask import PREDICATES, Band, Joined, make_mask
 from flashtile.problem.number import plain
@@ -219,7 +219,9 @@ class Request:
             given = Given(some, *most, alike=packing not in (APART, KV))
             given.check(q)
             batch, lengths, longest = given.batch(q), given.lengths(q.shape[1], k.shape[1]), given.longest
-        origin = {str(kind): kind for kind in ORIGINS}.get(self.parts.get("origin", ""))
+        origin: OriginKind | None = None
+        if "origin" in self.parts:
+            origin = ORIGINS[[str(kind) for kind in ORIGINS].index(self.parts["origin"])]
         returns = self.parts["lse"] == "1"
         asked = Wanted(band, where, blocks, score, scale, sink, dropout, returns, self.options, origin, self.stored)
         problem = describe((q.shape, k.shape, v.shape), DTYPES[out_dtype(q)], asked, batch, lengths, longest)

@@ -11,7 +11,7 @@ def steady(seed):
     return Seed(
         steady_word(seed.low), steady_word(seed.high), steady_word(seed.offset), steady_word(seed.dither),
         steady_word(seed.limit), steady_word(seed.rest), steady_word(seed.flip), seed.below, seed.above, seed.factor, seed.zero,
-        seed.head, seed.heads, seed.more, seed.query, seed.key,
+        seed.origin,
     )  # fmt: skip
 
 
@@ -40,10 +40,11 @@ def draw_words(seed, batch_head, row, column, COLUMNS: gl.constexpr, BY_KEY: gl.
     """
     CALLS: gl.constexpr = call_layout(COLUMNS)
     WORDS: gl.constexpr = word_layout(COLUMNS)
-    if BY_KEY:
-        batch_head, column, row = placed(seed, batch_head, column, row)
-    else:
-        batch_head, row, column = placed(seed, batch_head, row, column)
+    if len(seed.origin) > 0:
+        if BY_KEY:
+            batch_head, column, row = placed(seed, batch_head, column, row)
+        else:
+            batch_head, row, column = placed(seed, batch_head, row, column)
     rows = (row // 4 + gl.arange(0, 16, gl.SliceLayout(1, CALLS))).to(gl.uint32)[:, None]
     columns = (column // 4 + gl.arange(0, COLUMNS // 4, gl.SliceLayout(0, CALLS))).to(gl.uint32)[None, :]
     if BY_KEY:
