@@ -18,7 +18,7 @@ Nothing else enters: not the backend, the tile, the direction, nor how many GPUs
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
@@ -93,7 +93,7 @@ class Dropout:
 
     p: float
     seed: Any = None
-    origin: Origin | None = None
+    origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("p", "seed"):

@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
 
 
 NAMES = Arguments._fields[:-1]  # which a caller has
-EVERY = ("q", "k", "v", *NAMES[:-2], "seqused_q", "seqused_k", *NAMES[-2:])  # of `attention`, in its order
+EVERY = ("q", "k", "v", *NAMES[:-2], "seqused_q", "seqused_k", *NAMES[-2:], "returns")  # of `attention`, in its order
 
 
 def arguments_of(keywords: Mapping[str, Any]) -> Arguments:
