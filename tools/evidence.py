@@ -100,7 +100,8 @@ def cache_backend(source: str, provider: str) -> str:
 
 def has_passed(folder: Path, name: str, target: str) -> bool:
     """Whether benchmarks/derivatives.py found a pass right on that architecture, and took its time."""
-    what, places = {"tangent": "tangent", "second": "double backward"}[name], (named(target).name, *SAME_CODE.get(target, ()))
+    measured = {"tangent": "tangent", "second": "double backward"}  # no GPU has run the others
+    what, places = measured.get(name), (named(target).name, *SAME_CODE.get(target, ()))
     for path in folder.glob("derivatives-*.csv"):
         with path.open(newline="") as file:
             if any(
@@ -151,6 +152,9 @@ def cell(spelling: str, variant: Variant, target: str, proof: Sequence[Evidence]
     if isinstance(problem, CachedProblem):
         name = dispatch.plan_cached(problem, device).backend
         return f"{told(name, 'forward', traits(problem.attention, 'forward') | {'cached'})} ({name})"
+    if problem.stored is not None:  # a forward alone: gradients are those of a call without 8 bits
+        name = dispatch.select(problem, device, None, None).name
+        return f"forward {told(name, 'forward', traits(problem, 'forward'))} ({name})"
     names = [dispatch.select(problem, device, None, way).name for way in (None, variant)]
     words = [told(name, way, traits(problem, way, variant)) for way, name in zip(DIRECTIONS, names, strict=True)]
     if words[0] != words[1]:

@@ -57,6 +57,8 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp32, tf32", "attention(q=1x128x2x64,kv=128x2x64,fp32,tf32)", "auto"),
     ("fp32, ieee", "attention(q=1x128x2x64,kv=128x2x64,fp32,ieee)", "auto"),
     ("fp64", "attention(q=1x128x2x64,kv=128x2x64,fp64)", "auto"),
+    ("k, v of 8 bits", "attention(q=1x128x2x64,kv=128x2x64,bf16,stored=e4m3:head:head)", "auto"),
+    ("fp8 products", "attention(q=1x128x2x64,kv=128x2x64,bf16,stored=e4m3:head:head:head)", "auto"),
     ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
     ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
     ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),

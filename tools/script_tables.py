@@ -27,6 +27,8 @@ FILES = {  # file -> what its rows are
     "cached-h200": "Decoding from a key/value cache, under CUDA graph replay: `benchmarks/cached.py`. `of_copy`: a memcpy's "
     "time over ours, `of_best`: the best peer's.",
     "cached-hopper-h200": "The same by Hopper's kernel, beside the portable one (`triton` in a name) and with other tiles.",
+    "cached-hopper-sums-h200": "Hopper's kernel since a block adds its parts up (lab, decoding 2): `benchmarks/cached.py`.",
+    "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
@@ -124,13 +126,13 @@ def shares(folder: Path) -> str:
 
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = [row for row in read(folder / "cached-hopper-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    rows = [row for row in read(folder / "cached-hopper-sums-h200.csv") if row["queries"] == "1" and row["of_best"]]
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]
         return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/64')} for pages of 64"
+    return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/16')} for pages of 16"
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def dot_product_attention(
 
     Returns out (B, T, N, V) in query's dtype, or (out, residual). A query that sees no key gives 0 and -inf (jax.nn gives it
     the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and automatic sharding over
-    batch and heads. Raises InvalidProblem and NotSupported; no second derivatives.
+    batch and heads. Raises InvalidProblem and NotSupported.
     """
     _check_names("dot_product_attention", extras)
     if dropout_rng is not None:  # flax.linen hands over what it finds in the signature, and drops the rest, the rate too
