@@ -32,6 +32,7 @@ from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
+from tools.mutate import read_bugs
 
 ROOT = Path(__file__).parent.parent.parent
 FAILURES = Path(__file__).parent / "failures.jsonl"
@@ -414,3 +415,9 @@ def test_hopper_is_asked_for_what_it_runs() -> None:
     cases = drawn(range(60), "hopper", 1)
     assert {case.dtype for case in cases} == {"fp16", "bf16"}
     assert all(case.head_dim % 8 == 0 and case.backend == "hopper" for case in cases)
+
+
+def test_every_seeded_bug_is_one_place_of_its_file() -> None:
+    """`tools/mutate.py` judges no others: whoever rewrites a line writes its bug anew."""
+    stale = [bug for bug in read_bugs() if (ROOT / bug.file).read_text().count(bug.old) != 1]
+    assert not stale
