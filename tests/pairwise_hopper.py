@@ -26,7 +26,7 @@ from tests.hopper.assess import forward
 from tests.judge import run, run_without_lse, wants_gradient
 from tests.pairwise import Choice, Meeting, Table, cover
 
-TRIES = 16  # more of them save hardly a choice
+TRIES = 24  # more of them save hardly a choice
 FIXED: dict[str, Any] = {"fixed_slopes": "score"}
 
 # The first value of an axis is one that hardly anything excludes: see `plainest`.

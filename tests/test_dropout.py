@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import Dropout, InvalidProblem, NotSupported, Options, dropout_mask
+from flashtile.fuzz.tiles import forced
 from flashtile.problem.dropout import LATTICE, ORIGINS, Origin, keep, limits, numbers, philox
 from flashtile.problem.options import Variant
 from flashtile.torch.context.wanted import against_dropout
@@ -115,6 +116,19 @@ def test_every_backend_rounds_limits_the_same(
     dropout = Dropout(1 - chance if flipped else chance, seed)
     assert bool(dropout_mask(dropout, 2, HEADS, 16, 72)[at]) == (up == flipped)
     seen_mask(backend, place, variant, dropout, seqlen_q=16, seqlen_k=72)
+
+
+WIDE = ";".join(f"{which}:16x128x4x1x8x0" for which in ("forward", "keys", "queries", "fused"))
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+@pytest.mark.parametrize(("backend", "variant"), [("triton", "split"), ("triton", "fused")])
+def test_a_tile_of_more_than_a_dither_s_keys_rounds_limits_the_same(
+    backend: str, place: torch.device, variant: Variant, up: bool
+) -> None:
+    """The 64 keys behind the first of a tile have dithers of their own."""
+    with forced(WIDE):
+        test_every_backend_rounds_limits_the_same(backend, place, variant, up, False)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

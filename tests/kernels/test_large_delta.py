@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from flashtile import Options, dispatch
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import CASES, Case
-from tests.judge import FACTOR, expected, judge, run
+from tests.judge import FACTOR, expected, judge, measure, run
 
 
 def forget() -> None:
@@ -64,3 +65,15 @@ FORMS = [
 def test_forms_of_modifiers_that_small_problems_do_not_have(case: Case, place: torch.device) -> None:
     tensors = case.tensors(place)
     judge(case, run("triton", case, tensors), *expected(case, case.tensors(place)))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(("backend", "variant"), [("triton", "split"), ("triton", "fused")])
+def test_slopes_do_not_feel_what_delta_is_off_by(backend: str, variant: str, dtype: str, place: torch.device) -> None:
+    """Far from the diagonal every row adds what its delta is off by, times its distances: sums per head are corrected after."""
+    case = Case("large-slopes", seqlen_q=96, seqlen_k=16, score=("alibi",), dtype=dtype, upstream="out")
+    case = replace(case, backward=variant)  # pyright: ignore[reportArgumentType]
+    tensors = case.tensors(place)
+    result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
+    error = measure("dscore.0", case, result["dscore.0"], truth["dscore.0"], plain["dscore.0"])
+    assert error.largest <= 0.1 * error.plain_largest

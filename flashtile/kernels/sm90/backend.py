@@ -56,7 +56,7 @@ from flashtile.triton_glue.language import JitTuple
 
 MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not fit its registers
 FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
-FEW_KEYS = 15  # of an item on average, likewise: of so few lengths often leave one, whose out dropout's factor rounds
+FEW_KEYS = 15  # of an item on average: of so few, lengths and masks often leave one
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 
 
@@ -120,10 +120,11 @@ class HopperBackend:
                 f"an item has one query, or up to {FEW_QUERIES} in a small problem: dq and dk show what out was rounded by, "
                 "which more would average"
             )
-        elif p.dropout is not None and p.lengths.ragged and p.span_k <= FEW_KEYS * items and is_small(p):
+        elif p.dropout is not None and is_small(p) and _may_leave_one(p, items):
             reasons.append(
-                f"there is dropout, and an item of a small problem has up to {FEW_KEYS} keys on average, of which its length "
-                "may leave one: dq and dk are 0 then, and here what out was rounded by"
+                "there is dropout, and what is known at run time may leave each query of a small problem one key: seqused or, "
+                f"beside up to {FEW_KEYS} keys per item, lengths, a mask or a bias; dq and dk are 0 then, and here what out "
+                "was rounded by"
             )
         if p.exact_delta:
             reasons.append("delta is to be exact; here it is of the rounded out, and no pass walks the keys before it is used")
@@ -444,3 +445,13 @@ def gluon_refusal() -> str | None:
         warnings.warn(f"{reason}. Slower ones take the place of Hopper's.", stacklevel=2)
         return reason
     return None
+
+
+def _may_leave_one(p: AttentionProblem, items: int) -> bool:
+    """Whether it happens that no query sees more than one key, though the problem does not say so.
+
+    out is then v times dropout's factor, rounded: delta is of that, dp is not. `seqused` does it beside any number of keys: the
+    items that have more may have no query.
+    """
+    uneven = p.lengths.ragged or bool(p.where) or p.shares_offset
+    return p.lengths.used_k or (uneven and p.span_k <= FEW_KEYS * items)
