@@ -222,7 +222,7 @@ def test_tangents_of_the_entropys_gradient_are_refused() -> None:
     for derivative in (torch.func.grad(summed), torch.func.jacrev(summed)):
         with pytest.raises(NotSupported, match=r"(?s)forward-mode.*statistics of attention by q"):
             torch.func.jvp(derivative, (q,), (q,))
-    _, pull = torch.func.vjp(lambda q: flashtile.attention(q, k, v, returns="entropy")[1].entropy, q)
+    pull: Any = torch.func.vjp(lambda q: flashtile.attention(q, k, v, returns="entropy")[1].entropy, q)[1]
     with pytest.raises(NotSupported, match=r"(?s)forward-mode.*gradients of attention's entropy by dentropy"):
         torch.func.jvp(pull, (torch.ones(2, 4, 3),), (torch.ones(2, 4, 3),))
 
