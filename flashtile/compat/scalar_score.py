@@ -18,7 +18,8 @@ import torch
 from flashtile.compat.device_code import Kernels, kernels_of
 from flashtile.compat.device_text import POINTWISE
 from flashtile.problem.score import Captured, Position, Score
-from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, LITERAL, Node, Spread, ancestors, each, evaluate, mapped, refusal
+from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, LITERAL, Node, ancestors, each, evaluate, refusal
+from flashtile.torch.api.spread import Spread, mapped
 from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
 from flashtile.triton_glue.language import INTERPRETED
 

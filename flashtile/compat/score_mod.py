@@ -21,7 +21,8 @@ from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
 from flashtile.torch.api.fingerprint import fingerprint
-from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, Node, Recorded, Sizes, Spread, record
+from flashtile.torch.api.recording import ATEN, INPUT, INPUTS, Node, Recorded, record
+from flashtile.torch.api.spread import Sizes, Spread
 
 # of each score_mod what it was recorded for, the objects that this names by their identity, and what it does
 _RECORDED: WeakKeyDictionary[Any, tuple[list[Any], list[Any], Recorded]] = WeakKeyDictionary()

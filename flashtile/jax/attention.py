@@ -131,7 +131,7 @@ def dot_product_attention(
     given = query
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
-    key, value = numbers_of(query, key, value, _scales(extras))
+    key, value = numbers_of(query, key, value, _scales(extras), padded=key_value_seq_lengths is not None)
     check_operands(query, key, value)
     rest = _Rest(**extras)
     lengths = {

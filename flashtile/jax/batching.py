@@ -29,7 +29,7 @@ def run_mapped(step: Step, implementation: str | None, *given: Any) -> tuple[Any
         which = {name for name, is_batched in zip(names, batched, strict=True) if is_batched}
         each = step.fit(tuple(jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(given, batched, strict=True)))
         if joins_batch(each, which):
-            wide = [_joined(each, n, x, n in which, size) for n, x in zip(names, given, strict=True)]
+            wide = [_joined(each, n, x, which, size) for n, x in zip(names, given, strict=True)]
             made = call(*wide)
             outputs = tuple(_parted(each, b, x, size) for b, x in zip(each.outputs(), made, strict=True))
             return outputs, (True,) * len(outputs)
@@ -81,15 +81,15 @@ def joins_batch(step: Step, batched: set[str]) -> bool:
     return p.sink is None or (batched.isdisjoint(("sink", "tsink")) and not p.sink.grad)
 
 
-def _joined(step: Step, name: str, x: Any, batched: bool, size: int) -> Any:
-    """An input of all elements: (size * batch, ...), or as it is where it has no batch."""
-    p = step.problem
-    if primal(name) == "sink":
+def _joined(step: Step, name: str, x: Any, which: set[str], size: int) -> Any:
+    """An input of all elements: (size * batch, ...), or as it is where it has no batch, nor has what it is a tangent of."""
+    p, source, batched = step.problem, primal(name), name in which
+    if source == "sink":
         return x
-    if primal(name).startswith("score."):
+    if source.startswith("score."):
         i, j = place_of(name)
         if p.score[i].kind.captured[j].broadcast:
-            if not batched and x.shape[0] == 1 and not p.score[i].tensors[j].grad:
+            if which.isdisjoint((source, f"t{source}")) and x.shape[0] == 1 and not p.score[i].tensors[j].grad:
                 return x
             x = jnp.broadcast_to(x, (size, p.batch, *x.shape[-3:]))
             return x.reshape(size * p.batch, *x.shape[2:])

@@ -87,6 +87,36 @@ def test_append_comes_first_and_gradients_go_the_ordinary_way() -> None:
     assert rows.grad is not None
 
 
+@pytest.mark.parametrize("seed", [3, 6, 7])
+def test_gradients_read_item_0s_prefix_too(seed: int) -> None:
+    tensors, how, prefix = draw(seed, torch.device("cpu"))
+    for other in tensors[1:] if len(tensors) == 3 else tensors[3:]:  # nobody reads the others' copies, nor their tables
+        other[1:, : prefix if len(tensors) == 3 else prefix // tensors[1].shape[1]] = (
+            torch.nan if other.is_floating_point() else -9
+        )
+    alone = flashtile.attention_cached(*tensors, **how, shared_prefix=prefix)
+    rows = tensors[0].clone().requires_grad_()
+    out = flashtile.attention_cached(rows, *tensors[1:], **how, shared_prefix=prefix)
+    torch.testing.assert_close(out, alone, rtol=2e-5, atol=2e-6)
+    (grad,) = torch.autograd.grad(out.square().sum(), rows)
+    assert grad.isfinite().all()
+
+
+def test_float64_stays_float64() -> None:
+    """Also where no item has a key, and lse is that of the sink."""
+    tensors, how, prefix = draw(4, torch.device("cpu"), torch.float64)
+    for used in (how["seqused_k"], torch.zeros_like(how["seqused_k"])):
+        given = {**how, "seqused_k": used, "sink": torch.randn(tensors[0].shape[-2]), "return_lse": True}
+        apart, together = (flashtile.attention_cached(*tensors, **given, shared_prefix=n) for n in (0, prefix))
+        torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
+
+
+def test_one_item_has_no_scales_of_its_own() -> None:
+    q, k, v = torch.randn(1, 1, 1, 16), *torch.randint(-9, 9, (2, 1, 8, 1, 16), dtype=torch.int8)
+    how: dict[str, Any] = dict(seqused_k=torch.tensor([7]), k_scale=torch.tensor([0.1]), v_scale=torch.tensor([[0.2]]))
+    torch.testing.assert_close(*(flashtile.attention_cached(q, k, v, **how, shared_prefix=n) for n in (0, 5)))
+
+
 def test_stored_scales_go_along() -> None:
     tensors, how, prefix = draw(4, torch.device("cpu"))
     q, k, v, table = tensors

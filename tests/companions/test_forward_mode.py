@@ -134,3 +134,16 @@ def test_torch_funcs_tangents_are_refused_by_name() -> None:
     call(x)  # a known layout, too
     with pytest.raises(NotSupported, match=r"(?s)forward-mode differentiation of .* by x:.*use reverse mode"):
         torch.func.jvp(call, (x,), (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tangents_of_a_gradient_are_refused(reduction: str) -> None:
+    """jvp of grad: the tensors that arrive are wrapped, and what is wrapped has the tangent."""
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    call = lambda x, w: ops.linear_cross_entropy(x, w, torch.arange(4), reduction=reduction).sum()  # noqa: E731
+    for place in (0, 1):
+        with pytest.raises(NotSupported, match=f"(?s){REFUSED}"):
+            torch.func.jvp(torch.func.grad(call, place), (x, weight), (x, weight))
+    along = lambda w: torch.func.grad(call)(x, w)  # noqa: E731
+    with pytest.raises(NotSupported, match=r"(?s)forward-mode differentiation of .* by weight:.*use reverse mode"):
+        torch.func.jvp(along, (weight,), (weight,))

@@ -79,6 +79,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (lambda s, b, h, q, k: s if q > 3 else s * 2, "it asks for a value"),
     "item": (lambda s, b, h, q, k: s + q.item(), "it asks for a value"),
     "numpy": (lambda s, b, h, q, k: s + float(k.numpy()), "it asks for a value"),
+    "list": (lambda s, b, h, q, k: s * torch.tensor([q, k]).sum(), "it makes a tensor of a list of values"),
+    "list-as": (lambda s, b, h, q, k: s * torch.as_tensor((q, k)).sum(), "it makes a tensor of a list of values"),
+    "list-of-a-type": (lambda s, b, h, q, k: s * torch.FloatTensor([q, k]).sum(), "it asks for a value"),
+    "list-index": (lambda s, b, h, q, k: s * torch.ones(9)[[q, 0], :1].sum(), "it indexes by a list of values"),
     "random": (lambda s, b, h, q, k: s + torch.rand(()), "it draws random numbers"),
     "boolean-index": (lambda s, b, h, q, k: s + torch.ones(4)[(q > k).expand(4)].sum(), "it indexes a tensor by a boolean"),
     "writes": (lambda s, b, h, q, k: s + WRITTEN.add_(1), "it changes a captured tensor in place"),
@@ -204,7 +208,7 @@ def test_a_large_addend_is_made_in_parts(place: torch.device, monkeypatch: pytes
     mod = lambda s, b, h, i, j: s + torch.relu(table[i] * w[j]).sum()  # noqa: E731
     results: list[list[torch.Tensor]] = []
     for most in (2**24, 64):
-        monkeypatch.setattr("flashtile.torch.api.recording.MOST_AT_ONCE", most)
+        monkeypatch.setattr("flashtile.torch.api.spread.MOST_AT_ONCE", most)
         out = flex_attention(q, k[:, :, :5], k[:, :, :5], mod)
         results.append([out, *torch.autograd.grad(out.square().sum(), [table, w])])
     for mine, other in zip(*results, strict=True):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flashtile import NotSupported
 from flashtile.compat import score_mod as reading
+from flashtile.compat.flex import flex_attention
 from flashtile.compat.score_mod import modifiers_of
 from flashtile.torch.api.fingerprint import fingerprint
 
@@ -172,3 +174,35 @@ def test_gradients_of_captured_tensors_do_not_come_from_an_earlier_call(recorded
     _, (bias,) = modifiers_of(mod, SIZES, torch.device("cpu"))
     assert bias.tensors(1, 2)[0].requires_grad
     assert recorded == [mod]
+
+
+LISTS: dict[str, Callable[[torch.Tensor], Mod]] = {
+    "as_tensor": lambda t: lambda s, b, h, i, j: s * torch.as_tensor([t[0], t[1]])[1],
+    "asarray": lambda t: lambda s, b, h, i, j: s * torch.asarray([1.0, t[0]])[1],
+    "of-a-type": lambda t: lambda s, b, h, i, j: s * torch.FloatTensor([t[0], t[1]])[1],
+    "new": lambda t: lambda s, b, h, i, j: s * t.new([t[0], t[1]])[1],
+    "float": lambda t: lambda s, b, h, i, j: s * float(t[1]),
+    "branch": lambda t: lambda s, b, h, i, j: s * (2.0 if t[0] < 1.0 else 3.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_numbers_that_are_read_of_tensors_are_read_at_every_call(name: str, recorded: list[Any]) -> None:
+    t = torch.tensor([0.5, 1.5])
+    mod = LISTS[name](t)
+    said(mod)
+    t.copy_(torch.tensor([2.0, 0.25]))
+    assert said(mod) == said(LISTS[name](t))
+    assert len(recorded) == 3
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_numbers_that_are_read_below_a_transform_are_the_tensors_own(name: str) -> None:
+    """Under vmap there is no one number: refused, as torch refuses it."""
+    t, q = torch.tensor([0.5, 1.5]), torch.randn(1, 1, 4, 8)
+    attend = lambda t: flex_attention(q, q, q, LISTS[name](t))  # noqa: E731
+    _, through_grad = torch.func.grad_and_value(lambda t: attend(t).sum())(t)
+    assert torch.equal(through_grad, attend(t).sum())
+    assert torch.equal(torch.func.jvp(attend, (t,), (t,))[0], attend(t))
+    with pytest.raises(NotSupported, match=r"asks for a value of a tensor that torch\.vmap maps"):
+        torch.func.vmap(attend)(t[None])

@@ -90,6 +90,19 @@ def test_hessian_and_vmap() -> None:
     close(jax.jit(mapped(ours))(several), jax.jit(mapped(plain))(several), 1e-4)
 
 
+@pytest.mark.parametrize("place", [0, 3, 4], ids=["q", "bias", "slopes"])
+def test_mapped_directions_of_what_is_not_mapped(place: int) -> None:
+    """Tangents have a batch that their inputs have not, and the other way round."""
+    given, moved = list(inputs()), normal(2, *inputs()[place].shape, seed=20)
+
+    def along(f: Any, x: Any, direction: Any) -> Any:
+        return jax.jvp(lambda x: f(*given[:place], x, *given[place + 1 :]), (x,), (direction,))
+
+    for axes, x, direction in (((None, 0), given[place], moved), ((0, None), given[place] + abs(moved), moved[0])):
+        one, other = (jax.vmap(lambda x, d, f=f: along(f, x, d), axes)(x, direction) for f in (ours, plain))
+        close(one, other)
+
+
 def test_shard_map() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
     x, t = inputs()[:3], MOVED[:3]

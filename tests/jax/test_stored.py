@@ -51,6 +51,20 @@ def test_items_one_after_another(how: str) -> None:
     np.testing.assert_allclose(found, dot_product_attention_varlen(q, *wide, cu), rtol=1e-6)
 
 
+def test_scales_of_padding_are_nobodys() -> None:
+    """As in torch; where every token counts NaN is refused."""
+    q, k, v = draw(jnp.float8_e4m3fn)
+    scale = jnp.full((2, 6, 2), 0.5).at[:, 4:].set(jnp.nan)
+    lengths = jnp.array([4, 3], jnp.int32)
+    attend = lambda scale: dot_product_attention(q, k, v, key_value_seq_lengths=lengths, k_scale=scale, v_scale=scale)  # noqa: E731
+    np.testing.assert_array_equal(attend(scale), attend(jnp.float32(0.5)))
+    starts, ends = jnp.array([0, 2, 3], jnp.int32), jnp.array([0, 3, 4], jnp.int32)
+    packed = lambda scale: dot_product_attention_varlen(q[0], k[0], v[0], starts, ends, k_scale=scale, v_scale=scale)  # noqa: E731
+    np.testing.assert_array_equal(packed(scale[0])[:3], packed(jnp.float32(0.5))[:3])
+    with pytest.raises(flashtile.InvalidProblem, match="k_scale holds nan"):
+        dot_product_attention(q, k, v, k_scale=scale)
+
+
 def test_errors() -> None:
     q, k, v = draw(jnp.float8_e4m3fn)
     for scales, says in (

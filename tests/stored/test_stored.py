@@ -136,6 +136,31 @@ def test_gradients_are_those_of_the_numbers() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_scales_have_gradients_and_tangents_and_what_is_stored_none() -> None:
+    """Also where nothing else wants one."""
+    q, k, v = small()
+    scale = torch.rand(2, 2) + 0.5
+    ours = lambda s: flashtile.attention(q, k, v, k_scale=s, v_scale=s, causal=True).float().square().sum()  # noqa: E731
+
+    def formula(s: torch.Tensor) -> torch.Tensor:
+        wide = ((t.float() * s[:, None, :, None]).to(q.dtype) for t in (k, v))
+        return flashtile.attention(q, *wide, causal=True).float().square().sum()
+
+    leaves = [scale.clone().requires_grad_() for _ in range(2)]
+    found, wanted = (torch.autograd.grad(f(s), s)[0] for f, s in zip((ours, formula), leaves, strict=True))
+    assert found.any()
+    assert torch.equal(found, wanted)
+    for one, other in zip(*(torch.func.jvp(f, (scale,), (torch.ones_like(scale),)) for f in (ours, formula)), strict=True):
+        assert torch.equal(one, other)
+    for place, name in enumerate("kv", 1):
+        given = [q, k, v]
+        given[place] = given[place].clone().requires_grad_()
+        with pytest.raises(flashtile.NotSupported, match=rf"{name} of torch.float8_e4m3fn requires one; detach it"):
+            flashtile.attention(*given)
+        with torch.no_grad():
+            flashtile.attention(*given)
+
+
 def test_gradients_go_straight_through() -> None:
     """16-bit q, k, v under fp8: their gradients are those of the quantised numbers."""
     q, k, v = (t.bfloat16().requires_grad_() for t in small())

@@ -112,7 +112,7 @@ def exactly(case: Case, tensors: Tensors, name: str) -> list[torch.Tensor]:
 
 
 def test_every_parameter_that_is_a_tensor_is_among_them() -> None:
-    """Lengths are numbers without tangents."""
+    """Lengths are numbers without tangents; those of 8 bits' scales are in tests/stored."""
     seen = {"qkv", "kv", *(name for case in CASES for name in inputs(case))}
     for function in (
         flashtile.attention,
@@ -122,7 +122,7 @@ def test_every_parameter_that_is_a_tensor_is_among_them() -> None:
     ):
         for name, parameter in inspect.signature(function).parameters.items():
             if "Tensor" in str(parameter.annotation):
-                assert name in seen or name.startswith(("cu_seqlens", "seqused")), name
+                assert name in seen or name.startswith(("cu_seqlens", "seqused", "scales")), name
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "expanded"])  # which no dual tensor is made of

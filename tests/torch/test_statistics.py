@@ -215,6 +215,18 @@ def test_transforms_and_compile() -> None:
     torch.testing.assert_close(again, expected)
 
 
+def test_tangents_of_the_entropys_gradient_are_refused() -> None:
+    """jvp of grad: no zero."""
+    q, k, v = sizes(seqlen_q=3, seqlen_k=4)
+    summed = lambda q: flashtile.attention(q, k, v, returns="entropy")[1].entropy.square().sum()  # noqa: E731
+    for derivative in (torch.func.grad(summed), torch.func.jacrev(summed)):
+        with pytest.raises(NotSupported, match=r"(?s)forward-mode.*statistics of attention by q"):
+            torch.func.jvp(derivative, (q,), (q,))
+    pull: Any = torch.func.vjp(lambda q: flashtile.attention(q, k, v, returns="entropy")[1].entropy, q)[1]
+    with pytest.raises(NotSupported, match=r"(?s)forward-mode.*gradients of attention's entropy by dentropy"):
+        torch.func.jvp(pull, (torch.ones(2, 4, 3),), (torch.ones(2, 4, 3),))
+
+
 def test_errors_say_what_to_do() -> None:
     q, k, v = sizes()
     for returns, what in (("entropie", "returns has 'entropie'"), (("lse", "lse"), "twice"), ("mass", "Mass")):

@@ -11,18 +11,8 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.blocks import BlockSpec
-from flashtile.torch.api.recording import (
-    AXES,
-    MOST_AT_ONCE,
-    Node,
-    Recorded,
-    ancestors,
-    evaluate,
-    mapped,
-    plainly,
-    record,
-    taken,
-)
+from flashtile.torch.api.recording import AXES, Node, Recorded, ancestors, evaluate, plainly, record, taken
+from flashtile.torch.api.spread import MOST_AT_ONCE, mapped
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 

@@ -18,7 +18,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), tor
 _BUILTINS = (abs, all, any, bool, complex, enumerate, float, int, isinstance, len, max, min, pow, range, round, sum, tuple, zip)
 # What writes beyond the function, and attributes of torch that hold a state.
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME")
-_STATES = {"backends", "compiler", "cuda", "random", "seed", "initial_seed", "_C", "_dynamo", "grad", "__dict__", "data"}
+_STATES = {
+    "backends",
+    "compiler",
+    "cuda",
+    "random",
+    "seed",
+    "initial_seed",
+    "_C",
+    "_dynamo",
+    "grad",
+    "__dict__",
+    "data",
+    "_version",
+}
 _DEEPEST = 8  # functions that read functions
 
 

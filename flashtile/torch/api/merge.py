@@ -12,12 +12,12 @@ from flashtile.errors import InvalidProblem
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all keys together, from those of disjoint sets of keys; differentiable in all of them.
 
-    outs: (batch, seqlen, heads, head_dim) each, lses: float32 (batch, heads, seqlen); or of packed items
-    (total, heads, head_dim) and (heads, total). lse is the natural log, -inf where a query saw no key. A
+    outs: (batch, seqlen, heads, head_dim) each, lses: float32 or float64 (batch, heads, seqlen); or of packed
+    items (total, heads, head_dim) and (heads, total). lse is the natural log, -inf where a query saw no key. A
     sink belongs to one of the sets.
 
-    Attention to keys in common, such as a prefix that many items share, is computed once. In float32; out in the first
-    one's dtype.
+    Attention to keys in common, such as a prefix that many items share, is computed once. In float32, or float64 where the
+    first out is; out in the first one's dtype.
     """
     outs, lses = tuple(outs), tuple(lses)
     if not outs or len(outs) != len(lses):
@@ -30,14 +30,15 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
         wanted = (*out.shape[:-3], out.shape[-2], out.shape[-3])
         if tuple(lse.shape) != wanted:
             raise InvalidProblem(f"lses[{i}] has shape {tuple(lse.shape)}; it must be {wanted}, (batch, heads, seqlen).")
-    every = torch.stack([lse.float() for lse in lses])
+    wide = torch.float64 if outs[0].dtype is torch.float64 else torch.float32
+    every = torch.stack([lse.to(wide) for lse in lses])
     blind = (every == -torch.inf).all(0)
     seen = every.masked_fill(blind, 0.0)  # of nothing, weights that are numbers, for values that are 0
     lse = torch.logsumexp(seen, 0)
     weights = torch.exp(seen - lse).masked_fill(blind, 0.0)
     # a set that a query sees nothing of has weight 0 and a gradient of 0, whatever its out holds
     parts = [
-        w.transpose(-1, -2)[..., None] * out.float().masked_fill((one == -torch.inf).transpose(-1, -2)[..., None], 0.0)
+        w.transpose(-1, -2)[..., None] * out.to(wide).masked_fill((one == -torch.inf).transpose(-1, -2)[..., None], 0.0)
         for w, out, one in zip(weights, outs, lses, strict=True)
     ]
     return torch.stack(parts).sum(0).to(outs[0].dtype), lse.masked_fill(blind, -torch.inf)

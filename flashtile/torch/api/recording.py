@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from math import prod
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +19,21 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from flashtile.errors import InvalidProblem, NotSupported
 
 AXES: tuple[str, ...] = ("batch", "head", "q_idx", "kv_idx")
 INPUTS: tuple[str, ...] = ("score", *AXES)
 ATEN = torch.ops.aten
-Sizes = tuple[int, int, int, int]  # of AXES
-MOST_AT_ONCE = 2**24  # numbers of a value's largest part that are made at once: 64 MiB of float32
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _GATHERS = ("index", "index_put")  # whose shape depends on values where an index is boolean
-_VALUES = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "tolist")
+_VALUES = {
+    "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "tolist",
+    "__float__", "__index__", "__int__", "__complex__",
+}  # fmt: skip
+# What makes a tensor of numbers in lists, those of tensors too, which no operator then says.
+_COPIES = ("tensor", "new_tensor", "as_tensor", "asarray", "new", "__getitem__", "__setitem__")
 _CASTS = {
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool",
 }  # fmt: skip
@@ -99,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.wrapped: dict[int, torch.Tensor] = {}  # by the id of a tensor that torch.func wraps what stands for it
         self.stands: dict[int, torch.Tensor] = {}  # and by that one's id the wrapped one
+        self.unknown: set[int] = set()  # ids of those that torch.vmap maps: no number stands for theirs
         self.by_value = False
         self.count = 0
 
@@ -134,9 +136,26 @@ class Recorder(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or not _functorch.is_functorch_wrapped_tensor(value):
             return value
         if id(value) not in self.wrapped:
-            stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+            inner = value
+            while _functorch.is_gradtrackingtensor(inner):
+                inner = _functorch.get_unwrapped(inner)
+            with _unseen():
+                if _functorch.is_functorch_wrapped_tensor(inner):
+                    stand = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+                    self.unknown.add(id(value))
+                else:
+                    stand = inner.detach().clone()
             self.wrapped[id(value)], self.stands[id(stand)] = stand, value
         return self.wrapped[id(value)]
+
+    def reads(self, values: Any) -> None:
+        """Note that numbers of these are read, which torch.vmap must not have of what it maps."""
+        self.by_value = True
+        seen = [self.seen(value) for value in leaves_of(values)]
+        for node in ancestors([node for node in seen if isinstance(node, Node)]):
+            seen += leaves_of((node.args, node.kwargs))
+        if any(id(tensor) in self.unknown for tensor in seen):
+            raise self.refusal("it asks for a value of a tensor that torch.vmap maps, as torch does not allow")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, detached = kwargs or {}, not torch.is_grad_enabled()
@@ -153,7 +172,8 @@ class Recorder(TorchDispatchMode):
         boolean = [i for i in seen_args[1] if _is_boolean(i)] if name in _GATHERS else []
         if needs and any(isinstance(i, Node) for i in boolean):
             raise self.refusal("it indexes a tensor by a boolean, which differs from score to score")
-        self.by_value |= bool(boolean) or (name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE))
+        if boolean or (name not in _GATHERS and not {*func.tags}.isdisjoint(_BY_VALUE)):
+            self.reads(boolean or [seen_args, seen_kwargs])
         if func._schema.is_mutable:
             return self.change(func, name, args, kwargs, (seen_args, seen_kwargs), detached)
         result = func(*args, **kwargs)
@@ -174,6 +194,20 @@ class Recorder(TorchDispatchMode):
             self.count += 1
             self.made[id(fresh)] = fresh, Node(LITERAL, (fresh.item(),), {}, frozenset(), self.count, (), fresh.dtype)
         return fresh
+
+    def copies(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note numbers that are read of tensors in lists; those that differ from score to score are refused."""
+        given = [*args, *kwargs.values()]
+        if name in ("__getitem__", "__setitem__"):
+            given = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
+        elif name in ("tensor", "new_tensor"):
+            self.by_value |= any(isinstance(one, torch.Tensor) for one in (*args[-1:], *kwargs.values()))
+        listed = leaves_of([one for one in given if isinstance(one, (list, tuple))])
+        for tensor in [t for t in listed if isinstance(t, torch.Tensor)]:
+            self.reads([tensor])
+            if id(tensor) in self.made and self.made[id(tensor)][1].needs:
+                what = "indexes by" if name.startswith("__") else "makes a tensor of"
+                raise self.refusal(f"it {what} a list of values, which differ from score to score (torch.stack keeps them)")
 
     def change(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Any, Any], detached: bool
@@ -213,8 +247,10 @@ class _Scalars(TorchFunctionMode):
             args, kwargs = each(self.recorder.plain, args), each(self.recorder.plain, kwargs)
         name = getattr(func, "__name__", "")
         recorded = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in made
-        copies = name in ("tensor", "new_tensor") and any(isinstance(t, torch.Tensor) for t in leaves_of((args[-1:], kwargs)))
-        self.recorder.by_value |= copies or name in _VALUES
+        if name in _COPIES:
+            self.recorder.copies(name, args, kwargs)
+        if name in _VALUES:
+            self.recorder.reads(args)
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, torch.Tensor) for i in leaves_of(index)):
@@ -402,91 +438,3 @@ def evaluate(
             made = node.op(*each(value, node.args), **each(value, node.kwargs))
             values[id(node)] = made.detach() if node.detached and isinstance(made, torch.Tensor) else made
     return [values[id(root)] for root in roots]
-
-
-def mapped(function: Callable[..., torch.Tensor], axes: Sequence[Sequence[int | None]]) -> Callable[..., torch.Tensor]:
-    """`function` of scalars, mapped once for each row of `axes`, the last innermost: which axis of each argument, or None."""
-    for row in reversed(axes):
-        function = torch.vmap(function, in_dims=tuple(row))
-
-    def everywhere(*given: torch.Tensor) -> torch.Tensor:
-        with ExitStack() as stack:  # operators run where torch.func is switched off
-            for key in ("DynamicLayerFrontMode", "DynamicLayerBackMode", "VmapMode", "Batched"):
-                key = getattr(torch._C.DispatchKey, f"FuncTorch{key}")
-                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
-            return function(*given)
-
-    return everywhere
-
-
-@dataclass
-class Spread:
-    """Values of nodes at every score, as tensors (batch, head, q_idx, kv_idx) of size 1 along axes that they do not need."""
-
-    sizes: Sizes
-    device: torch.device
-    subject: str
-    ranges: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def of(self, node: Node) -> torch.Tensor:
-        """The value of a scalar node that does not depend on the score; where it lies, if it is elements of a tensor."""
-        element = self._element(node)
-        if element is not None:
-            return element
-        axes = [axis for axis in AXES if axis in node.needs]
-        shape = [size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True)]
-        if 0 in shape:
-            return torch.zeros(shape, dtype=node.dtype, device=self.device)
-        given = [torch.arange(self.sizes[AXES.index(axis)], device=self.device) for axis in axes]
-
-        def scalar(*at: torch.Tensor) -> torch.Tensor:
-            return evaluate([node], dict(zip(axes, at, strict=True)), lambda t: t, self.device)[0]
-
-        rows = [[0 if j == i else None for j in range(len(axes))] for i in range(len(axes))]
-        every = mapped(scalar, rows)
-        steps = self._steps(node, axes)
-        with plainly(self.device), taken(node, self.subject):
-            if len(steps) == 1:
-                made = every(*given)
-            else:
-                first, *rest = given
-                grad = torch.is_grad_enabled()
-                parts = [
-                    checkpoint(every, part, *rest, use_reentrant=False) if grad else every(part, *rest)
-                    for part in first.split(steps)
-                ]
-                made = torch.cat(parts)
-        return made.to(self.device).reshape(shape)
-
-    def _steps(self, node: Node, axes: list[str]) -> list[int]:
-        """Lengths along the first axis, so that no part of the value is larger than MOST_AT_ONCE."""
-        if len(axes) < 2:
-            return [0]
-        size = dict(zip(AXES, self.sizes, strict=True))
-        most = max(prod(n.shape) * prod(size[a] for a in n.needs) for n in ancestors([node]))
-        step = max(1, size[axes[0]] * MOST_AT_ONCE // max(most, 1))
-        whole, rest = divmod(size[axes[0]], step)
-        return [step] * whole + [rest] * (rest > 0) or [0]
-
-    def _element(self, node: Node) -> torch.Tensor | None:
-        """A view of a tensor whose axes are indexed by the inputs themselves, each once."""
-        if node.op is not ATEN.index.Tensor:
-            return None
-        source, index = node.args
-        names = [i.args[0] for i in index if isinstance(i, Node) and i.op == INPUT]
-        if not len(names) == len(index) == len(set(names)) == _dims(source) or (isinstance(source, Node) and source.needs):
-            return None
-        tensor = evaluate([source], {}, lambda t: t, self.device)[0] if isinstance(source, Node) else source
-        sizes = [self.sizes[AXES.index(name)] for name in names]
-        if any(n < size for n, size in zip(tensor.shape, sizes, strict=True)):
-            axis = next(i for i, (n, size) in enumerate(zip(tensor.shape, sizes, strict=True)) if n < size)
-            raise InvalidProblem(
-                f"{self.subject} indexes a tensor of shape {tuple(tensor.shape)} by {names[axis]}, which goes to "
-                f"{sizes[axis] - 1}; its axis {axis} must have at least {sizes[axis]} elements."
-            )
-        for i, size in enumerate(sizes):
-            tensor = tensor.narrow(i, 0, size)
-        tensor = tensor.permute(sorted(range(len(names)), key=lambda i: AXES.index(names[i])))
-        for axis, name in enumerate(AXES):
-            tensor = tensor if name in names else tensor.unsqueeze(axis)
-        return tensor

@@ -59,7 +59,9 @@ def attend_stored(packs: Any, given: Given | None, arguments: Arguments, scales:
     """What `attention`, or `attention_varlen` of (total, heads, head_dim), returns; `scales` by their names."""
     operands, arguments = prepared(packs, given, arguments, scales)
     sources = [o.tensor if o.source is None else o.source for o in operands]
-    if _differentiated([*sources, *_captured(arguments, sources[0], given)]):
+    scaled = [o.scale for o in operands if o.scale is not None]
+    if _differentiated([*sources, *scaled, *_captured(arguments, sources[0], given)]):
+        _refuse_stored(sources)
         dtype = torch.bfloat16 if sources[0].dtype in STORED else sources[0].dtype
         wide = tuple(_number(o, given, side, dtype) for o, side in zip(operands, "qkk", strict=True))
         return _attend(wide, given, arguments)
@@ -161,6 +163,14 @@ def _differentiated(tensors: list[torch.Tensor]) -> bool:
     if not is_compiling() and (transforms() or is_dual_level()):
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _refuse_stored(tensors: list[torch.Tensor]) -> None:
+    """Raise NotSupported for one of 8 bits that requires a gradient: 8 bits would hold little of it."""
+    for name, tensor in zip("qkv", tensors, strict=True):
+        if tensor.dtype in STORED and tensor.requires_grad and torch.is_grad_enabled():
+            reason = f"{name} of {tensor.dtype} requires one; detach it, or give 16 bits with Options(precision='fp8')"
+            raise NotSupported("a gradient of what is stored in 8 bits", {"flashtile": [reason]})
 
 
 def _number(operand: Operand, given: Given | None, side: str, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
-from flashtile.torch.cache.shared import attend_shared, check_prefix
+from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for_each
 from flashtile.torch.cache.tensors import (
     CALLED,
     check_lengths,
@@ -130,6 +130,8 @@ def attention_cached(
         others[-1] = used
     if _wants_gradients(q, pair, captured):
         pools = (k_cache.detach(), v_cache.detach())
+        if prefix:
+            pools, scales, page_table = prefix_for_each(prefix, pools, scales, page_table)
         return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
     if prefix:
         how = {**asked, "split": split, "return_lse": True, **dict(zip(SCALES, scales, strict=True))}

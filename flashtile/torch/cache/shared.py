@@ -55,7 +55,7 @@ def check_prefix(
         for one in modifiers(asked["score"])
         if not isinstance(one, Softcap)
     ]
-    if any(scale is not None and scale.dim() == 2 and scale.stride(0) != 0 for scale in scales):
+    if any(scale is not None and scale.dim() == 2 and scale.shape[0] > 1 and scale.stride(0) != 0 for scale in scales):
         reasons.append("each item has scales of its own, and the prefix is stored once")
     if reasons:
         raise NotSupported("attention_cached with shared_prefix", {"flashtile": reasons})
@@ -118,6 +118,20 @@ def attend_shared(
     out = out.masked_fill(~there[..., None, None], 0.0)
     lse = lse.masked_fill(~(there[:, None] if cu_q is None else there[None]), -torch.inf)
     return merge((out, rest[0]), (lse, rest[1]))
+
+
+def prefix_for_each(
+    prefix: int, pools: tuple[torch.Tensor, torch.Tensor], scales: Scales, page_table: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Scales, torch.Tensor | None]:
+    """(pools, scales, page_table) with item 0's prefix at every item, whatever lies in their own first rows."""
+    if page_table is not None:
+        return pools, scales, _with_first(page_table, prefix // pools[0].shape[1])
+    key_scale, value_scale = (scale if scale is None or scale.dim() == 2 else _with_first(scale, prefix) for scale in scales)
+    return (_with_first(pools[0], prefix), _with_first(pools[1], prefix)), (key_scale, value_scale), None
+
+
+def _with_first(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([rows[:1, :count].expand(rows.shape[0], *rows[0, :count].shape), rows[:, count:]], 1)
 
 
 def _part(scale: Maybe, page_table: torch.Tensor | None, items: slice, rows: slice) -> Maybe:

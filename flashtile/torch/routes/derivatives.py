@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -133,8 +134,17 @@ def is_dual_level() -> bool:
 def refuse_tangents(what: str | Problem, backend: str, given: Iterable[tuple[str, Any]]) -> None:
     """Raise NotSupported where one of the named tensors has a tangent, which nothing but its memory would be read of."""
     for name, tensor in given:
-        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+        if isinstance(tensor, torch.Tensor) and _has_tangent(tensor):
             raise _forward_mode(f"{what if isinstance(what, str) else what.spell()} by {name}", backend)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it has a tangent, or what a transform of torch.func wraps has one: jvp of grad."""
+    while forward_ad.unpack_dual(tensor).tangent is None:
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
 
 
 class ReverseMode(torch.autograd.Function):

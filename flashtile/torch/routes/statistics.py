@@ -131,13 +131,22 @@ def _record_entropy(*given: Any) -> list[torch.Tensor]:
     return list(record_at_level(_Gradients, given, arriving, entropy, q, k, v, *others))
 
 
+def _tell(*given: Any) -> tuple[str, Any]:
+    return "statistics of attention", zip("qkv", given, strict=False)
+
+
+def _tell_gradients(arriving: torch.Tensor, entropy: torch.Tensor, *given: Any) -> tuple[str, Any]:
+    named = zip(("dentropy", *"qkv"), (arriving, *given), strict=False)
+    return "the gradients of attention's entropy", named
+
+
 STATISTICS = define(
     f"attention_statistics({GIVEN}Tensor lse, str which, int last, {ASKED}) -> (Tensor, Tensor, Tensor)",
-    run_statistics, fake_statistics, _record,
+    run_statistics, fake_statistics, _record, _tell,
 )  # fmt: skip
 ENTROPY = define(
     f"attention_entropy_backward(Tensor dentropy, Tensor entropy, {GIVEN}Tensor lse, {ASKED}) -> Tensor[]",
-    run_entropy, fake_entropy, _record_entropy,
+    run_entropy, fake_entropy, _record_entropy, _tell_gradients,
 )  # fmt: skip
 
 
