@@ -54,6 +54,7 @@ def traits(p: AttentionProblem, direction: Direction, variant: str = "") -> froz
         "padding": p.lengths.ragged and not p.lengths.varlen,
         "predicates": bool(p.where),
         "blocks": p.blocks is not None,
+        "stored": p.stored is not None,
         **{f"score {spec.kind.name}": True for spec in p.score},
     }
     if direction == "backward":
