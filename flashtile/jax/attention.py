@@ -133,7 +133,7 @@ def dot_product_attention(
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
     key, value = numbers_of(query, key, value, _scales(extras), padded=key_value_seq_lengths is not None)
     check_operands(query, key, value)
-    rest = _Rest(**extras)
+    rest = _Rest(**dict[str, Any](extras))
     lengths = {
         "q": lengths_of("query_seq_lengths", query_seq_lengths, query.shape[0]),
         "k": lengths_of("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
@@ -392,7 +392,8 @@ def _both(mask: Any, other: Any) -> Any:
 
 
 def _out_and_lse(call: Call, *given: Any) -> tuple[Any, Any]:
-    return derivatives.attend(call, *given)[:2]
+    made: Any = derivatives.attend(call, *given)
+    return made[:2]
 
 
 _compiled = jax.jit(_out_and_lse, static_argnums=0)  # one program where a call stands outside of jit

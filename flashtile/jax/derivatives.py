@@ -195,7 +195,8 @@ def pull(how: Pull, *given: Any) -> tuple[Any, ...]:
 
 
 def _pull_along(how: Pull, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    made, (known, _, arriving) = pull(how, *primals), how.parts(primals)
+    made: Any = pull(how, *primals)
+    known, _, arriving = how.parts(primals)
     count = len(primals) - len(arriving)
     moved = _moving(how.call.names, tangents[: len(known)])
     moved |= _moving([f"d{n}" for n in how.arriving], tangents[count:])

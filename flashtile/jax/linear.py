@@ -21,15 +21,15 @@ Array = Any
 class Map(Protocol):
     """A linear map, hashable and without arrays."""
 
-    def apply(self, fixed: Sequence[Array], linear: Sequence[Array]) -> tuple[Array, ...]:
+    def apply(self, fixed: Sequence[Array], linear: Sequence[Array], /) -> tuple[Array, ...]:
         """What it makes."""
         ...
 
-    def transpose(self, fixed: Sequence[Array], arriving: Sequence[Array | None]) -> tuple[Array, ...]:
+    def transpose(self, fixed: Sequence[Array], arriving: Sequence[Array | None], /) -> tuple[Array, ...]:
         """The gradients of what it is linear in, from those of what it makes; None for zero."""
         ...
 
-    def change(self, fixed: Sequence[Array], linear: Sequence[Array], moved: Sequence[Array | None]) -> tuple[Array, ...]:
+    def change(self, fixed: Sequence[Array], linear: Sequence[Array], moved: Sequence[Array | None], /) -> tuple[Array, ...]:
         """How what it makes changes as what it depends on moves along these, None for zero; linear in them."""
         ...
 

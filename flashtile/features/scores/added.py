@@ -43,7 +43,7 @@ class Slopes:
         if shape != (batch, heads_q)[2 - len(shape) :]:
             raise InvalidProblem(f"{self.name} slopes have shape {shape}; it must be ({heads_q},) or ({batch}, {heads_q}).")
         slopes = self.slopes
-        if len(shape) == 1 and batch > 1 and slopes.dtype.itemsize == 2 and getattr(slopes, "requires_grad", True):
+        if len(shape) == 1 and batch != 1 and slopes.dtype.itemsize == 2 and getattr(slopes, "requires_grad", True):
             # Their gradient is one sum over all items: rounded item by item, little of it may be left.
             slopes = slopes.float() if hasattr(slopes, "float") else slopes.astype("float32")
         return (expanded(slopes, batch, heads_q),)
