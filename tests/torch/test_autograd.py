@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile import Alibi, Options, Softcap
 from flashtile.problem.options import Variant
+from flashtile.reference.attention import attention_reference
 from tests.cases import Case, Tensors
 
 CASE = Case("autograd", seqlen_q=20, seqlen_k=36, causal=True, score=("softcap", "alibi"))
@@ -35,6 +36,21 @@ def backward(given: Tensors, backend: str, variant: Variant) -> None:
     out, lse = attend(given, backend, variant)
     tensors = CASE.tensors(out.device)
     torch.autograd.backward([out, lse], [tensors["dout"], tensors["dlse"]])
+
+
+def test_more_gradients_than_the_call_before_asked_for(backend: str, place: torch.device, variant: Variant) -> None:
+    """What is remembered of a call that wants dq alone, which a CPU runs at once, is not what one runs that wants all."""
+    given, dout = [torch.randn(1, 64, 2, 64, device=place) for _ in "qkv"], torch.randn(1, 64, 2, 64, device=place)
+    made = {}
+    flashtile.cache_clear()
+    for wanted in ("q", "q", "qkv"):
+        some = [tensor.detach().requires_grad_(name in wanted) for name, tensor in zip("qkv", given, strict=True)]
+        out = flashtile.attention(*some, causal=True, options=Options(backend=backend, backward=variant))
+        made[wanted] = torch.autograd.grad(out, [leaf for leaf in some if leaf.requires_grad], dout)
+    wide = [tensor.double().requires_grad_() for tensor in given]
+    exact = torch.autograd.grad(attention_reference(*wide, causal=True)[0], wide, dout.double())
+    torch.testing.assert_close(made["qkv"], tuple(tensor.float() for tensor in exact), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made["q"][0], made["qkv"][0], rtol=1e-3, atol=1e-4)
 
 
 def test_every_subset_of_gradients(backend: str, place: torch.device, variant: Variant) -> None:

@@ -119,6 +119,16 @@ def test_fused_is_refused_where_torch_asks_for_determinism(device: torch.device,
     assert plans[-1] == ("fused", False)
 
 
+def test_fused_is_refused_once_torch_asks_for_determinism(device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Though the same call was allowed before."""
+    q = CASE.tensors(device)["q"].requires_grad_()
+    options = Options(backend="triton", backward="fused")
+    flashtile.attention(q, q, q, options=options)
+    request.getfixturevalue("strict_determinism")
+    with pytest.raises(flashtile.NotSupported, match="not deterministic"):
+        flashtile.attention(q, q, q, options=options)
+
+
 def test_the_forward_always_repeats_bitwise(backend: str, place: torch.device) -> None:
     tensors = CASE.tensors(place)
     given = [tensors[name] for name in "qkv"]
