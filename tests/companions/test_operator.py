@@ -194,11 +194,23 @@ def test_second_derivatives_refuse(case: Case) -> None:
 
 @pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.wanted], ids=lambda case: case.name)
-def test_second_derivatives_refuse_for_each_input(case: Case, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """torch.autograd.grad visits only what leads to an input: each that gradients depend on has to lead to the refusal.
+def test_second_derivatives_of_each_input_are_right_or_refused(
+    case: Case, loss: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """torch.autograd.grad visits what leads to an input alone: each that gradients depend on leads there, or to a refusal.
 
-    And as long as nobody differentiates them, gradients are those that have no graph.
+    And as long as nobody differentiates them, gradients are those that have no graph, but for rounding.
     """
+
+    def doubled(name: str, factor: float) -> tuple[float, float]:
+        """A factor of an input times the sum of all gradients there, and the size of what is summed."""
+        tensors = given(case)
+        scaled = {n: t.detach().mul(factor).requires_grad_() if n == name else t for n, t in tensors.items()}
+        outputs = run(case.problem.op, scaled, case.problem.options(), "cpu")
+        made = torch.autograd.grad([loss(o) for o in outputs if o.requires_grad], [scaled[n] for n in case.wanted])
+        parts = [g.double() * (factor if n == name else 1) for n, g in zip(case.wanted, made, strict=True)]
+        return factor * sum(g.sum().item() for g in parts), sum(g.abs().sum().item() for g in parts)
+
     linear = case.problem.linear if loss is torch.sum else ()
     for recorded in (False, True) if case in TRACED else (False,):
         made: list[tuple[torch.Tensor, ...]] = []
@@ -210,12 +222,21 @@ def test_second_derivatives_refuse_for_each_input(case: Case, loss: Callable[[to
             total = [loss(o) for o in outputs if o.requires_grad]
             made.append(torch.autograd.grad(total, [tensors[n] for n in case.wanted], create_graph=create_graph))
         for plain, with_graph in zip(*made, strict=True):
-            torch.testing.assert_close(with_graph, plain, rtol=0, atol=0, equal_nan=True)
+            if plain.isfinite().all():  # fp16 may overflow; and a formula rounds otherwise
+                eps, most = 8 * torch.finfo(plain.dtype).eps, plain.abs().amax().item() if plain.numel() else 0.0
+                torch.testing.assert_close(with_graph, plain, rtol=eps, atol=eps * most + 2e-6)
         for name in case.wanted:
             if name not in linear:
                 twice = sum((g * factors[name]).sum() for g in made[1])
-                with pytest.raises(NotSupported, match="gradients of gradients"):
-                    torch.autograd.grad(twice, factors[name], retain_graph=True)
+                try:
+                    (found,) = torch.autograd.grad(twice, factors[name], retain_graph=True)
+                except NotSupported as refusal:
+                    if "gradients of gradients" not in str(refusal):
+                        raise
+                    continue
+                if all(tensors[n].dtype is torch.float32 for n in case.wanted) and found.isfinite():
+                    (ahead, size), (behind, _) = doubled(name, 1.01), doubled(name, 0.99)
+                    assert (ahead - behind) / 0.02 == pytest.approx(found.item(), rel=0.05, abs=0.02 * size + 1e-4)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if set(c.wanted) & set(c.problem.linear)], ids=lambda case: case.name)
