@@ -11,8 +11,8 @@ from __future__ import annotations
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LOG2E, exp
-from flashtile.kernels.device.grid import Sizes, assign
-from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
+from flashtile.kernels.device.grid import assign
+from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import (
     column_offset,
     head_offset,
@@ -33,7 +33,7 @@ from flashtile.kernels.device.product import (
     transposed,
 )  # fmt: skip
 from flashtile.kernels.device.score import capture, locate, probabilities, store_totals
-from flashtile.kernels.device.varlen import assign_tile, slab
+from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse, load_rows, rows_offset
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
@@ -152,12 +152,10 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
-    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
-    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    column, shift = tile * BLOCK_K, item.k - item.q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T
+    head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
+        region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
+    lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:
         if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
             full_lo = hi
@@ -166,11 +164,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     keys_here, column_k = item.k - column, item.first_k + column
     k_tile = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
     v_tile = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
-    key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
-    if T.mask.left:
-        key_first = tl.maximum(shift - left - column, 0)
-    if T.mask.right:
-        key_end = tl.minimum(keys_here, keys_here + right)
+    key_first, key_end = keys_seen(column, keys_here, shift, left, right, T)
     k = load_tile(k_tile, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True)
     v = load_tile(v_tile, strides[2], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True)
     if T.held > 0:
@@ -335,18 +329,13 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     where not T.exact out and lse may be of more keys than these, as a ring's are. Then p does not add up to 1, nor dp to delta.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     WIDTH: tl.constexpr = T.width
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
     band = (left, right, region[1])
-    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
-    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
-    )
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    lo, full_lo, full_hi, hi, ends = keys_of
 
     rows_here, row_q = item.q - row, item.first_q + row
     q_tile = q_ptr + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])

@@ -9,12 +9,11 @@ from __future__ import annotations
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.direction import directed_gradients, directed_probabilities
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
-from flashtile.kernels.device.grid import Sizes
-from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
+from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, product, score_product, transposed
 from flashtile.kernels.device.score import locate
-from flashtile.kernels.device.varlen import assign_tile, slab
+from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.tangent import product_tangent
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
@@ -104,12 +103,8 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     COLUMNS: tl.constexpr = T.columns
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    tile, head, item, _ = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
-    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
-    )
+    _, head, item, _, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
     q_tile = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
@@ -247,22 +242,16 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
-    tile, head_kv, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, heads_kv, BLOCK_K, True, T)
-    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    column, shift = tile * BLOCK_K, item.k - item.q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        column, item.k, item.q, right, left, T.mask.right, T.mask.left, BLOCK_K, BLOCK_Q, T
+    head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
+        region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
+    lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:
         if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
             full_lo = hi
             full_hi = hi
     keys_here, column_k = item.k - column, item.first_k + column
-    key_first, key_end = 0, keys_here  # keys that any query sees: others may hold NaN, and 0 * NaN is NaN
-    if T.mask.left:
-        key_first = tl.maximum(shift - left - column, 0)
-    if T.mask.right:
-        key_end = tl.minimum(keys_here, keys_here + right)
+    key_first, key_end = keys_seen(column, keys_here, shift, left, right, T)
     k = in_ptrs[1] + head_offset(batch, head_kv, strides[1]) + row_offset(column_k, strides[1])
     v = in_ptrs[2] + head_offset(batch, head_kv, strides[2]) + row_offset(column_k, strides[2])
     k = aligned_parts(load_tile(k, strides[1], key_first, key_end, T.head_dim, BLOCK_K, T.columns, True), T)

@@ -14,12 +14,11 @@ from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.direction import slopes_of
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import LN2, LOG2E, exp
-from flashtile.kernels.device.grid import Sizes
-from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
+from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, product, score_product, transposed
 from flashtile.kernels.device.score import locate, stages
-from flashtile.kernels.device.varlen import assign_tile, slab
+from flashtile.kernels.portable.opening import query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
@@ -162,12 +161,8 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
-    sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
-    row = tile * BLOCK_Q
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        row, item.q, item.k, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T
-    )
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
     q_tile = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
